@@ -70,7 +70,7 @@ def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> Non
         routed, known = [], []
         for each, caches in zip(made, sets, strict=True):
             params = [cache.identity.policy_params for cache in caches]
-            places = [engine.nearest(params, asked.text) if count > 1 else 0 for _, asked in each.questions]
+            places = [engine.asker.nearest(params, asked.text) if count > 1 else 0 for _, asked in each.questions]
             routed.append(right(engine, each, [caches[place] for place in places]))
             known.append(right(engine, each, [caches[own(engine, each, at, count)] for at, _ in each.questions]))
         told(f"{count} episodes, routed", routed, nbytes)
@@ -80,7 +80,7 @@ def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> Non
 
 def own(engine: Engine, each: Conversation, at: int, count: int) -> int:
     """The episode whose windows hold utterance `at`."""
-    found = engine.find_episodes(each.text, count)
+    found = engine.compressor.episodes(each.text, count)
     return next(number for number, one in enumerate(found) if at // UTTERANCES in one.windows)
 
 
@@ -88,9 +88,9 @@ def routes(engine: Engine, topics: int, tokens: int, conversations: int) -> None
     words, embedded, hidden, asked = 0, 0, 0, 0
     for seed in range(conversations):
         each = make_conversation(topics, tokens, seed, counter(engine))
-        params = [{"centroid": one.centroid} for one in engine.find_episodes(each.text, topics)]
+        params = [{"centroid": one.centroid} for one in engine.compressor.episodes(each.text, topics)]
         for at, question in each.questions:
-            words += engine.nearest(params, question.text) == own(engine, each, at, topics)
+            words += engine.asker.nearest(params, question.text) == own(engine, each, at, topics)
         embedded += by_vectors(each, topics, embeddings(engine, each))
         hidden += by_vectors(each, topics, lambda text: mean_hidden(engine, text))
         asked += len(each.questions)
@@ -114,7 +114,7 @@ def by_vectors(each: Conversation, topics: int, vector: Callable[[str], Vector])
 def embeddings(engine: Engine, each: Conversation) -> Callable[[str], Vector]:
     """Sums of the input embeddings of distinct tokens, weighed as `episodes` weighs them; of tokens that no window has,
     by nothing."""
-    encode, windows = engine.require_text("text").encode, windows_of(each.utterances)
+    encode, windows = engine.encoder.require_text("text").encode, windows_of(each.utterances)
     having = Counter(token for window in windows for token in set(encode(window)))
     with torch.no_grad():
         table = engine.model.get_input_embeddings()(torch.arange(engine.model.config.vocab_size)).double().numpy()
@@ -129,7 +129,7 @@ def embeddings(engine: Engine, each: Conversation) -> Callable[[str], Vector]:
 
 
 def mean_hidden(engine: Engine, text: str) -> Vector:
-    ids = torch.tensor([engine.require_text("text").encode(text)])
+    ids = torch.tensor([engine.encoder.require_text("text").encode(text)])
     with torch.no_grad():
         return engine.model.base_model(input_ids=ids).last_hidden_state[0].double().mean(dim=0).numpy()
 

@@ -51,7 +51,7 @@ def together(engine: Engine, asked: list[tuple[CompressedCache, str, Mapping[str
 
 
 def extractions(engine: Engine) -> None:
-    count = engine.require_text("document").count_tokens
+    count = engine.encoder.require_text("document").count_tokens
     cases: list[Case] = [
         make_case("multikey", "prose", TOKENS, seed, count, questions=QUESTIONS) for seed in range(DOCUMENTS)
     ]

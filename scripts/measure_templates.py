@@ -404,7 +404,7 @@ class Subject:
         question, told = [{"role": "user", "content": "Where?"}], 0
         usual = (await self.put()).id
         for name, value in VARIABLES:
-            if name not in self.engine.require_text("messages").template.variables:
+            if name not in self.engine.encoder.require_text("messages").template.variables:
                 continue
             given = {name: value}
             expected = self.whole(question, **given)

@@ -78,15 +78,15 @@ def measured(
     levels = {}
     for policy, removed, codec in ways:
         job = engine.prepare(encoded, policy=policy, compression_ratio=removed or None)
-        levels[policy, removed, codec] = engine.level(job, codec)
+        levels[policy, removed, codec] = engine.compressor.level(job, codec)
     cues = cue_count(how, len(encoded.token_ids))
     rows = []
     started = time.process_time()
-    engine.prefill([Level(engine.prepare(encoded, policy="full"))])
+    engine.compressor.prefill([Level(engine.prepare(encoded, policy="full"))])
     prefill_s = time.process_time() - started
     for group in shared(list(levels.values())):
         started = time.process_time()
-        made = engine.prefill(group, cues=cues)
+        made = engine.compressor.prefill(group, cues=cues)
         took_s = time.process_time() - started
         assert made.reference is not None
         probe_s = made.reference.probe_s  # wall time, as the prefill's: only their ratio counts
@@ -94,7 +94,7 @@ def measured(
         for level, compression in zip(group, made.compressions, strict=True):
             way = next(way for way, one in levels.items() if one is level)
             started = time.process_time()
-            found = engine.measure(compression.cache, made.reference)
+            found = engine.compressor.measure(compression.cache, made.reference)
             quality_s = in_prefill_s + time.process_time() - started
             right, lost = ways[way]
             policy, removed, codec = way
@@ -108,18 +108,21 @@ def measured(
 def costs(engine: Engine, documents: Sequence[Document], tokens: int, how: How) -> str:
     """A line of Markdown: seconds of one processor for the prefill of so many tokens of these documents, kept by the
     default, and for its figure."""
-    text, count = "\n".join(document.context for document in documents), engine.require_text("document").count_tokens
+    text, count = (
+        "\n".join(document.context for document in documents),
+        engine.encoder.require_text("document").count_tokens,
+    )
     part = text[: int(len(text) * tokens / count(text))]
     job = engine.prepare(part)
-    level, cues = engine.level(job, DEFAULT_CODEC), cue_count(how, job.num_tokens)
-    engine.run_levels([engine.level(engine.prepare(part[:2000]))], cues=1)  # records the program
+    level, cues = engine.compressor.level(job, DEFAULT_CODEC), cue_count(how, job.num_tokens)
+    engine.run_levels([engine.compressor.level(engine.prepare(part[:2000]))], cues=1)  # records the program
     started = time.process_time()
-    made = engine.prefill([level], cues=cues)
+    made = engine.compressor.prefill([level], cues=cues)
     took_s = time.process_time() - started
     assert made.reference is not None
     share = made.reference.probe_s / (made.reference.probe_s + made.compressions[0].prefill_s)
     started = time.process_time()
-    found = engine.measure(made.compressions[0].cache, made.reference)
+    found = engine.compressor.measure(made.compressions[0].cache, made.reference)
     quality_s, prefill_s = took_s * share + time.process_time() - started, took_s * (1 - share)
     cells = (engine.name, job.num_tokens, how, found.asked, found.cues)
     seconds = (f"{number:.2f}" for number in (prefill_s, quality_s, quality_s / prefill_s))

@@ -144,10 +144,11 @@ def measured(engine: Engine, kind: str, number: int, tokens: int, count: int) ->
     """One document in all its ways. Ways that refuse the document are left out."""
     text, asks = make(kind, tokens, SEED + number, counter(engine))
     encoded = engine.encode_document(text)
-    levels, names = [engine.level(engine.prepare(encoded, policy="full"))], ["full"]
+    levels, names = [engine.compressor.level(engine.prepare(encoded, policy="full"))], ["full"]
     for policy, removed, codec in ways(random.Random(f"{kind}/{number}"), count):
         try:
-            levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=removed), codec))
+            job = engine.prepare(encoded, policy=policy, compression_ratio=removed)
+            levels.append(engine.compressor.level(job, codec))
         except KvshelfError:
             continue
         names.append(f"{policy} {removed or 0:g} {codec}")

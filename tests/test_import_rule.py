@@ -323,6 +323,16 @@ def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
     assert circles(sources) == [["kvshelf.store.a", "kvshelf.store.b", "kvshelf.store.c"]]
 
 
+def test_the_engine_has_verbs_and_no_more() -> None:
+    """What else it does stands in the objects beside it, a class a file."""
+    path = PACKAGE / "engine" / "engine.py"
+    source = path.read_text()
+    (engine,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    methods = [node.name for node in engine.body if isinstance(node, ast.FunctionDef)]
+    assert len([name for name in methods if not name.startswith("_")]) <= 25
+    assert len(source.splitlines()) <= 350
+
+
 def test_a_folder_is_read_at_a_glance() -> None:
     """About 15 files; a catalogue of one method a file may have more."""
     catalogues = {PACKAGE / "methods" / "policies"}

@@ -71,7 +71,7 @@ def calibrate(
         from kvshelf.model import calibration
 
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
-        engine.require_text("model")
+        engine.encoder.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)
         made = []
@@ -100,7 +100,7 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
     from kvshelf.samples.tasks import needles
     from kvshelf.training import head_search
 
-    count = engine.require_text("model").count_tokens
+    count = engine.encoder.require_text("model").count_tokens
     done = itertools.count(1)
     with searching(f"heads of {engine.name}") as report:
         heads = head_search.calibrate(
@@ -166,12 +166,12 @@ def _reading(engine: Engine) -> list[str]:
 def _prose(engine: Engine, texts: int) -> list[str]:
     from kvshelf.samples.tasks import haystacks
 
-    return list(haystacks(texts, _longest(engine), engine.require_text("model").count_tokens))
+    return list(haystacks(texts, _longest(engine), engine.encoder.require_text("model").count_tokens))
 
 
 def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
     """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
-    format_, longest = engine.require_text("model"), _longest(engine)
+    format_, longest = engine.encoder.require_text("model"), _longest(engine)
     ids = [format_.encode(source) for source in sources]
     more = [tokens[at : at + longest] for tokens in ids for at in range(longest, len(tokens) - longest // 2, longest)]
     return [tokens[:longest] for tokens in ids] + more[: max(0, _TEXTS - len(ids))]
@@ -259,7 +259,7 @@ def lessons(engine: Engine, length: int, seed: int) -> Callable[[int], Lesson]:
     from kvshelf.samples.suite import lesson_case
     from kvshelf.training.gates.lessons import Lesson
 
-    count = engine.require_text("model").count_tokens
+    count = engine.encoder.require_text("model").count_tokens
 
     def lesson(number: int) -> Lesson:
         case = lesson_case(number, seed, length, count, questions=_QUESTIONS)

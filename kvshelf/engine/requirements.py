@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.records import Indexed, parts_of
 from kvshelf.artifact.shape import LayerShape
+from kvshelf.engine.facts import ModelFacts
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Absorber, Policy
@@ -152,12 +153,11 @@ def _stored_whole(kinds: Sequence[LayerKind]) -> str:
     return "a sliding window" if all(kind.chunk is None for kind in kinds) else "chunked attention"
 
 
-def require_growing(cache: CompressedCache, name: str, *, ranks: bool) -> None:
-    """Refuse to append to a cache whose positions, or whose index, do not go on. ranks: whether processes share the
-    model."""
+def require_growing(cache: CompressedCache, facts: ModelFacts) -> None:
+    """Refuse to append to a cache whose positions, or whose index, do not go on."""
     policy = cache.identity.policy
-    if ranks:
-        why = f"{name!r} runs in several processes, which append to no cache"
+    if facts.ranks is not None:
+        why = f"{facts.name!r} runs in several processes, which append to no cache"
     elif cache.repositioned:
         why = f"policy {policy!r} counted its positions within the cache, and no document goes on from there"
     elif any(isinstance(part, Indexed) for entries in cache.reduced for part in parts_of(entries)):
@@ -201,38 +201,38 @@ def require_appending(policy: Policy, absorber: Absorber | None, *, moves: bool,
     )
 
 
-def require_joinable(kinds: Sequence[LayerKind], name: str, *, moves: bool, ranks: bool) -> None:
-    """Refuse several documents in one question to a model in which they would not be what each is by itself. moves:
-    whether a key may have other frequencies in a longer document. ranks: whether processes share the model."""
-    if any(kind.states for kind in kinds):
+def require_joinable(facts: ModelFacts) -> None:
+    """Refuse several documents in one question to a model in which they would not be what each is by itself."""
+    if any(kind.states for kind in facts.kinds):
         why = "has recurrent states, and those behind several documents cannot be joined"
-    elif not all(kind.sees_all for kind in kinds):
-        why = f"has layers with {_stored_whole(kinds)}, which reach back from the longest document alone"
-    elif moves:
+    elif not all(kind.sees_all for kind in facts.kinds):
+        why = f"has layers with {_stored_whole(facts.kinds)}, which reach back from the longest document alone"
+    elif facts.one_by_one:
         why = "has positions that may change with a document's length"
-    elif ranks:
+    elif facts.ranks is not None:
         why = "runs in several processes, which take one document a question"
     else:
         return
-    raise PolicyUnsupported(f"{name!r} {why}; ask each document by itself", param="cache_ids")
+    raise PolicyUnsupported(f"{facts.name!r} {why}; ask each document by itself", param="cache_ids")
 
 
-def require_selectable(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
-    """Refuse selectors to a model that several processes share, ranks, and to one of whose layers some read others: a
-    choice is for the queries of one layer."""
-    if ranks:
+def require_selectable(facts: ModelFacts) -> None:
+    """Refuse selectors to a model that several processes share, and to one of whose layers some read others: a choice
+    is for the queries of one layer."""
+    if facts.ranks is not None:
         why = "runs in several processes, which read whole caches"
-    elif readers(kinds):
+    elif readers(facts.kinds):
         why = "has layers that read the keys and values of others (layer_map)"
     else:
         return
-    raise PolicyUnsupported(f"{name!r} {why}; ask without select", param="select")
+    raise PolicyUnsupported(f"{facts.name!r} {why}; ask without select", param="select")
 
 
-def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> None:
-    """Refuse suffix policies to a model where a row's entries are not what they choose among: ranks, several processes
-    share it."""
-    if ranks:
+def require_bounded(facts: ModelFacts) -> None:
+    """Refuse suffix policies to a model where a row's entries are not what they choose among, and to one that several
+    processes share."""
+    kinds = facts.kinds
+    if facts.ranks is not None:
         why = "runs in several processes, which would have to drop the same entries"
     elif any(kind.latents for kind in kinds):
         why = "stores latents, which all heads of a layer share"
@@ -242,7 +242,7 @@ def require_bounded(kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> No
         why = f"has layers with {_stored_whole(kinds)}, which count what they see by places in the suffix"
     else:
         return
-    raise PolicyUnsupported(f"{name!r} {why}; ask without suffix", param="suffix.policy")
+    raise PolicyUnsupported(f"{facts.name!r} {why}; ask without suffix", param="suffix.policy")
 
 
 def require_suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,24 +261,23 @@ def require_suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def require_own_keys(kinds: Sequence[LayerKind], name: str) -> None:
+def require_own_keys(facts: ModelFacts) -> None:
     """Refuse policies at the question to a model whose heads share latents: they judge the keys of heads."""
-    if any(kind.latents for kind in kinds):
+    if any(kind.latents for kind in facts.kinds):
         raise PolicyUnsupported(
-            f"the heads of {name!r} share latents, of which no policy can choose at the question; take selector quest",
+            f"the heads of {facts.name!r} share latents, of which no policy can choose at the question; take selector "
+            "quest",
             param="select.method",
         )
 
 
-def require_sentences(
-    selector: str, name: str, kinds: Sequence[LayerKind], documents: Sequence[Sequence[int]], *, has_text: bool
-) -> None:
+def require_sentences(selector: str, documents: Sequence[Sequence[int]], facts: ModelFacts) -> None:
     """Refuse a selector of sentences where nobody knows those of the answer, or of one of the documents, and where
     queries cannot be compared with what is stored. documents: the ends of sentences of each."""
-    if not has_text:
-        why = f"needs the text of answers, and {name!r} has no tokenizer here"
-    elif any(kind.latents for kind in kinds):
-        why = f"compares queries with keys, and {name!r} stores latents"
+    if facts.text is None:
+        why = f"needs the text of answers, and {facts.name!r} has no tokenizer here"
+    elif any(kind.latents for kind in facts.kinds):
+        why = f"compares queries with keys, and {facts.name!r} stores latents"
     elif not all(documents):
         raise PolicyUnsupported(
             "the cache has no sentence ends: it was made from token ids; take selector quest", param="select.method"
@@ -288,12 +287,12 @@ def require_sentences(
     raise PolicyUnsupported(f"selector {selector!r} {why}; take selector quest", param="select.method")
 
 
-def require_plain(kinds: Sequence[LayerKind], name: str) -> None:
+def require_plain(facts: ModelFacts) -> None:
     """Refuse to export the caches of a model that transformers' own cache would run as another one."""
-    if readers(kinds):
+    if readers(facts.kinds):
         raise PolicyUnsupported(
-            f"{name!r} has layers that read the keys and values of others (layer_map), which transformers' cache does "
-            "not know; attach its caches with engine.attached(cache)",
+            f"{facts.name!r} has layers that read the keys and values of others (layer_map), which transformers' cache "
+            "does not know; attach its caches with engine.attached(cache)",
             param="positions",
         )
 
@@ -308,26 +307,21 @@ def require_window(layer: int, found: int | None, told: int | None) -> None:
         )
 
 
-def require_unshared(
-    policy: Policy, absorber: Absorber | None, passes: Sequence[ProbePass], name: str, *, ranks: bool
-) -> None:
-    """Refuse chunks with probes to a model whose heads several processes share: ranks. No process sees all scores. And
+def require_unshared(policy: Policy, absorber: Absorber | None, passes: Sequence[ProbePass], facts: ModelFacts) -> None:
+    """Refuse chunks with probes to a model whose heads several processes share: none of them sees all scores. And
     learned tokens and calls of attention modules, as no process has all of a layer."""
-    if ranks and Needs.CALL in policy.needs:
-        raise PolicyUnsupported(
-            f"{name!r} runs in several processes, and policy {policy.name!r} sees whole layers; choose another policy",
-            param="policy",
-        )
-    if ranks and any(probe.soft for probe in passes):
-        raise PolicyUnsupported(
-            f"{name!r} runs in several processes, and learned tokens add to whole layers; choose another policy",
-            param="policy",
-        )
-    if ranks and absorber is not None and absorber.probed:
-        raise PolicyUnsupported(
-            f"{name!r} runs in several processes, which reduce whole layers; take prefill=whole",
-            param="policy_params.prefill",
-        )
+    if facts.ranks is None:
+        return
+    param = "policy"
+    if Needs.CALL in policy.needs:
+        why = f"and policy {policy.name!r} sees whole layers; choose another policy"
+    elif any(probe.soft for probe in passes):
+        why = "and learned tokens add to whole layers; choose another policy"
+    elif absorber is not None and absorber.probed:
+        why, param = "which reduce whole layers; take prefill=whole", "policy_params.prefill"
+    else:
+        return
+    raise PolicyUnsupported(f"{facts.name!r} runs in several processes, {why}", param=param)
 
 
 def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
@@ -340,13 +334,13 @@ def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
         )
 
 
-def require_own_heads(layers: Sequence[LayerShape], own: int, name: str) -> None:
+def require_own_heads(layers: Sequence[LayerShape], own: int, facts: ModelFacts) -> None:
     """Refuse a model whose processes do not each have their part of the KV heads of every layer, `own` of them."""
     for index, layer in enumerate(layers):
         if layer.kv_heads != own:
             raise PolicyUnsupported(
-                f"in layer {index} of {name!r} each process has {layer.kv_heads} KV heads in place of {own}, because "
-                "transformers' plan for tensor parallelism does not share its attention; take one process",
+                f"in layer {index} of {facts.name!r} each process has {layer.kv_heads} KV heads in place of {own}, "
+                "because transformers' plan for tensor parallelism does not share its attention; take one process",
                 param="ranks",
             )
 

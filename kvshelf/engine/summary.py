@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -24,10 +25,10 @@ from torch import Tensor
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.attention.inspection import FirstLayers, FirstLayersSeen
+from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.inputs.encode import REFERENCE_TOKENS
+from kvshelf.engine.inputs.encode import REFERENCE_TOKENS, Encoder
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.model.layers import LayerKind
 from kvshelf.model.rope import Rope
 
 Codes = npt.NDArray[np.uint64]
@@ -46,10 +47,10 @@ _FAR_BITS: Final = 6.4
 """Codes this many bits apart have nothing in common: the cosine of their signs is 0.8."""
 
 
-def require_summarised(rope: Rope | None, kinds: Sequence[LayerKind], name: str, *, ranks: bool) -> Rope:
+def require_summarised(facts: ModelFacts) -> Rope:
     """The RoPE of a model whose documents can have summaries. Raises `PolicyUnsupported`, which says why not."""
-    why = None
-    if ranks:
+    kinds, rope, why = facts.kinds, facts.rope, None
+    if facts.ranks is not None:
         why = "runs in several processes, each of which has a part of a key"
     elif any(not kind.sees_all or kind.states or kind.latents for kind in kinds):
         why = "has layers with windows, chunks, latents or recurrent states"
@@ -59,8 +60,8 @@ def require_summarised(rope: Rope | None, kinds: Sequence[LayerKind], name: str,
         why = "rotates its keys in a way that cannot be undone"
     if why is not None:
         raise PolicyUnsupported(
-            f"a search reads the keys of the first layers without their rotation, and {name!r} {why}; list caches by "
-            "their labels, and ask those by id",
+            f"a search reads the keys of the first layers without their rotation, and {facts.name!r} {why}; list "
+            "caches by their labels, and ask those by id",
             param="model",
         )
     assert rope is not None
@@ -99,6 +100,48 @@ class KeyCoder:
         signs = (keys - self.means[layer]) @ _projections(keys.shape[1]).to(keys.device) > 0  # [N, 64]
         packed = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little")
         return packed.view("<u8")[:, 0]
+
+
+class Searcher:
+    """Makes codes of questions, and what makes the summaries of documents."""
+
+    def __init__(self, passes: Passes, encoder: Encoder) -> None:
+        self._passes = passes
+        self._encoder = encoder
+
+    def require(self) -> None:
+        """Raises `PolicyUnsupported` for a model whose documents have no summaries."""
+        require_summarised(self._passes.facts)
+
+    @cached_property
+    def key_coder(self) -> KeyCoder:
+        """Makes the summaries of documents, by which a search finds them. Raises as `require` does."""
+        facts = self._passes.facts
+        return KeyCoder.of(self._passes, require_summarised(facts), facts.model.config.vocab_size)
+
+    @property
+    def key_coder_or_none(self) -> KeyCoder | None:
+        """As `key_coder`; None for a model whose documents have no summaries."""
+        try:
+            self.require()
+        except PolicyUnsupported:
+            return None
+        return self.key_coder
+
+    @property
+    def summary_layers(self) -> int:
+        """How many layers have codes in a summary."""
+        return min(LAYERS, len(self._passes.facts.kinds))
+
+    def encode(self, query: str) -> list[int]:
+        """Token ids of a question for `codes`. Thread-safe. Raises `InvalidRequest` for one that is empty or longer
+        than the model takes, and as `require` does."""
+        self.require()
+        return self._encoder.search(query)
+
+    def codes(self, token_ids: Sequence[int]) -> list[Codes]:
+        """What `summary.score` compares with documents: the codes of a question's tokens, by layer."""
+        return self.key_coder.question(token_ids)
 
 
 @dataclass(eq=False)

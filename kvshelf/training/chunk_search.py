@@ -75,7 +75,7 @@ def find_chunks(
     documents read, and with their number. Raises `InvalidRequest` for shorter ones, and
     `PolicyUnsupported` for a model whose layers do not all rotate the keys of heads.
     """
-    engine.rope_to_undo()
+    engine.facts.rope_to_undo()
     if min(map(len, documents), default=0) < LEAST_TOKENS:
         raise InvalidRequest(f"chunks are measured on documents of {LEAST_TOKENS} tokens or more", param="text")
     read = canonical_json([list(ids) for ids in documents])

@@ -192,7 +192,7 @@ def _answered(engine: Engine, needle: Needle) -> dict[str, Any]:
 
 
 def _sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
-    text = engine.require_text("documents")
+    text = engine.encoder.require_text("documents")
     job = engine.prepare(needle.document, policy="full")
     # The space before a word is part of its token.
     first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))

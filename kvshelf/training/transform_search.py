@@ -146,7 +146,7 @@ def _prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def require_transformable(engine: Engine) -> None:
     """Raise `PolicyUnsupported` for a model that has no transforms: whose RoPE cannot be undone, or whose layers do not
     all see the whole document."""
-    engine.rope_to_undo()
+    engine.facts.rope_to_undo()
     if not all(kind.sees_all and kind.attends for kind in engine.kinds):
         raise PolicyUnsupported(
             f"codec klt transforms keys and values of layers that see the whole document, and {engine.name!r} has "
@@ -195,7 +195,7 @@ def find_transforms(
     )
     tables = _tables(sizes)
     tried = Transforms.from_bytes(pack(engine.identity.weights, layers, tables, {}))
-    rope = engine.rope_to_undo()
+    rope = engine.facts.rope_to_undo()
     finer = coarsest(
         engine, Coder(tried, rope.rotate, rope.unrotate), held, lambda done: report(len(documents) + done, total)
     )
@@ -226,7 +226,7 @@ def _spread(documents: int) -> set[int]:
 
 def _moments(engine: Engine, text: Asked, *, asked: bool) -> list[dict[Kind, _Moments]]:
     """Of one text: keys without rotation and values, without those of the first tokens."""
-    rope = engine.rope_to_undo()
+    rope = engine.facts.rope_to_undo()
     information = text.information(engine) if asked else None
     found: list[dict[Kind, _Moments]] = []
     for number, record in enumerate(text.cache.layers):

@@ -75,7 +75,7 @@ def _document(engine: Engine, tokens: int, questions: int, seed: str) -> tuple[s
 
 def _pieces(engine: Engine, text: str, count: int) -> list[str]:
     """The text in so many pieces of about as many tokens, cut before a space."""
-    starts = engine.require_text("document").token_starts(text)
+    starts = engine.encoder.require_text("document").token_starts(text)
     cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * each // count]) for each in range(1, count)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts)]
 

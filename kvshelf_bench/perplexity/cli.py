@@ -64,7 +64,7 @@ def perplexity(
     streams, model = ways.streams(), loading.model
     engine = loading.engine_options().load()
     context, tokens = windows.context, windows.tokens
-    found = windows_of(engine.require_text("file").encode(text), context, tokens, windows.windows)
+    found = windows_of(engine.encoder.require_text("file").encode(text), context, tokens, windows.windows)
     with counted(f"{model}, {file.name}", len(found) * len(streams)) as step:
         results = perplexities(engine, found, streams, step)
     title = f"{model} on {file.name}: {len(found)} windows of {context} + {tokens} tokens"

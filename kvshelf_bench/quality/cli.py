@@ -249,7 +249,7 @@ def needle(
     hidden = Needle(haystacks.needle, haystacks.question, haystacks.answer) if haystacks.needle else None
     cells = Cells(numbers(haystacks.lengths), percent, haystacks.documents, run.seed)
     options = loading.engine_options()
-    found = made(cells, options.load().require_text("haystack"), hay, hidden)
+    found = made(cells, options.load().encoder.require_text("haystack"), hay, hidden)
     chosen = command.Chosen(
         **vars(asking), bench="needle", dataset="needle", cues=0, ways=ways, resume=run.resume, results=run.results,
         processes=processes, reporting=printing.reporting, seed=run.seed, picture=printing.picture,

@@ -14,7 +14,8 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.errors import KvshelfError
 from kvshelf.samples.suite import Ask, make_case, score
 from kvshelf_bench.quality.grid import MadeUnit, Reading, Row
@@ -82,7 +83,7 @@ class Protocol:
 
 def transforms_of(engine: Engine) -> str | None:
     """The digest of the transforms that a run writes codec klt with; None where the model has none."""
-    return engine.coder.transforms.digest if engine.writes_klt else None
+    return engine.coders.own.transforms.digest if engine.coders.writes_klt else None
 
 
 def shared_settings(protocol: Any, row: Row) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def _answer(engine: Engine, cache: CompressedCache, ask: Ask, row: Row) -> tuple
         output = engine.model.generate(
             ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, **{CACHE_ARGUMENT: past}
         )
-    text: str = engine.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
+    text: str = engine.encoder.require_text("prompt").decoder().decode(output[0, ids.shape[1] :].tolist())
     return text, 1.0
 
 

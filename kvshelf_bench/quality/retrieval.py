@@ -64,4 +64,4 @@ def measure_cell(
 
 def counter(engine: Engine) -> Callable[[str], int]:
     """Counts the tokens of a text under the engine's tokenizer."""
-    return engine.require_text("document").count_tokens
+    return engine.encoder.require_text("document").count_tokens

@@ -55,7 +55,7 @@ def measure(engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[]
 
     Raises `PolicyUnsupported` for a model whose documents have no summaries.
     """
-    engine.require_search()
+    engine.searcher.require()
     caches = []
     for each in asked:
         caches.append(engine.encoded(engine.compress(each.text, policy="full"), CODEC))
@@ -73,7 +73,7 @@ def _by_codes(engine: Engine, summaries: Sequence[Sequence[Codes]]) -> Ask:
     layers = len(summaries[0])
 
     def ask(question: str) -> Sequence[float]:
-        return score(engine.search_codes(engine.encode_search(question))[:layers], summaries)
+        return score(engine.searcher.codes(engine.searcher.encode(question))[:layers], summaries)
 
     return ask
 

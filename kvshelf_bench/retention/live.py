@@ -54,7 +54,7 @@ def replay(
     with Threads(8) as threads:
         limits = ResidentLimits(max_bytes=max_bytes, ahead_s=ResidentLimits.ahead_s / SCALE)
         retention = Retention(order.priority)
-        residents = Residents(store, engine.attach, engine.attach_part, limits, threads, retention)
+        residents = Residents(store, engine.attach, engine.attachments.of_part, limits, threads, retention)
         return asyncio.run(_Replay(trace, order, residents, max_bytes, ids).run())
 
 

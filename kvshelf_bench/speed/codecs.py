@@ -143,9 +143,9 @@ def _ratio(seconds: list[float] | None, others: list[float] | None) -> Spread | 
 def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, Way]:
     """The codecs of kvshelf that encode a plain cache, and Zstandard on its numbers in bfloat16."""
     ways = {}
-    for codec in _ENCODED if engine.writes_klt else _ENCODED[:-1]:
+    for codec in _ENCODED if engine.coders.writes_klt else _ENCODED[:-1]:
         coded = engine.encoded(cache, codec)
-        decode = partial(_plain_rows, coded, engine.coder if codec == "klt" else None)
+        decode = partial(_plain_rows, coded, engine.coders.own if codec == "klt" else None)
         ways[codec] = Way(coded.pack().nbytes, partial(engine.encoded, cache, codec), decode)
     numbers = [rows.bfloat16().cpu().view(torch.uint8).numpy().tobytes() for rows in _plain_rows(cache, None)]
     compress = partial(_side_by_side, partial(zstandard.compress, level=_ZSTD_LEVEL), numbers)
@@ -175,7 +175,7 @@ def _side_by_side(run: Callable[[GivenT], ResultT], given: Iterable[GivenT]) -> 
 def _ensure_transforms(subject: Subject) -> None:
     """A random model gets transforms from random documents, in its folder, where its engine looks for them."""
     engine = subject.engine
-    if random_layers(engine.name) is not None and not engine.has_transforms:
+    if random_layers(engine.name) is not None and not engine.coders.has_own:
         count, tokens = _CALIBRATED
         data = find_transforms(engine, [subject.tokens(tokens, seed=20 + index) for index in range(count)])
         calibration.paths(engine.identity.weights, Path(subject.source)).transforms.write_bytes(data)

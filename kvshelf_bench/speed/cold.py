@@ -102,7 +102,7 @@ def _measure(
 
     def part() -> None:
         with store.open_parts(cache_id) as parts:
-            document = subject.engine.attach_part(parts)
+            document = subject.engine.attachments.of_part(parts)
             assert document is not None, "this process reads rows in place"
             with closing(document):
                 _first_token(subject, document, question, tokens // _SHARE)

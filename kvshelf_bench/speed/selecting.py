@@ -76,7 +76,7 @@ def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str
         return _step_s(subject, caches, selections)
 
     def fixed() -> float:
-        engine, layers = subject.engine, len(subject.engine.layer_shapes)
+        engine, layers = subject.engine, len(subject.engine.passes.layer_shapes)
         given = zip(caches, selections, strict=True)
         return _step_s(subject, caches, [LastChoice(engine.attach(cache), chosen, layers) for cache, chosen in given])
 

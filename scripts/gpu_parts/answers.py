@@ -275,7 +275,7 @@ def _gap(engine: Engine, name: str, others: list[tuple[int, int, set[int]]]) -> 
         return None
     text, _ = document(engine, _TOKENS, 0)
     try:
-        scores: list[Tensor] = engine.scores(engine.prepare(text, policy=policy, compression_ratio=0.5))
+        scores: list[Tensor] = engine.compressor.scores(engine.prepare(text, policy=policy, compression_ratio=0.5))
     except (InvalidRequest, PolicyUnsupported):
         return None
     gaps = []

@@ -43,8 +43,8 @@ def measure(part: Part) -> None:
     engine = subject.engine
     tokens, learned = (256, 96) if part.toy else (8192, 1024)
     learnt = find_transforms(engine, [subject.tokens(learned, seed=20 + i) for i in range(2)])
-    engine.learn(learnt)
-    coder = engine.coder_of(Transforms.from_bytes(learnt).digest)
+    engine.coders.learn(learnt)
+    coder = engine.coders.with_transforms(Transforms.from_bytes(learnt).digest)
     document = subject.tokens(tokens, seed=2)
     plain = engine.compress(document, policy="full")
     encoded: list[CompressedCache] = []

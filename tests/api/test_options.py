@@ -11,7 +11,7 @@ from kvshelf.api.options import Ask, AskFields
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.cli import app
 from kvshelf.client._calls import JointFields, QueryFields
-from kvshelf.engine.asking import AnswerFields, AnswerOptions
+from kvshelf.engine.options import AnswerFields, AnswerOptions
 
 OPTIONS = Ask.model_fields.keys()
 

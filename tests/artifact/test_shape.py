@@ -51,7 +51,7 @@ def cache(tiny: Engine) -> CompressedCache:
 def test_a_cache_of_the_model_is_within_bounds(tiny: Engine, cache: CompressedCache) -> None:
     for found in (cache.shape, inspect(cache.to_bytes("int4")).header.shape):
         found.require_bounds(tiny.identity)
-        found.require_layers(tiny.layer_shapes)
+        found.require_layers(tiny.passes.layer_shapes)
 
 
 def _set(**changes: Any) -> Edit:
@@ -91,7 +91,7 @@ def test_layers_that_the_model_does_not_make_are_refused(
 
 
 def test_a_blob_that_arrives_is_refused_before_its_layers_are_read(tiny: Engine, cache: CompressedCache) -> None:
-    data = forged(empty(cache, tiny.layer_shapes[0].kv_heads), claims(20_000_000))
+    data = forged(empty(cache, tiny.passes.layer_shapes[0].kv_heads), claims(20_000_000))
     assert len(data) < 8000
 
     def child() -> None:

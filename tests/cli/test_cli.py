@@ -381,7 +381,7 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert printed.exit_code == 0, printed.output
     assert (tmp_path / "elsewhere" / "kvshelf" / "compresskv.json").read_text() == path.read_text()
     made_again = (tmp_path / "elsewhere" / "kvshelf" / "klt.safetensors").read_bytes()
-    assert engine.coder.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
+    assert engine.coders.own.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
     chunks = (tmp_path / "elsewhere" / "kvshelf" / "fasa.json").read_bytes()
     assert chunks == path.with_suffix(".fasa.json").read_bytes()
 

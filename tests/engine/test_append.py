@@ -78,7 +78,7 @@ def test_a_policy_reduces_what_is_appended_and_nothing_else(policy: str, tiny: E
     before = [[p.tolist() for p in layer.positions] for layer in parent.layers]
     grown = tiny.extend(parent, more, policy=policy, **options)
     first, appended = parent.num_tokens, grown.num_tokens - parent.num_tokens
-    assert appended == tiny.require_text("document").count_tokens(more)
+    assert appended == tiny.encoder.require_text("document").count_tokens(more)
     kept = 0
     for layer, old in zip(grown.layers, before, strict=True):
         for head, own in zip(layer.positions, old, strict=True):
@@ -99,7 +99,7 @@ def test_a_policy_that_undoes_rope_knows_where_the_tokens_stand(policy: str, par
     engine = engine_of("llama")
     assert engine.rope is not None
     made = torch.Generator().manual_seed(5)
-    heads, dim, shift = 2, engine.layer_shapes[0].key_dim, 60
+    heads, dim, shift = 2, engine.passes.layer_shapes[0].key_dim, 60
     queries, keys, values = (torch.randn(n, 100, dim, generator=made) for n in (4, heads, heads))
     places = torch.arange(100)
     scores = []
@@ -190,7 +190,7 @@ def test_a_codec_that_cannot_join_says_so_before_the_blob_would() -> None:
 
 
 def test_texts_and_turns_go_on_where_the_cache_ends(tiny: Engine) -> None:
-    text = tiny.require_text("document")
+    text = tiny.encoder.require_text("document")
     document = tiny.compress("The lamp is green.", policy="full")
     more = tiny.extend(document, " The door is red.")
     assert more.identity.boundary == "document"
@@ -218,13 +218,13 @@ def test_quality_of_what_is_appended_is_measured_behind_the_parent(tiny: Engine)
     measured = []
     for ratio in (0.25, 0.9):
         job = tiny.prepare_append(parent, "".join(facts[60:]), policy="streaming_llm", compression_ratio=ratio)
-        (made,) = tiny.run_levels([tiny.level(job)])
+        (made,) = tiny.run_levels([tiny.compressor.level(job)])
         assert made.quality is not None
         assert made.quality.cues > 50
         measured.append(made.quality.agreement)
     assert measured[0] > measured[1] + 0.1
     job = tiny.prepare_append(parent, "".join(facts[60:]), policy="full")
-    (made,) = tiny.run_levels([tiny.level(job)])
+    (made,) = tiny.run_levels([tiny.compressor.level(job)])
     assert made.quality is not None
     assert made.quality.agreement == 1
 
@@ -236,7 +236,7 @@ def test_a_search_finds_what_was_appended(tiny: Engine) -> None:
     alone = tiny.compress("The kitchen has a blue stove and nine chairs. " * 8, policy="keydiff")
     from kvshelf.engine.summary import score, unpacked
 
-    asked = tiny.search_codes(tiny.encode_search("brass telescope of the observatory"))
+    asked = tiny.searcher.codes(tiny.searcher.encode("brass telescope of the observatory"))
     found = score(asked, [unpacked(grown.summary), unpacked(alone.summary)])
     assert found[0] > found[1] + 0.2
 
@@ -311,7 +311,7 @@ def kept_turn(engine: Engine, cache: CompressedCache, prompt: Any, beside: int =
     while not made.finished:
         told = batch.step([made, *(other for other in others if not other.finished)])
         assert not any(isinstance(each, Exception) for each in told)
-    made.close(engine.turn_ids(document, prompt, made.text, made.token_ids))
+    made.close(engine.turns.ids(document, prompt, made.text, made.token_ids))
     while made.pending:
         batch.step([made, *(other for other in others if not other.finished)])
     batch.keep(made)
@@ -329,7 +329,7 @@ def test_a_kept_turn_is_what_appending_it_makes(family: str) -> None:
         asked = ids(9, seed=8)
         answer = kept_turn(engine, parent, asked, beside=2)
         assert isinstance(answer.turn, Turn)
-        (kept,) = engine.with_turns(parent, [list(answer.turn.token_ids)], answer.turn)
+        (kept,) = engine.turns.caches(parent, [list(answer.turn.token_ids)], answer.turn)
         expected = engine.extend(parent, [*asked, *answer.token_ids], policy="full")
         assert kept.identity == expected.identity
         assert kept.shape == expected.shape
@@ -353,15 +353,16 @@ def test_turns_are_kept_as_a_client_sends_them_again(codec: str, tiny: Engine) -
         asked = [{"role": "user", "content": question}]
         answer = kept_turn(tiny, cache, asked)
         turn = [*asked, {"role": "assistant", "content": answer.text}]
-        expected = tiny.turn_identity(cache.identity, cache.codec, cache.kept_tokens, turn)
-        (cache,) = tiny.with_turns(cache, [turn], answer.turn)
+        expected = tiny.turns.identity(cache.identity, cache.codec, cache.kept_tokens, turn)
+        (cache,) = tiny.turns.caches(cache, [turn], answer.turn)
         assert cache.identity == expected, "its id is known before it is looked for"
         talk += turn
         caches.append(cache)
     # The same three turns at once: from one row, cut where turns end.
-    first = kept_turn(tiny, parent, talk[:-1], count=len(tiny.require_text("document").encode(talk[-1]["content"])) + 1)
+    count = tiny.encoder.require_text("document").count_tokens
+    first = kept_turn(tiny, parent, talk[:-1], count=count(talk[-1]["content"]) + 1)
     again = [*talk[:-1], {"role": "assistant", "content": first.text}]
-    made = tiny.with_turns(parent, [again[:2], again[2:4], again[4:]], first.turn)
+    made = tiny.turns.caches(parent, [again[:2], again[2:4], again[4:]], first.turn)
     assert [each.identity for each in made][:2] == [each.identity for each in caches][:2]
     assert (made[2].identity == caches[2].identity) == (first.text == talk[-1]["content"])
     final = [{"role": "user", "content": "What is the code of the blue gate?"}]
@@ -379,12 +380,12 @@ def test_a_turn_whose_text_is_encoded_otherwise_runs_again_from_there(tiny: Engi
         batch.step([made])
     ran = made.row.logical
     said = "The lamp is green, they say, and so it is."
-    made.close(tiny.turn_ids(document, asked, said, made.token_ids))
+    made.close(tiny.turns.ids(document, asked, said, made.token_ids))
     assert made.row.logical < ran or made.pending
     batch.step([made])
     batch.keep(made)
     turn = [*asked, {"role": "assistant", "content": said}]
-    (kept,) = tiny.with_turns(parent, [turn], made.turn)
+    (kept,) = tiny.turns.caches(parent, [turn], made.turn)
     expected = tiny.extend(parent, turn, policy="full")
     for a, b in zip(kept.layers[-1].dense(), expected.layers[-1].dense(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -393,9 +394,9 @@ def test_a_turn_whose_text_is_encoded_otherwise_runs_again_from_there(tiny: Engi
 def test_a_turn_that_cannot_be_kept_says_why(tiny: Engine) -> None:
     document = tiny.attach(tiny.compress("The lamp is green. " * 5, policy="full"))
     with pytest.raises(InvalidRequest, match="the answer is empty"):
-        tiny.turn_ids(document, "What?", "", [1])
+        tiny.turns.ids(document, "What?", "", [1])
     with pytest.raises((InvalidRequest, DocumentTooLong), match=f"takes {tiny.max_tokens}"):
-        tiny.turn_ids(document, "What?", "word " * tiny.max_tokens, [1])
+        tiny.turns.ids(document, "What?", "word " * tiny.max_tokens, [1])
 
 
 def test_a_stored_conversation_answers_as_plain_transformers_do_over_the_same_tokens(tiny: Engine) -> None:
@@ -412,8 +413,8 @@ def test_a_stored_conversation_answers_as_plain_transformers_do_over_the_same_to
                 logits = tiny.model(ids_so_far, use_cache=False).logits[0, -1]
             assert said == int(logits.argmax())
             ids_so_far = torch.cat([ids_so_far, torch.tensor([[said]])], dim=1)
-        tokens += tiny.turn_ids(tiny.attach(cache), asked, answer.text, answer.token_ids)
-        (cache,) = tiny.with_turns(cache, [[*asked, {"role": "assistant", "content": answer.text}]], answer.turn)
+        tokens += tiny.turns.ids(tiny.attach(cache), asked, answer.text, answer.token_ids)
+        (cache,) = tiny.turns.caches(cache, [[*asked, {"role": "assistant", "content": answer.text}]], answer.turn)
         assert cache.num_tokens == len(tokens)
 
 

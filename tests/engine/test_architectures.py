@@ -98,7 +98,7 @@ def test_what_only_a_pass_shows_is_refused_before_any_document(model_type: str, 
     engine, before = Engine(model, name="m"), model.config._attn_implementation
     job, layers = engine.prepare(list(range(5, 50)), policy="full"), list[int]()
     with pytest.raises(PolicyUnsupported, match=said):
-        _ = engine.layer_shapes
+        _ = engine.passes.layer_shapes
     with pytest.raises(PolicyUnsupported, match=said):
         engine.run(job, checkpoint=lambda: layers.append(0))
     assert layers == []

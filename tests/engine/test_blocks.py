@@ -47,7 +47,7 @@ def index_of(cache: CompressedCache, layer: int) -> Indexed:
 def opened(engine: Engine, cache: CompressedCache) -> tuple[PartialAttachment, CountedFile]:
     data = cache.to_bytes()
     file = CountedFile(data)
-    document = engine.attach_part(PartialCache(blob.inspect(data), file, nullcontext))
+    document = engine.attachments.of_part(PartialCache(blob.inspect(data), file, nullcontext))
     assert document is not None
     return document, file
 
@@ -252,7 +252,7 @@ def test_a_damaged_block_is_named_once_it_is_read(llama, caches, tmp_path):
         at = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans(unread)[0].offset
         DiskPlace(tmp_path / "home").change(manifest, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with store.open_parts(manifest.id) as parts:
-            document = llama.engine.attach_part(parts)
+            document = llama.engine.attachments.of_part(parts)
             assert asked(llama.engine, document, question, 4, recent=RECENT) == right
             assert not document.failed
             generation = llama.engine.start(document, question, Sampling(4))
@@ -281,7 +281,10 @@ def test_what_has_no_index_is_refused(llama, caches):
     strange = replace(caches[0], layers=tuple(with_summaries(layer) for layer in caches[0].layers))
     with pytest.raises(PolicyUnsupported, match="which are no keys of"):
         llama.engine.answer(strange, llama.ids[3:14], **SELECT)
-    assert llama.engine.attach_part(PartialCache(blob.inspect(full.to_bytes()), CountedFile(b""), nullcontext)) is None
+    assert (
+        llama.engine.attachments.of_part(PartialCache(blob.inspect(full.to_bytes()), CountedFile(b""), nullcontext))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,6 +299,6 @@ def test_codecs_that_part_a_block_are_refused_before_the_prefill(codec, problem)
     engine = Engine.load("kvshelf-tiny")
     job = engine.prepare("A text. " * 50, policy="infllm", policy_params={"block": 16})
     with pytest.raises(InvalidRequest, match=problem):
-        engine.level(job, codec)
+        engine.compressor.level(job, codec)
     with pytest.raises(InvalidRequest, match=problem):
         engine.encoded(engine.run(job).cache, codec)

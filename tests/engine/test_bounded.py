@@ -63,7 +63,7 @@ class Told:
 @pytest.fixture
 def followed(llama, monkeypatch):
     """Runs answers alone, endless, and tells their steps."""
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
 
     def run(cache, question, tokens, suffix=None, selection=None):
         engine, told = llama.engine, Told([], [], [])
@@ -142,7 +142,7 @@ def test_the_question_stays_bit_by_bit(llama, caches, name):
 @pytest.mark.slow
 def test_every_answer_is_the_one_it_is_alone(llama, caches, monkeypatch):
     """All policies and rows without one in one batch, with questions of 1 to 70 tokens."""
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     asked = []
     for i, name in enumerate([*NAMES, None] * 2):
         question = llama.ids[i * 7 : i * 7 + 1 + (i * 13) % 70]
@@ -165,7 +165,7 @@ def test_every_answer_is_the_one_it_is_alone(llama, caches, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_abandoned_step_leaves_state_and_slab_as_they_were(llama, caches, monkeypatch, name):
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     begin = lambda: begun(llama.engine, caches[0], llama.ids[3:12], 70, (name, BUDGET))  # noqa: E731
     expected, batch = begin(), llama.engine.batch()
     while not expected.finished:
@@ -206,7 +206,7 @@ def recorded():
 def test_planned_steps(recorded, monkeypatch):
     """Every step of every policy is planned, also those that ask for weights, and says what it says without; rows in
     one batch are those that they are alone; a step that is abandoned behind its only call changes nothing."""
-    monkeypatch.setattr(recorded, "_end_ids", frozenset)
+    monkeypatch.setattr(recorded.facts, "end_ids", frozenset)
     monkeypatch.setattr(recorded.passes, "_by_layer", None)
     cache, question = recorded.compress(ids(60), policy="full"), ids(7, seed=2)
     plain = recorded.answer(cache, question, max_new_tokens=60)
@@ -234,7 +234,7 @@ def test_planned_steps(recorded, monkeypatch):
 
 @pytest.mark.slow
 def test_a_row_takes_no_more_memory_than_its_bound(llama, caches, monkeypatch):
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     sizes = {}
     for suffix in (None, ("window", 120)):
         batch, answer = llama.engine.batch(), begun(llama.engine, caches[0], llama.ids[3:12], 300, suffix)
@@ -255,7 +255,7 @@ def test_a_huge_budget_takes_no_more_memory_than_the_answer(llama, caches, monke
 
     noted = policy.observe
     monkeypatch.setattr(policy, "observe", observe)
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     batch, answer = llama.engine.batch(), begun(llama.engine, caches[0], llama.ids[3:12], 150, ("h2o", 1 << 20))
     while not answer.finished:
         batch.step([answer])
@@ -313,7 +313,7 @@ def test_with_a_selector(llama, caches, followed, name):
 
 @pytest.mark.parametrize("name", ["lagkv", "lazy_eviction"])
 def test_several_documents(llama, caches, monkeypatch, name):
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     plain = llama.engine.answer(caches[:2], llama.ids[3:10], max_new_tokens=60)
     for budget, same in ((66, True), (BUDGET, False)):
         suffix = {"policy": name, "budget": budget, "params": SMALL[name]}
@@ -362,7 +362,7 @@ def test_the_default_budget_has_room_for_any_question_and_parameters(llama, cach
 def test_models_with_states(monkeypatch, family, name):
     """Their states go on; the layers that attend store what the policy keeps."""
     engine = Engine(small_model(family), name="m")
-    monkeypatch.setattr(engine, "_end_ids", frozenset)
+    monkeypatch.setattr(engine.facts, "end_ids", frozenset)
     cache = engine.compress(ids(60), policy="full")
     plain = engine.answer(cache, ids(7, seed=2), max_new_tokens=60)
     for budget, most in ((66, 66), (BUDGET, BUDGET + INTERVALS[name])):

@@ -167,12 +167,12 @@ def test_the_quality_of_a_cache_is_measured_at_the_positions_of_its_cues(engine:
     job = engine.prepare(ids(tokens), policy="keydiff", compression_ratio=0.5)
     probe = engine.probe(job)
     assert probe is not None
-    prefill = engine.prefill([engine.level(job)], cues=150)
+    prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=150)
     assert prefill.reference is not None
     full = engine.compress(ids(tokens), policy="full")
-    assert engine.measure(full, prefill.reference).agreement == 1.0
-    assert engine.measure(full, prefill.reference).kl < 1e-6
-    assert 0 <= engine.measure(prefill.compressions[0].cache, prefill.reference).agreement <= 1
+    assert engine.compressor.measure(full, prefill.reference).agreement == 1.0
+    assert engine.compressor.measure(full, prefill.reference).kl < 1e-6
+    assert 0 <= engine.compressor.measure(prefill.compressions[0].cache, prefill.reference).agreement <= 1
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_the_longest_document_is_one_that_can_be_asked(tiny, layout):
     asked = len(document.token_ids) + len(tiny.text.question(document.boundary, "?"))
 
     def of(longest):
-        return replace(tiny._encoder, max_tokens=longest, longest=lambda _: longest)
+        return replace(tiny.encoder, max_tokens=longest, longest=lambda _: longest)
 
     assert of(asked + 1).document(TEXT, layout) == document
     with pytest.raises(DocumentTooLong, match="the shortest question with an answer takes"):
@@ -189,7 +189,7 @@ def test_the_longest_document_is_one_that_can_be_asked(tiny, layout):
 
 def test_a_part_that_fills_the_model_is_refused_before_any_is_made(tiny):
     with pytest.raises(InvalidRequest, match="of them for the shortest question") as refused:
-        tiny.split(TEXT, max_tokens=tiny.max_tokens)
+        tiny.encoder.split(TEXT, size=tiny.max_tokens)
     assert refused.value.param == "split"
 
 
@@ -197,7 +197,7 @@ def test_a_part_that_fills_the_model_is_refused_before_any_is_made(tiny):
 def test_parts_without_room_beside_the_template_are_refused(tiny, size):
     prefix = tiny.text.document("", "chat").protected_prefix
     with pytest.raises(InvalidRequest, match="the chat template of 'kvshelf-tiny' takes"):
-        tiny.split(TEXT, max_tokens=min(size, prefix))
+        tiny.encoder.split(TEXT, size=min(size, prefix))
 
 
 def test_identity_is_known_before_the_work_and_is_that_of_the_cache(tiny):

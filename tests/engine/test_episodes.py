@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,24 +61,24 @@ def test_k_means_finds_groups_that_are_apart():
 
 def test_an_episode_is_its_nearest_windows_in_time_order(tiny, talk):
     windows = windows_of(talk.utterances)
-    found = tiny.find_episodes(talk.text, TOPICS)
+    found = tiny.compressor.episodes(talk.text, TOPICS)
     assert sorted(window for each in found for window in each.windows) == list(range(len(windows)))
     for each in found:
         assert each.text == "\n\n".join(windows[window] for window in sorted(each.windows[:WINDOWS]))
     messages = [{"role": "user", "content": utterance} for utterance in talk.utterances]
-    assert tiny.find_episodes(messages, TOPICS) == found
+    assert tiny.compressor.episodes(messages, TOPICS) == found
 
 
 def test_the_router_finds_the_episode_of_each_of_its_windows(tiny, talk):
-    windows, found = windows_of(talk.utterances), tiny.find_episodes(talk.text, TOPICS)
+    windows, found = windows_of(talk.utterances), tiny.compressor.episodes(talk.text, TOPICS)
     params = [{"centroid": each.centroid} for each in found]
     for number, each in enumerate(found):
         for window in each.windows[:WINDOWS]:
-            assert tiny.nearest(params, windows[window]) == number
+            assert tiny.asker.nearest(params, windows[window]) == number
             ids = tiny.text.encode(windows[window])
-            assert tiny.nearest(params, ids) == number
-            assert tiny.nearest(params, [{"role": "user", "content": windows[window]}]) == number
-    assert tiny.nearest(params, "?") == 0  # nothing in common with any
+            assert tiny.asker.nearest(params, ids) == number
+            assert tiny.asker.nearest(params, [{"role": "user", "content": windows[window]}]) == number
+    assert tiny.asker.nearest(params, "?") == 0  # nothing in common with any
 
 
 def test_the_router_finds_the_episode_that_holds_the_fact(tiny):
@@ -84,16 +86,17 @@ def test_the_router_finds_the_episode_that_holds_the_fact(tiny):
     hits = []
     for seed in range(3):
         talk = make_conversation(TOPICS, 1500, seed, counter(tiny))
-        found = tiny.find_episodes(talk.text, TOPICS)
+        found = tiny.compressor.episodes(talk.text, TOPICS)
         params = [{"centroid": each.centroid} for each in found]
-        hits += [at // UTTERANCES in found[tiny.nearest(params, asked.text)].windows for at, asked in talk.questions]
+        nearest = partial(tiny.asker.nearest, params)
+        hits += [at // UTTERANCES in found[nearest(asked.text)].windows for at, asked in talk.questions]
     assert sum(hits) > 0.8 * len(hits)
 
 
 @pytest.mark.slow
 def test_one_cache_of_the_whole_document_for_each_episode(tiny, talk):
     caches = tiny.episodes(talk.text, TOPICS, compression_ratio=0.8, chunk=256)
-    found = tiny.find_episodes(talk.text, TOPICS)
+    found = tiny.compressor.episodes(talk.text, TOPICS)
     assert [cache.to_bytes() for cache in caches] == [
         cache.to_bytes() for cache in tiny.episodes(talk.text, TOPICS, compression_ratio=0.8, chunk=256)
     ]
@@ -104,7 +107,7 @@ def test_one_cache_of_the_whole_document_for_each_episode(tiny, talk):
         assert each.text in cache.identity.probe
         assert CompressedCache.from_bytes(cache.to_bytes()).identity.policy_params["centroid"] == each.centroid
     question = talk.questions[0][1].text
-    place = tiny.nearest([cache.identity.policy_params for cache in caches], question)
+    place = tiny.asker.nearest([cache.identity.policy_params for cache in caches], question)
     routed = tiny.answer(caches, question, route="nearest")
     assert routed.text == tiny.answer(caches[place], question).text
     assert routed.sources == tuple(float(number == place) for number in range(TOPICS))
@@ -113,7 +116,7 @@ def test_one_cache_of_the_whole_document_for_each_episode(tiny, talk):
 def test_one_episode_of_a_short_talk_is_a_cache_with_the_whole_text_as_probe(tiny, talk):
     text = "\n\n".join(talk.utterances[: UTTERANCES * WINDOWS])
     (one,) = tiny.episodes(text, 1, compression_ratio=0.5)
-    (episode,) = tiny.find_episodes(text, 1)
+    (episode,) = tiny.compressor.episodes(text, 1)
     assert episode.text == text
     same = tiny.compress(
         text, policy="epicache", compression_ratio=0.5, prefill="chunked", probe=text, centroid=episode.centroid
@@ -124,7 +127,7 @@ def test_one_episode_of_a_short_talk_is_a_cache_with_the_whole_text_as_probe(tin
 def test_a_text_without_paragraphs_is_cut_into_sentences(tiny):
     harbour = "The crane was tested. Is the grain dry? The crane is old! The grain was stored. "
     school = "A teacher painted. The pupils sang. A teacher slept! The pupils wrote. "
-    first, second = tiny.find_episodes((harbour + school) * 3, 2)
+    first, second = tiny.compressor.episodes((harbour + school) * 3, 2)
     assert (first.windows, second.windows) == ((0, 2, 4), (1, 3, 5))
     assert "crane" in first.text
     assert "crane" not in second.text
@@ -132,7 +135,7 @@ def test_a_text_without_paragraphs_is_cut_into_sentences(tiny):
 
 def test_an_episode_s_text_has_room_in_a_probe(tiny):
     long = ["grain crane " * 600, "teacher pupil " * 2000]
-    first, second = tiny.find_episodes("\n\n".join(part for each in long for part in [each] * 8), 2)
+    first, second = tiny.compressor.episodes("\n\n".join(part for each in long for part in [each] * 8), 2)
     assert len(first.text.encode()) <= MAX_PROBE_BYTES
     assert len(second.text.encode()) == MAX_PROBE_BYTES  # the beginning of one window
 
@@ -153,7 +156,7 @@ def test_an_episode_s_text_has_room_in_a_probe(tiny):
 )
 def test_documents_without_so_many_episodes_are_refused(tiny, document, count, param):
     with pytest.raises(InvalidRequest) as refused:
-        tiny.find_episodes(document, count)
+        tiny.compressor.episodes(document, count)
     assert refused.value.param == param
 
 
@@ -170,7 +173,7 @@ def test_a_route_needs_caches_of_episodes_and_a_tokenizer(tiny, talk, llama):
             tiny.answer(asked, "Who?", route=route)
         assert refused.value.param == param
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        llama.engine.find_episodes("One. Two.", 1)
+        llama.engine.compressor.episodes("One. Two.", 1)
 
 
 @settings(deadline=None)

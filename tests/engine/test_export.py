@@ -122,7 +122,7 @@ def test_the_bundled_model_finds_the_fact_in_an_exported_cache(tiny):
     """By luck a value of three digits or more is right once in 900."""
     found = 0
     for seed in range(3):
-        document = make_document("needle", "prose", 512, seed, tiny.require_text("document").count_tokens)
+        document = make_document("needle", "prose", 512, seed, tiny.encoder.require_text("document").count_tokens)
         asked = document.questions[0]
         cache = tiny.compress(document.text, policy="keydiff", compression_ratio=0.5)
         full = tiny.compress(document.text, policy="full")
@@ -287,7 +287,7 @@ def test_what_is_no_prefix_is_refused_by_name(llama, reason, positions):
 def test_a_rotation_that_cannot_be_undone_is_refused_where_keys_would_move(llama, change, reason):
     cache = llama.engine.compress(llama.ids[:TOKENS], policy="keydiff", budget_tokens=120)
     engine = Engine(copy.deepcopy(llama.model))
-    engine.rope = replace(engine.rope, length_dependent=True) if change else None
+    engine.facts.rope = replace(engine.rope, length_dependent=True) if change else None
     with pytest.raises(PolicyUnsupported, match=reason):
         engine.export(cache, positions="contiguous")
     with pytest.raises(PolicyUnsupported, match=reason):

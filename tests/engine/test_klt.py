@@ -44,18 +44,18 @@ def digests(engine, cache, codec):
 def test_rows_come_back_in_the_model_s_dtype(engine, step):
     cache = engine.compress(TEXT, policy="full")
     coded = engine.encoded(cache, f"klt:step={step}")
-    read = engine.decoded(CompressedCache.from_bytes(coded.to_bytes()))
+    read = engine.coders.decoded(CompressedCache.from_bytes(coded.to_bytes()))
     for ours, exact in zip(read.layers, cache.layers, strict=True):
         assert ours.keys.dtype == exact.keys.dtype == engine.model.dtype
         assert relative_error(ours.dense(), exact.dense()) < {0.05: 0.05, 0.5: 0.25}[step]
     assert engine.answer(coded, "What?", max_new_tokens=4) == engine.answer(
-        engine.decoded(coded), "What?", max_new_tokens=4
+        engine.coders.decoded(coded), "What?", max_new_tokens=4
     )
 
 
 def test_an_exported_cache_is_the_decoded_one(engine):
     coded = engine.encoded(engine.compress(TEXT, policy="keydiff", compression_ratio=0.5), "klt")
-    ours, exact = engine.export(coded), engine.export(engine.decoded(coded))
+    ours, exact = engine.export(coded), engine.export(engine.coders.decoded(coded))
     for one, other in zip(ours.layers, exact.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
@@ -84,15 +84,15 @@ def test_joint_heads_are_refused_where_heads_keep_different_tokens(engine):
 def test_steps_by_kl_change_nothing_where_units_differ_by_layer(engine):
     cache = engine.compress(TEXT, policy="full")
     assert digests(engine, cache, "klt:step=2,steps=kl") == digests(engine, cache, "klt:step=2")
-    units = {layer[kind].unit for layer in engine.coder.transforms.layers for kind in KINDS}
+    units = {layer[kind].unit for layer in engine.coders.own.transforms.layers for kind in KINDS}
     assert len(units) == 4
 
 
 def test_shares_of_more_than_is_kept_are_refused_before_the_prefill(engine):
     job = engine.prepare(TEXT, policy="keydiff", compression_ratio=0.6)
-    engine.level(job, "klt:classes=1/2,shares=20/20")
+    engine.compressor.level(job, "klt:classes=1/2,shares=20/20")
     with pytest.raises(InvalidRequest, match="add up to 50 % of the document's entries, and the policy keeps"):
-        engine.level(job, "klt:classes=1/2,shares=20/30")
+        engine.compressor.level(job, "klt:classes=1/2,shares=20/30")
 
 
 def test_where_nothing_can_encode_klt_is_refused_before_any_prefill_and_read_all_the_same(engine, monkeypatch):
@@ -100,40 +100,40 @@ def test_where_nothing_can_encode_klt_is_refused_before_any_prefill_and_read_all
     coded = engine.encoded(engine.compress(TEXT, policy="full"), "klt")
     monkeypatch.setitem(sys.modules, "constriction", None)
     with pytest.raises(PolicyUnsupported, match="written by the library constriction, which is not installed here"):
-        engine.level(engine.prepare(TEXT, policy="full"), "klt")
-    assert not engine.writes_klt
-    assert engine.decoded(coded).num_tokens == coded.num_tokens
+        engine.compressor.level(engine.prepare(TEXT, policy="full"), "klt")
+    assert not engine.coders.writes_klt
+    assert engine.coders.decoded(coded).num_tokens == coded.num_tokens
 
 
 def test_transforms_that_nobody_has_are_a_mismatch_that_names_them(engine):
     coded = engine.encoded(engine.compress(TEXT, policy="full"), "klt")
     strange = replace(coded, identity=replace(coded.identity, transforms="ab" * 32))
-    for use in (engine.attach, engine.decoded, engine.export):
+    for use in (engine.attach, engine.coders.decoded, engine.export):
         with pytest.raises(ModelMismatch, match="ab" * 8) as refused:
             use(strange)
         assert refused.value.details["transforms"] == "ab" * 32
-    assert not engine.knows("ab" * 32)
-    assert engine.knows(coded.identity.transforms)
+    assert not engine.coders.knows("ab" * 32)
+    assert engine.coders.knows(coded.identity.transforms)
 
 
 def test_transforms_of_another_model_are_not_learned(engine, tmp_path):
     other = Engine.load(str(save_random_model(tmp_path / "m", seed=9)), device="cpu")
     with pytest.raises(ModelMismatch, match="are of other weights"):
-        other.learn(engine.coder.transforms.data)
+        other.coders.learn(engine.coders.own.transforms.data)
     with pytest.raises(PolicyUnsupported, match="needs the transforms"):
         other.encoded(other.compress(TEXT, policy="full"), "klt")
-    assert not other.has_transforms
+    assert not other.coders.has_own
 
 
 @pytest.mark.parametrize("change", ["dynamic", None])
 def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
     strange = Engine(copy.deepcopy(engine.model))
-    strange.rope = replace(strange.rope, length_dependent=True) if change else None
+    strange.facts.rope = replace(strange.rope, length_dependent=True) if change else None
     ids = engine.text.encode(TEXT)[:50]
     cache = strange.compress(ids, policy="full")
     for refused in (
         lambda: strange.encoded(cache, "klt"),
-        lambda: strange.level(strange.prepare(ids, policy="full"), "klt"),
+        lambda: strange.compressor.level(strange.prepare(ids, policy="full"), "klt"),
         lambda: find_transforms(strange, [ids]),
     ):
         with pytest.raises(PolicyUnsupported, match="cannot be undone") as error:

@@ -186,4 +186,4 @@ def test_what_a_reading_layer_does_not_go_with_is_refused() -> None:
     with pytest.raises(PolicyUnsupported, match=r"layer_map.*prefill=whole"):
         engine.prepare(ids(120), policy="lagkv", policy_params={"prefill": "chunked", "lag": 8})
     with pytest.raises(PolicyUnsupported, match="read the keys and values of others"):
-        engine.require_search()
+        engine.searcher.require()

@@ -93,7 +93,7 @@ def require_equal(ours, theirs, most=1):
 
 def test_the_identity_is_that_of_one_process(one, two):
     assert two.identity == one.identity
-    assert two.layer_shapes == one.layer_shapes
+    assert two.passes.layer_shapes == one.passes.layer_shapes
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lookaheadkv"])  # it is refused
@@ -170,7 +170,7 @@ def test_the_quality_figure_is_that_of_one_process(one, two, document):
     figures = []
     for engine in (one, two):
         levels = [
-            engine.level(engine.prepare(document.text, policy=policy, compression_ratio=ratio), codec)
+            engine.compressor.level(engine.prepare(document.text, policy=policy, compression_ratio=ratio), codec)
             for policy, ratio, codec in (("keydiff", 0.7, "none"), ("snapkv", 0.7, "int4"), ("full", None, "klt"))
         ]
         figures.append([made.quality for made in engine.run_levels(levels, cues=40)])
@@ -181,10 +181,10 @@ def test_the_quality_figure_is_that_of_one_process(one, two, document):
 
 def test_scores_are_those_of_all_heads(one, two, document):
     jobs = [each.prepare(document.text, policy="snapkv", compression_ratio=0.5) for each in (one, two)]
-    for ours, theirs in zip(one.scores(jobs[0]), two.scores(jobs[1]), strict=True):
+    for ours, theirs in zip(one.compressor.scores(jobs[0]), two.compressor.scores(jobs[1]), strict=True):
         torch.testing.assert_close(theirs, ours)
     with pytest.raises(InvalidRequest, match="no scores"):
-        two.scores(two.prepare(document.text, policy="full"))
+        two.compressor.scores(two.prepare(document.text, policy="full"))
 
 
 def test_answers_go_on_while_a_document_is_prefilled(one, two, document, both):
@@ -243,9 +243,9 @@ def test_what_is_left_is_forgotten_by_all(two, document, both):
     cache = two.compress(document.text, policy="knorm", compression_ratio=0.5)
     number = two.attach(cache).number
     two.answer(cache, document.questions[0].text, max_new_tokens=2)
-    assert number in two._known
+    assert number in two.lead._known
     del cache
-    assert number not in two._known
+    assert number not in two.lead._known
     assert number in two.lead._dropped
     two.answer(both("full")[0], document.questions[0].text, max_new_tokens=2)
     assert not two.lead._dropped
@@ -415,7 +415,7 @@ def test_a_rank_that_fails_alone_ends_and_is_named(document):
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2)
     cache = engine.compress(document.text[:2000], policy="full")
     attached = engine.attach(cache)
-    engine.share(attached)
+    engine.lead.share(attached, engine.facts.kv_heads)
     engine.lead.drop(attached.number)  # rank 1 forgets it, and rank 0 does not know
     began = time.monotonic()
     with pytest.raises(WorkerCrashed, match=r"rank 1 .* ended with code 1"):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.engine import quality
+from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.quality import (
     ANSWER,
@@ -84,8 +84,8 @@ def test_the_full_cache_has_quality_1_without_cues(tiny, prose):
 
 def test_nothing_removed_costs_nothing(tiny, prose):
     job = tiny.prepare(prose, policy="full")
-    made = tiny.prefill([Level(job)], cues=CUES)
-    quality = tiny.measure(made.compressions[0].cache, made.reference)
+    made = tiny.compressor.prefill([Level(job)], cues=CUES)
+    quality = tiny.compressor.measure(made.compressions[0].cache, made.reference)
     assert (quality.agreement, quality.high) == (1.0, 1.0)
     assert CUES / 2 < quality.asked <= CUES
     assert quality.low == pytest.approx(0.05 ** (1 / quality.cues), abs=1e-6)
@@ -378,12 +378,12 @@ def test_where_nothing_can_be_measured_there_is_no_quality(tiny, prose):
 
 
 def test_a_reference_measures_no_other_document_and_no_other_model(tiny, prose, llama):
-    prefill = tiny.prefill([Level(tiny.prepare(prose))], cues=CUES)
+    prefill = tiny.compressor.prefill([Level(tiny.prepare(prose))], cues=CUES)
     assert prefill.reference is not None
     with pytest.raises(InvalidRequest, match="another document"):
-        tiny.measure(tiny.compress(prose + " More."), prefill.reference)
+        tiny.compressor.measure(tiny.compress(prose + " More."), prefill.reference)
     with pytest.raises(ModelMismatch):
-        llama.engine.measure(prefill.compressions[0].cache, prefill.reference)
+        llama.engine.compressor.measure(prefill.compressions[0].cache, prefill.reference)
 
 
 # Several levels from one prefill
@@ -503,21 +503,21 @@ def test_a_caller_who_went_away_ends_it(tiny, prose):
 def test_asking_ends_where_the_floor_is_out_of_reach(tiny, prose, monkeypatch):
     """And nowhere else: the quality of a cache that may reach it is the one that all cues give."""
     levels = [Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.25, 0.9375)]
-    made = tiny.prefill(levels, cues=CUES)
+    made = tiny.compressor.prefill(levels, cues=CUES)
     asked = []
-    ask = Engine._answering
-    monkeypatch.setattr(Engine, "_answering", lambda *given: asked.append(len(given[2].places)) or ask(*given))
-    good, bad = (tiny.measure(one.cache, made.reference) for one in made.compressions)
+    ask = Compressor._answering
+    monkeypatch.setattr(Compressor, "_answering", lambda *given: asked.append(len(given[2].places)) or ask(*given))
+    good, bad = (tiny.compressor.measure(one.cache, made.reference) for one in made.compressions)
     assert asked == [good.cues, bad.cues] == [len(made.reference.probe.places)] * 2
     asked.clear()
-    stopped = tiny.measure(made.compressions[1].cache, made.reference, 0.95)
+    stopped = tiny.compressor.measure(made.compressions[1].cache, made.reference, 0.95)
     assert sum(asked) == stopped.cues < bad.cues / 2
     assert max(asked) <= 24
     assert stopped.high < 0.95
     assert "out of reach" in stopped.reason
     assert abs(stopped.agreement - bad.agreement) < 0.3
     for floor in (good.low, 0.5):
-        again = tiny.measure(made.compressions[0].cache, made.reference, floor)
+        again = tiny.compressor.measure(made.compressions[0].cache, made.reference, floor)
         assert replace_s(again) == replace_s(good)
 
 

@@ -21,7 +21,7 @@ def prose(tiny):
 @pytest.mark.parametrize("policy", SCORING)
 def test_what_is_kept_has_the_largest_scores(tiny, prose, policy):
     job = tiny.prepare(prose, policy=policy, compression_ratio=0.5)
-    scores = tiny.scores(job)
+    scores = tiny.compressor.scores(job)
     assert len(scores) == tiny.model.config.num_hidden_layers
     for layer, record in zip(scores, tiny.run(job).cache.layers, strict=True):
         assert layer.dtype == torch.float32
@@ -40,4 +40,4 @@ def test_what_is_kept_has_the_largest_scores(tiny, prose, policy):
 @pytest.mark.parametrize(("policy", "params"), [("full", {}), ("lagkv", {"prefill": "chunked"})])
 def test_a_policy_without_scores_is_refused(tiny, prose, policy, params):
     with pytest.raises(InvalidRequest, match="gives no scores"):
-        tiny.scores(tiny.prepare(prose, policy=policy, policy_params=params))
+        tiny.compressor.scores(tiny.prepare(prose, policy=policy, policy_params=params))

@@ -46,7 +46,7 @@ def test_an_answer_fits_its_schema(tiny, cache):
     assert answer.finish_reason == "stop"
     jsonschema.validate(json.loads(answer.text), CODE)
     assert (
-        answer.token_ids[-1] not in tiny._end_ids()
+        answer.token_ids[-1] not in tiny.facts.end_ids()
     )  # nothing can follow the last brace, so no step waits for the end
 
 
@@ -70,11 +70,11 @@ def test_a_grammar(tiny, cache):
 def test_the_mask_has_the_tokens_that_can_follow_each_by_itself(tiny):
     """Each of the vocabulary's tokens is appended to the text so far, and the result is looked for among the words."""
     words = ["482913", "48 91", "the harbour", "then"]
-    ends, decode = tiny._end_ids(), tiny.text.decoder().decode
+    ends, decode = tiny.facts.end_ids(), tiny.text.decoder().decode
     grammar = Grammar.of({"choices": words})
     size = tiny.model.config.vocab_size
     for said in ("", "the", "4", "48"):
-        constraint = tiny.guide.constraint(grammar, 9)
+        constraint = tiny.asker.guide.constraint(grammar, 9)
         for token in tiny.text.encode(said):
             constraint.take(token)
         logits = torch.zeros(1, size)
@@ -138,7 +138,7 @@ def test_rows_beside_an_answer_in_a_shape_stay_what_they_are(tiny, cache):
 def test_a_mask_touches_no_other_row(tiny):
     logits = torch.randn(4, tiny.model.config.vocab_size)
     before = logits.clone()
-    constraints = {row: tiny.guide.constraint(Grammar.of({"grammar": 'start: "4" /.+/'}), 9) for row in (0, 2)}
+    constraints = {row: tiny.asker.guide.constraint(Grammar.of({"grammar": 'start: "4" /.+/'}), 9) for row in (0, 2)}
     _mask(logits, constraints)
     assert torch.equal(logits[[1, 3]], before[[1, 3]])
     allowed = logits[[0, 2]].isfinite()
@@ -231,7 +231,7 @@ _JSON = st.recursive(
 def test_what_is_no_schema_is_refused_and_breaks_nothing(tiny, schema):
     """Keywords with any values: the engine takes them for a schema, or says that they are none."""
     with suppress(InvalidRequest):
-        tiny.guide.constraint(Grammar.of(of_schema(schema)), 100_000)
+        tiny.asker.guide.constraint(Grammar.of(of_schema(schema)), 100_000)
 
 
 def test_logprobs_are_the_models(tiny, cache):
@@ -252,7 +252,7 @@ def test_logprobs_are_the_models(tiny, cache):
 
 def test_padding_of_the_vocabulary_never_comes(tiny):
     size = tiny.model.config.vocab_size
-    constraint = tiny.guide.constraint(Grammar.of({"grammar": "start: /.+/"}), 9)
+    constraint = tiny.asker.guide.constraint(Grammar.of({"grammar": "start: /.+/"}), 9)
     logits = torch.zeros(3, size + 7)
     _mask(logits, {1: constraint})
     assert logits[1, :size].isfinite().any()
@@ -292,7 +292,7 @@ def test_what_is_compiled_has_a_limit_of_bytes():
 
 def test_an_answer_s_grammar_has_a_limit_of_states(tiny):
     """It took 6.5 s of masks, 1 s of it for one token: all answers of a replica wait for that."""
-    constraint, mask = tiny.guide.constraint(Grammar.of({"grammar": LATE}), 4000), bytearray(1 << 12)
+    constraint, mask = tiny.asker.guide.constraint(Grammar.of({"grammar": LATE}), 4000), bytearray(1 << 12)
     at, nbytes = (ctypes.c_char * len(mask)).from_buffer(mask), -(-constraint.vocabulary // 32) * 4
     ids, draw, began = [tiny.text.encode(letter)[0] for letter in "ab"], random.Random(1), time.process_time()
 
@@ -308,7 +308,7 @@ def test_an_answer_s_grammar_has_a_limit_of_states(tiny):
 
 def test_compiled_grammars_take_bounded_memory(tiny):
     """128 stayed, whatever their size: 5.8 GB of the largest."""
-    guide = Guide(tiny.text.decoder(), tiny._end_ids(), tiny.text.longest_token)
+    guide = Guide(tiny.text.decoder(), tiny.facts.end_ids(), tiny.text.longest_token)
     for number in range(6):
         texts = [f"{number} {place} " + "x" * 900 for place in range(128)]
         guide.constraint(Grammar.of({"choices": texts}), 2000)
@@ -332,4 +332,4 @@ def test_compiled_grammars_take_bounded_memory(tiny):
 def test_no_grammar_ends_the_process(tiny, shape):
     """Of other servers such grammars have ended the process, with one request."""
     with suppress(InvalidRequest):
-        tiny.guide.constraint(Grammar.of(shape), 64)
+        tiny.asker.guide.constraint(Grammar.of(shape), 64)

@@ -152,10 +152,10 @@ def test_what_else_an_engine_does_is_the_same() -> None:
     told = []
     for engine in both("llama"):
         job = engine.prepare(ids(200), policy="snapkv", compression_ratio=0.5)
-        prefill = engine.prefill([engine.level(job)], cues=20)
+        prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=20)
         assert prefill.reference is not None
         cache = prefill.compressions[0].cache
-        quality = engine.measure(cache, prefill.reference)
+        quality = engine.compressor.measure(cache, prefill.reference)
         exported = engine.export(cache)
         assert tuple(layer.keys.device for layer in exported.layers) == engine.passes.devices.layers
         coded = [engine.encoded(engine.compress(ids(100), **level("snapkv")), codec) for codec in ("int4", "mixed")]
@@ -168,7 +168,7 @@ def test_what_else_an_engine_does_is_the_same() -> None:
         told.append(
             [quality.agreement, quality.kl, chunked.to_bytes(), said.tolist()]
             + [each.tolist() for layer in exported.layers for each in (layer.keys, layer.values)]
-            + [each.tolist() for each in engine.scores(job)]
+            + [each.tolist() for each in engine.compressor.scores(job)]
             + [engine.answer(each, ids(5), max_new_tokens=4).token_ids for each in coded]
         )
     assert told[0] == told[1]
@@ -255,9 +255,9 @@ def test_a_cache_under_klt_is_on_the_cpu_in_all_its_parts() -> None:
     them on a card."""
     engine, _ = both("llama")
     data = find_transforms(Engine(small_model("llama")), [ids(150)])
-    engine.learn(data)
+    engine.coders.learn(data)
     cache = engine.compress(ids(120), **level("keydiff")).encoded(
-        "klt", engine.coder_of(Transforms.from_bytes(data).digest)
+        "klt", engine.coders.with_transforms(Transforms.from_bytes(data).digest)
     )
     for record in cache.layers:
         assert record.entry_positions.device.type == "cpu"

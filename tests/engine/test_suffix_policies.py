@@ -290,7 +290,7 @@ def test_a_policy_is_its_loop_over_lists(llama, monkeypatch, name):
     cache = llama.engine.compress(llama.ids[:150], policy="keydiff", compression_ratio=0.7)
     question, found = llama.ids[30 : 30 + QUESTION], []
     passed = llama.engine.passes.continuing
-    monkeypatch.setattr(llama.engine, "_end_ids", frozenset)
+    monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     monkeypatch.setattr(llama.engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
     reducer = llama.engine.bound(name, question_tokens=QUESTION, budget=BUDGET, params=params)
     answer, batch = llama.engine.start(cache, question, Sampling(TOKENS), reducer=reducer), llama.engine.batch()

@@ -29,7 +29,7 @@ def test_the_right_document_is_among_the_first(tiny: Engine) -> None:
     summaries = [unpacked(tiny.compress(each.text, policy="knorm").summary) for each in made]
     first = 0
     for number, each in enumerate(made):
-        scores = score(tiny.search_codes(tiny.encode_search(each.questions[0].text)), summaries)
+        scores = score(tiny.searcher.codes(tiny.searcher.encode(each.questions[0].text)), summaries)
         assert all(0 <= found <= 1 for found in scores)
         first += scores.index(max(scores)) == number
     assert first >= 32
@@ -103,13 +103,13 @@ def test_a_score_is_weighed_by_how_few_documents_have_a_code() -> None:
 )
 def test_a_question_that_cannot_be_searched_is_refused(tiny: Engine, query: str, about: str) -> None:
     with pytest.raises(InvalidRequest, match=about) as refusal:
-        tiny.encode_search(query)
+        tiny.searcher.encode(query)
     assert refusal.value.param == "query"
 
 
 def test_a_model_without_summaries_says_why_and_its_caches_have_none() -> None:
     engine = Engine(small_model("gemma2"))
     with pytest.raises(PolicyUnsupported, match="windows") as refusal:
-        engine.encode_search("tide")
+        engine.searcher.encode("tide")
     assert refusal.value.param == "model"
     assert engine.compress(ids(96), policy="full").summary == ()

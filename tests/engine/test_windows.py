@@ -167,11 +167,11 @@ def test_the_quality_of_a_reduced_cache_is_measured(engine: Engine) -> None:
     job = engine.prepare(ids(200), policy="keydiff", compression_ratio=0.5)
     probe = engine.probe(job)
     assert probe is not None
-    prefill = engine.prefill([engine.level(job)], cues=150)
+    prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=150)
     assert prefill.reference is not None
     full = engine.compress(ids(200), policy="full")
-    assert engine.measure(full, prefill.reference).agreement == 1.0
-    assert 0 <= engine.measure(prefill.compressions[0].cache, prefill.reference).agreement <= 1
+    assert engine.compressor.measure(full, prefill.reference).agreement == 1.0
+    assert 0 <= engine.compressor.measure(prefill.compressions[0].cache, prefill.reference).agreement <= 1
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_configuration_that_tells_another_window_than_the_layer_is_refused() -
     with pytest.raises(PolicyUnsupported, match=r"layer 2 attends with a sliding window of 30, .* says 24"):
         engine.compress(ids(100), policy="full")
     with pytest.raises(PolicyUnsupported, match="layer 2"):
-        _ = engine.layer_shapes
+        _ = engine.passes.layer_shapes
 
 
 def test_a_cache_whose_windows_are_not_its_models_is_refused() -> None:
@@ -258,7 +258,7 @@ def test_a_shelf_counts_what_policies_choose_from_and_answers_after_a_restart(
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
     of_layers = [layer for layer in cache.layers if not isinstance(layer, Window)]

@@ -44,9 +44,9 @@ def test_needs_of_gates_are_met_by_the_file_of_the_policys_name(engine):
     with pytest.raises(PolicyUnsupported, match="policy 'weighed' needs gates trained for") as refusal:
         engine.compress(TEXT, policy="weighed")
     assert refusal.value.param == "policy"
-    size = engine.geometry.head
+    size = engine.preparer.geometry.head
     generator = torch.Generator().manual_seed(0)
-    tensors = {f"{i}.direction": torch.randn(size, generator=generator) for i in range(engine.geometry.layers)}
+    tensors = {f"{i}.direction": torch.randn(size, generator=generator) for i in range(engine.preparer.geometry.layers)}
     about = {"weights": engine.identity.weights, "policy": "weighed", "family": "flag", "revision": 3, "width": 1}
     path = gate_path(engine.identity.weights, "weighed")
     path.write_bytes(Gates.of(Header(training=TRAINING, **about), tensors).to_bytes())

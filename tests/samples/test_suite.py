@@ -28,7 +28,7 @@ REFERENCES = {"multivalue": 4, "multiquery": 4, "vt": 5, "cwe": 10}
 
 @pytest.fixture(scope="module")
 def count(tiny):
-    return tiny.require_text("document").count_tokens
+    return tiny.encoder.require_text("document").count_tokens
 
 
 @pytest.mark.parametrize(("task", "haystack"), CASES)

@@ -9,7 +9,7 @@ from kvshelf.samples.tasks import HAYSTACKS, TASKS, make_document
 
 @pytest.fixture(scope="module")
 def count(tiny):
-    return tiny.require_text("document").count_tokens
+    return tiny.encoder.require_text("document").count_tokens
 
 
 @pytest.mark.parametrize("haystack", HAYSTACKS)

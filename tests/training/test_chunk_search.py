@@ -63,10 +63,10 @@ def test_agreement_is_the_share_of_best_keys():
 
 
 def test_chunks_are_those_of_the_model(engine: Engine):
-    found = calibration.find_chunks(engine.identity, "", engine.kv_heads)
+    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads)
     shape = json.loads(engine.identity.attention)
     assert len(found.agreement) == shape["num_hidden_layers"]
-    assert {len(layer) for layer in found.agreement} == {engine.kv_heads}
+    assert {len(layer) for layer in found.agreement} == {engine.facts.kv_heads}
     assert all(0 <= share <= 1 for layer in found.agreement for head in layer for share in head)
     best = found.best(0, 3)
     assert all(sorted(set(head)) == head for head in best)
@@ -77,7 +77,7 @@ def test_chunks_are_those_of_the_model(engine: Engine):
 
 def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     """In bf16, as the proxies are held: keys that bf16 can tell apart."""
-    found = calibration.find_chunks(engine.identity, "", engine.kv_heads)
+    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads)
     dim = 2 * len(found.agreement[0][0])
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()
@@ -98,7 +98,7 @@ def test_an_answer_reads_what_it_says(engine: Engine, llama):
     answer = engine.answer(cache, question, max_new_tokens=8, select="fasa", select_tokens=60)
     assert answer.usage.read_tokens == 60
     assert answer == engine.answer(cache, question, max_new_tokens=8, select="fasa", select_tokens=60)
-    rows = 230 * engine.kv_heads * len(engine.layer_shapes)
+    rows = 230 * engine.facts.kv_heads * len(engine.passes.layer_shapes)
     assert document.nbytes - before == rows * (4 * (16 // 2 // 4) + 5)  # two bytes a channel, an end and a mark
     dense = engine.answer(cache, question, max_new_tokens=8)
     assert engine.answer(cache, question, max_new_tokens=8, select="fasa", select_tokens=230) == dense

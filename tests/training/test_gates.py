@@ -293,7 +293,7 @@ def test_learned_tokens_are_in_place_of_tokens(tiny):
 
 def test_additions_are_low_rank(tiny):
     """Of one projection, against the formula: W x + alpha / r B A x."""
-    gates = random_gates("lookaheadkv", tiny.geometry, width=2)
+    gates = random_gates("lookaheadkv", tiny.preparer.geometry, width=2)
     linear, x = tiny.model.model.layers[0].self_attn.q_proj, torch.randn(1, 6, 128)
     with torch.no_grad():
         plain = linear(x)
@@ -319,7 +319,7 @@ def test_divergence_is_kl_over_the_document():
 def test_scores_of_learned_tokens_are_their_mean_attention(tiny):
     """SnapKV's window over 32 rows, by loops."""
     job = tiny.prepare(lessons(tiny)(0).document, policy="lookaheadkv", policy_params={"kernel": 1})
-    scores, found = tiny.scores(job), layers_of(tiny, job.document.gates)
+    scores, found = tiny.compressor.scores(job), layers_of(tiny, job.document.gates)
     for layer, view in found.items():
         keys = torch.cat([view.keys, view.probes[0].keys], dim=1).double()
         queries, n = view.probes[0].queries.double(), view.num_tokens
@@ -336,7 +336,7 @@ def test_scores_of_learned_tokens_are_their_mean_attention(tiny):
 def test_a_model_without_these_linear_layers_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
     engine = Engine.load(str(save_random_model(tmp_path / "model")), device="cpu")
-    made = random_gates("lookaheadkv", engine.geometry, weights=engine.identity.weights)
+    made = random_gates("lookaheadkv", engine.preparer.geometry, weights=engine.identity.weights)
     gate_path(engine.identity.weights, "lookaheadkv").write_bytes(made.to_bytes())
     assert engine.prepare("One two three. " * 40, policy="lookaheadkv").passes[0].soft.digest == made.digest
     for layer in engine.model.model.layers:

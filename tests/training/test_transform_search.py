@@ -197,7 +197,7 @@ def test_transforms_that_cannot_be_right_are_refused(learnt, damage):
 
 
 def test_version_1_is_read_and_has_no_weights(tiny):
-    found = tiny.coder.transforms
+    found = tiny.coders.own.transforms
     assert not [name for name in load_tensors(found.data) if name.endswith(".weight")]
     assert {layer[kind].weight for layer in found.layers for kind in KINDS} == {None}
     assert found.digest.startswith(BUNDLED)

@@ -88,7 +88,7 @@ def _put(trial: ModelToTry) -> Put:
     from kvshelf.store.url import StoreConfig
 
     engine = trial.engine()
-    form = engine.require_text("model")
+    form = engine.encoder.require_text("model")
     most = min(DOCUMENT_TOKENS, engine.max_tokens // 2)
     document = make_document("needle", "prose", most, 0, form.count_tokens)
     question = document.questions[0]
@@ -135,7 +135,7 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     from kvshelf.methods.policies import POLICIES, Needs, build
     from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 
-    form, document = engine.require_text("model"), engine.encode_document(text)
+    form, document = engine.encoder.require_text("model"), engine.encode_document(text)
     attached = engine.attach(engine.compress(text, policy="full"))
 
     def prepare(name: str) -> None:
@@ -147,7 +147,7 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     yield Finding("thinking", True, form.about_thoughts)
     yield _available("policies", [name for name in POLICIES if name not in gates], prepare)
     yield _available("gates", gates, prepare)
-    yield _told("klt", lambda: f"transforms {engine.coder.transforms.digest[:12]}")
+    yield _told("klt", lambda: f"transforms {engine.coders.own.transforms.digest[:12]}")
     yield _available("selectors", selectors.names(), lambda name: engine.select(attached, name, question_tokens=8))
     yield _available("suffixes", SUFFIX_POLICIES, partial(_bounded, engine))
     yield _told("vllm", partial(_in_vllm, engine))
@@ -156,7 +156,7 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
 def _in_vllm(engine: Engine) -> str:
     from kvshelf.integrations.vllm.model import require_pages
 
-    require_pages(engine.layer_shapes, engine.name)
+    require_pages(engine.passes.layer_shapes, engine.name)
     return "the connector reads its caches into vLLM's pages"
 
 

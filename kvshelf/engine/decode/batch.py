@@ -8,8 +8,8 @@ attention also tells how much of it goes to each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,7 @@ from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.engine.decode.generation import Generation
+from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
@@ -50,11 +51,11 @@ class DecodeBatch:
     changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
-    def __init__(self, passes: Passes, kinds: Sequence[LayerKind], *, one_by_one: bool = False) -> None:
+    def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._kinds = kinds
+        self._kinds = kinds = passes.facts.kinds
         self._with_states = any(kind.states for kind in kinds)
-        self._one_by_one = one_by_one
+        self._one_by_one = passes.facts.one_by_one
         self._pool = SuffixPool(len(kinds))
         self._plans: list[_Plan] = []
         """The last ones, the latest first: two, because a selection may choose in every other step."""
@@ -76,57 +77,81 @@ class DecodeBatch:
         has not arrived, and may step other answers meanwhile.
         """
         if self._one_by_one and len(generations) > 1:
-            return [self._told_alone(generation, checkpoint, wait) for generation in generations]
-        most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
-        steps = _steps(generations, self._pool, self._passes.devices, most, together=not self._with_states)
-        passed = [self._passed(step, checkpoint or nothing, wait) for step in steps]
+            return [self._step_alone(generation, checkpoint, wait) for generation in generations]
+        steps = self._admit(generations)
+        outs = [self._forward(step, self._plan(step), checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, str | Exception] = {}
-        for step, (choices, states, weights) in zip(steps, passed, strict=True):
-            for place in step.places:
-                place.generation.weighed(step.masses)
-                place.generation.appended(place.count)
-            for row, place in enumerate(step.places if self._with_states else ()):
-                place.generation.row.states = [alone(of_layer, row) for of_layer in states]
-            for row, generation in enumerate(step.asking):
-                if not generation.closing:
-                    told[id(generation)] = choices.taken(generation, row)
-            errors = step.tell(weights)
-            told |= errors
-            going_on = (g for g in step.asking if id(g) not in errors)
-            told |= {id(g): error for g in going_on if (error := self._reduced(g)) is not None}
+        for step, out in zip(steps, outs, strict=True):
+            told |= self._take(step, out)
         return [told.get(id(generation), "") for generation in generations]
 
-    def _passed(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Passed:
+    def _step_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
+        try:
+            return self.step([generation], checkpoint, wait)[0]
+        except Exception as exc:  # raising it would lose the texts of the answers before this one
+            return exc
+
+    def _admit(self, generations: Sequence[Generation]) -> list[_Step]:
+        """One step of all answers but for those that need a pass of their own; with states, one for all with equally
+        many tokens. Each row gets one token; the rest of `MAX_NEW_TOKENS` goes to the shortest questions first, so that
+        a long question delays only itself. A question alone takes all of these, whatever the others take: what it
+        chooses must not depend on them."""
+        most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
+        left = max(0, most - len(generations))
+        admitted: list[_Admitted] = []
+        for generation in sorted(generations, key=lambda each: len(each.pending)):
+            assert generation.pending, "an answer that had an error is over"
+            wants = generation.wants
+            alone = bool(wants) and (Wants.MASSES in wants or (Wants.QUERIES in wants and not generation.token_ids))
+            more = min(len(generation.pending) - 1, max(0, most - 1) if alone else left)
+            left -= 0 if alone else more
+            admitted.append(_Admitted(generation, 1 + more, wants, id(generation) if alone else 0))
+
+        def alike(each: _Admitted) -> tuple[int, int]:
+            return each.tokens if self._with_states else 0, each.alone
+
+        groups = groupby(sorted(admitted, key=alike), key=alike)
+        return [_Step.of(list(same), self._pool, self._passes.devices) for _, same in groups]
+
+    def _plan(self, step: _Step) -> _Plan:
         plan = next((plan for plan in self._plans if plan.continued_by(step)), None) or _Plan(step)
         self._plans = [plan, *(other for other in self._plans if other is not plan)][:2]
+        return plan
+
+    def _forward(self, step: _Step, plan: _Plan, checkpoint: Checkpoint, wait: Wait) -> _Out:
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
-            return _Passed(_Choices.of(logits, step.asking), [], plan.weights)
+            return _Out(_Choices.of(logits, step.asking), [], plan.weights)
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Passed(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
+        return _Out(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
 
-    def _reduced(self, generation: Generation) -> Exception | None:
-        """Let the policy of an answer that goes on reduce its suffix, if it is time. Returns the error that ends it."""
-        row, reducer = generation.row, generation.reducer
-        if reducer is None or generation.finished or not reducer.due(row):
-            return None
-        try:
-            self._pool.shrink(row, reducer.reduce(row))
-        except Exception as exc:  # any error of one answer ends that answer alone
-            return exc
-        return None
-
-    def _told_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
-        try:
-            return self.step([generation], checkpoint, wait)[0]
-        except Exception as exc:  # raising it would lose the texts of the answers before this one
-            return exc
+    def _take(self, step: _Step, out: _Out) -> dict[int, str | Exception]:
+        """Give every row what its pass showed, and those whose question has run their next token. Returns the text or
+        the error of each; an error of one answer, whatever it is, ends that answer alone."""
+        told: dict[int, str | Exception] = {}
+        for row, (place, shown) in enumerate(zip(step.places, step.shown(out.weights), strict=True)):
+            if self._with_states:
+                place.generation.row.states = [alone(of_layer, row) for of_layer in out.states]
+            try:
+                place.generation.ran(place.count, shown)
+            except Exception as exc:
+                told[id(place.generation)] = exc
+        for row, generation in enumerate(step.asking):
+            if generation.closing or id(generation) in told:
+                continue
+            try:
+                told[id(generation)] = out.choices.taken(generation, row)
+                if not generation.finished and (length := generation.reduced()) is not None:
+                    self._pool.shrink(generation.row, length)
+            except Exception as exc:
+                told[id(generation)] = exc
+        return told
 
     def keep(self, generation: Generation) -> None:
         """Give a closed answer, of which no token is pending, its turn."""
@@ -142,8 +167,18 @@ class DecodeBatch:
         self._pool.release(generation.row)
 
 
-class _Passed(NamedTuple):
-    """What a step found. choices: of the rows whose next token can be chosen. states: of each layer that has some,
+class _Admitted(NamedTuple):
+    """A row of the next step: so many of its pending `tokens`, and what its hooks want of their pass. alone: the same
+    for rows that may share a pass."""
+
+    generation: Generation
+    tokens: int
+    wants: Wants
+    alone: int
+
+
+class _Out(NamedTuple):
+    """What a pass gave. choices: of the rows whose next token can be chosen. states: of each layer that has some,
     `[rows, ...]`. weights: as of a `_Plan`."""
 
     choices: _Choices
@@ -161,6 +196,14 @@ class _Place:
     count: int
     complete: bool
     slab: Slab
+    wants: Wants
+    states: dict[int, Attended] = field(default_factory=dict)
+    """Of each layer, where its hooks want them. In a step that is abandoned they are lost with it."""
+
+    @property
+    def weighed(self) -> bool:
+        """Whether its hooks want the weights of its suffix."""
+        return bool(self.wants) and Wants.WEIGHTS in self.wants
 
 
 class _Here(NamedTuple):
@@ -182,10 +225,10 @@ class _Step:
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.asking = [place.generation for place in places if place.complete]
         """Whose next token can be chosen behind it."""
-        self.observing = [place for place in places if place.generation.observing]
-        self.choosing = [place for place in places if place.generation.choosing]
+        self.observing = [place for place in places if place.wants and Wants.STATES in place.wants]
+        self.choosing = [place for place in places if place.wants and Wants.QUERIES in place.wants]
         self.documents, shares = _shares(places)
-        weighing = places[0].generation.weighing and places[0].complete
+        weighing = Wants.MASSES in places[0].wants and places[0].complete
         self.read = places[0].generation.seen_parts if weighing else self.documents
         """Whose prefixes its attention reads, one after the other."""
         self.weigh = self._weigh if weighing else None
@@ -202,63 +245,46 @@ class _Step:
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
 
     def observe(self, attended: Attended) -> None:
-        """Give the states of a layer to the answers whose selections want them."""
+        """Keep the states of a layer for the rows whose hooks want them."""
         for place in self.observing:
             own = slice(place.first, place.first + place.count)
             queries, keys, values = (
                 in_line(states)[:, :, own] for states in (attended.queries, attended.keys, attended.values)
             )
-            place.generation.observe(replace(attended, queries=queries, keys=keys, values=values))
+            place.states[attended.layer_idx] = replace(attended, queries=queries, keys=keys, values=values)
 
     def choose(self, layer: int, wait: Wait, queries: Tensor) -> None:
-        """Let the answers whose selections want it choose by their queries, of `[N, q_heads, D]`."""
+        """Give the rows whose hooks want them their queries, of `[N, q_heads, D]`."""
         for place in self.choosing:
-            place.generation.choose(layer, queries[place.first : place.first + place.count], wait)
+            place.generation.before(layer, queries[place.first : place.first + place.count], wait)
 
-    def tell(self, weights: Mapping[int, Sequence[Tensor | None]]) -> dict[int, Exception]:
-        """Give the answers whose suffix policies asked for it what each of their tokens gave to its suffix, once they
-        have the token. weights: of each layer, as a plan makes them. Returns the errors that end answers."""
-        errors: dict[int, Exception] = {}
+    def shown(self, weights: Mapping[int, Sequence[Tensor | None]]) -> Iterator[Shown]:
+        """What the pass showed of each row. weights: of each layer, as a plan makes them."""
+        of_rows: dict[int, dict[int, Tensor]] = {}
         for layer, of_groups in weights.items():
             for group, given in zip(self.here[layer].groups, of_groups, strict=True):
                 if given is not None:
-                    errors |= group.tell(layer, given)
-        return errors
+                    for place, own in group.weights_of(given):
+                        of_rows.setdefault(id(place), {})[layer] = own
+        for place in self.places:
+            if place.wants:
+                yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete)
+            else:
+                yield NOTHING_SHOWN if place.complete else NOT_COMPLETE
 
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]
 
     @classmethod
-    def of(cls, counts: Sequence[tuple[Generation, int]], pool: SuffixPool, devices: Devices) -> _Step:
-        """The next `count` tokens of each answer. Rows of one document are adjacent."""
+    def of(cls, admitted: Sequence[_Admitted], pool: SuffixPool, devices: Devices) -> _Step:
+        """Rows of one document are adjacent."""
         places, first = [], 0
-        for generation, count in sorted(counts, key=lambda each: (each[0].document.number, each[0].seen.number)):
+        by_document = sorted(admitted, key=lambda each: (each.generation.document.number, each.generation.seen.number))
+        for generation, count, wants, _ in by_document:
             slab = pool.reserve(generation.row, generation.row.stored + count)
-            places.append(_Place(generation, first, count, count == len(generation.pending), slab))
+            places.append(_Place(generation, first, count, count == len(generation.pending), slab, wants))
             first += count
         return cls(places, devices)
-
-
-def _steps(
-    generations: Sequence[Generation], pool: SuffixPool, devices: Devices, most: int, *, together: bool
-) -> list[_Step]:
-    """One step of all answers but for those `alone`; where rows cannot be `together`, one for all with equally many
-    tokens. Each row gets one token; the rest of `most` goes to the shortest questions first, so that a long question
-    delays only itself. A question alone takes `most`, whatever the others take: what it chooses must not depend on
-    them."""
-    left = max(0, most - len(generations))
-    counts: list[tuple[Generation, int]] = []
-    for generation in sorted(generations, key=lambda g: len(g.pending)):
-        assert generation.pending, "an answer that had an error is over"
-        more = min(len(generation.pending) - 1, max(0, most - 1) if generation.alone else left)
-        left -= 0 if generation.alone else more
-        counts.append((generation, 1 + more))
-
-    def alike(each: tuple[Generation, int]) -> tuple[int, int]:
-        generation, count = each
-        return 0 if together else count, id(generation) if generation.alone else 0
-
-    return [_Step.of(list(same), pool, devices) for _, same in groupby(sorted(counts, key=alike), key=alike)]
 
 
 def _shares(places: Sequence[_Place]) -> tuple[list[Attached | Selection], tuple[int, ...]]:
@@ -289,7 +315,7 @@ class _SuffixGroup:
             lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
-            asked=tuple(s in rows and rows[s].generation.attending for s in self._slots),
+            asked=tuple(s in rows and rows[s].weighed for s in self._slots),
         )
         self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
         self._asking = [p for p in places if self.rows.asked[p.generation.row.slot - self._slots.start]]
@@ -305,17 +331,11 @@ class _SuffixGroup:
         shape = len(self._slots), q_heads, self._slab.capacity
         return torch.empty(shape, device=device) if self._asking else None
 
-    def tell(self, layer: int, weights: Tensor) -> dict[int, Exception]:
-        """Give these rows their weights. Returns the errors that end answers."""
-        errors: dict[int, Exception] = {}
-        for generation in (place.generation for place in self._asking):
-            row, reducer = generation.row, generation.reducer
-            assert reducer is not None
-            try:
-                reducer.observe(layer, row, weights[row.slot - self._slots.start, :, : row.stored])
-            except Exception as exc:  # any error of one answer ends that answer alone
-                errors[id(generation)] = exc
-        return errors
+    def weights_of(self, weights: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+        """The weights of each row that asks for them, `[q_heads, S]`, over its suffix with this step's token."""
+        for place in self._asking:
+            row = place.generation.row
+            yield place, weights[row.slot - self._slots.start, :, : row.stored + place.count]
 
     def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
@@ -558,20 +578,17 @@ class _Choices(NamedTuple):
         found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
         return cls(logits, [choice if sound else None for choice, sound in found], logprobs)
 
-    def taken(self, generation: Generation, row: int) -> str | Exception:
-        """Choose the next token of one answer and add it."""
+    def taken(self, generation: Generation, row: int) -> str:
+        """Choose the next token of one answer and add it. Returns the text that became final."""
         likeliest = self.likeliest[row]
         if likeliest is None:
-            return CacheUnusable(
+            raise CacheUnusable(
                 "the model's logits after this cache are not numbers, so no answer can be given. If the model "
                 "overflows in float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers "
                 "itself"
             )
-        try:
-            sampler = generation.sampler
-            token = sampler.choose(self.logits[row]) if sampler.samples else likeliest
-            if row in self.logprobs:
-                generation.tell(token, self.logprobs[row])
-            return generation.take(token)
-        except Exception as exc:  # any error of one answer ends that answer alone
-            return exc
+        sampler = generation.sampler
+        token = sampler.choose(self.logits[row]) if sampler.samples else likeliest
+        if row in self.logprobs:
+            generation.tell(token, self.logprobs[row])
+        return generation.take(token)

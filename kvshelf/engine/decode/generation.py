@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +18,12 @@ from kvshelf.api.options import Ask
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.engine.attention.attachment import Attached, Wait
-from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.hooks import RowHook, Shown, Told, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
-from kvshelf.engine.decode.passages import Passages
+from kvshelf.engine.decode.passages import Passages, Sources
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import SeenDocument, Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
@@ -56,8 +58,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as
-    `Generation.sources`. passages: as `Passages.shares`, if asked for. turn: question and answer, or why they could
+    """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as of
+    `Sources`. passages: as of `Passages`, if asked for. turn: question and answer, or why they could
     not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
     text that ended it, if one did."""
 
@@ -65,7 +67,7 @@ class Answer:
     token_ids: list[int]
     finish_reason: FinishReason
     usage: Usage
-    sources: tuple[float, ...]
+    sources: tuple[float, ...] = (1.0,)
     passages: tuple[bytes, ...] | None = None
     turn: Turn | KvshelfError | None = None
     logprobs: tuple[Logprob, ...] | None = None
@@ -89,17 +91,19 @@ class Generation:
         equivalents: Equivalents,
         decoder: Tokenizer | None,
         selection: Selection | None = None,
-        passages: Passages | None = None,
+        passages: bool = False,
         reducer: SuffixReducer | None = None,
         constraint: Constraint | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        counts what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may come;
-        None: all. logprobs: takes what the model gives the tokens."""
+        whether to count what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may
+        come; None: all. logprobs: takes what the model gives the tokens."""
         self.document = document
         self._selection = selection
-        self._passages = passages
+        sources = Sources(len(document.parts)) if len(document.parts) > 1 else None
+        made = selection, Passages(document, selection) if passages else None, sources, reducer
+        self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
         self._query = tuple(query)
@@ -108,7 +112,6 @@ class Generation:
         self.turn_ids: tuple[int, ...] = ()
         """The tokens of a turn that is being closed."""
         self.turn: Turn | KvshelfError | None = None
-        self.reducer = reducer
         self.constraint = constraint
         self.logprobs = logprobs
         self.row = SuffixRow(None if reducer is None else reducer.most)
@@ -118,8 +121,6 @@ class Generation:
         self._text = _TextStream(decoder, sampling.ask.stops)
         self._room = min(sampling.max_tokens, room)
         self._prefill_tokens = 0
-        self._observed: dict[int, Attended] = {}  # by the step that runs, which may be abandoned and run again
-        self._masses: list[Tensor] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
 
@@ -156,69 +157,34 @@ class Generation:
         return self.document.parts if self._selection is None else self._selection.parts
 
     @property
-    def alone(self) -> bool:
-        """Whether its pending tokens need a pass of their own: attention has more to do for them."""
-        return self.weighing or (self.choosing and not self.token_ids)
+    def wants(self) -> Wants:
+        """What its hooks want of the pass over its pending tokens."""
+        if self.closing or not self._hooks:
+            return Wants.NOTHING
+        answering = bool(self.token_ids)
+        return reduce(or_, (hook.wants(self.row, answering=answering) for hook in self._hooks))
 
-    @property
-    def choosing(self) -> bool:
-        """Whether its selection chooses for the pending tokens before their attention."""
-        return self._selection is not None and self._selection.chooses(answering=bool(self.token_ids))
+    def before(self, layer: int, queries: Tensor, wait: Wait) -> None:
+        """Give its hooks the queries of pending tokens, from the first on, `[T, q_heads, D]`."""
+        for hook in self._hooks:
+            hook.before(layer, queries, self.next_position, wait)
 
-    def choose(self, layer: int, queries: Tensor, wait: Wait) -> None:
-        """Let its selection choose for pending tokens, from the first on. queries: theirs, `[T, q_heads, D]`."""
-        assert self._selection is not None
-        self._selection.choose(layer, queries, self.next_position, wait)
-
-    @property
-    def observing(self) -> bool:
-        """Whether its selection wants the states of the pending tokens."""
-        return self._selection is not None and self._selection.observes(answering=bool(self.token_ids))
-
-    def observe(self, attended: Attended) -> None:
-        """Take the states of the pending tokens of a step at one layer."""
-        self._observed[attended.layer_idx] = attended
-
-    @property
-    def attending(self) -> bool:
-        """Whether its suffix policy wants the weights that the pending token gives to the suffix."""
-        return self.reducer is not None and bool(self.token_ids) and self.reducer.observes(self.row)
-
-    @property
-    def weighing(self) -> bool:
-        """Whether its next tokens are of a question about several documents, whose parts in it are to be told."""
-        return len(self.document.parts) > 1 and not self.token_ids
-
-    def weighed(self, masses: Sequence[Tensor]) -> None:
-        """Take the attention mass of each document, `[documents]`, in each layer of the step that ends the question."""
-        self._masses += masses
-
-    @property
-    def sources(self) -> tuple[float, ...]:
-        """The share of each document in the attention that the question's last token gave to documents, in their order:
-        means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to
-        all documents much alike."""
-        documents = len(self.document.parts)
-        total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
-        for masses in self._masses:
-            total += masses.cpu()
-        return tuple((total / total.sum()).tolist())
-
-    def appended(self, count: int) -> None:
-        """Record that the first `count` pending tokens ran through the model and are in the suffix."""
+    def ran(self, count: int, shown: Shown) -> None:
+        """Record that the first `count` pending tokens ran through the model and are in the suffix. If this raises, the
+        answer is over."""
         self.row.logical += count
         self.row.stored += count
         del self.pending[:count]
-        if self._selection is not None:
-            for attended in self._observed.values():
-                self._selection.observe(attended)
-            self._observed.clear()
-        if not self.token_ids:
+        answering = bool(self.token_ids)
+        if not answering:
             self._prefill_tokens = self.row.logical
-        if self.closing:
-            return
-        if self._passages is not None and not self.pending and (self.token_ids or self._selects_question):
-            self._passages.count(self.seen)
+        for hook in () if self.closing else self._hooks:
+            hook.after(self.row, shown, answering=answering)
+
+    def reduced(self) -> int | None:
+        """Have its hooks reduce the suffix. Returns how many entries need room from now on; None: as many as before."""
+        rooms = [room for hook in self._hooks if (room := hook.reduced(self.row)) is not None]
+        return max(rooms, default=None)
 
     def take(self, token: int) -> str:
         """Add a token to the answer. Returns the text that became final with it, possibly "", as a `Piece` where
@@ -240,8 +206,9 @@ class Generation:
             self.finish_reason = "stop"
         elif full:
             self.finish_reason = "length"
-        elif self._selection is not None:
-            self._selection.advance(self.token_ids)
+        else:
+            for hook in self._hooks:
+                hook.took(self.token_ids)
         return text if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
 
     def tell(self, token: int, logprobs: Tensor) -> None:
@@ -253,7 +220,7 @@ class Generation:
         """Have the suffix of a finished answer hold exactly these tokens, the whole turn. Those that ran already stay,
         up to the first that differs; the others are pending."""
         assert self.finished
-        assert self.reducer is None, "nothing of a turn that is kept was dropped"
+        assert self.row.most is None, "nothing of a turn that is kept was dropped"
         ran = [*self._query, *self.token_ids][: self.row.logical]
         same = next((at for at, pair in enumerate(zip(ran, token_ids, strict=False)) if pair[0] != pair[1]), None)
         shared = min(len(ran), len(token_ids)) if same is None else same
@@ -266,10 +233,19 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        passages = None if self._passages is None else self._passages.shares()
-        made = (self._text.text, list(self.token_ids), self.finish_reason, self.usage(), self.sources, passages)
-        logprobs = None if self.logprobs is None else self.logprobs.told()
-        return Answer(*made, self.turn, logprobs, self._text.stopped)
+        told: Told = {}
+        for hook in self._hooks:
+            told |= hook.close()
+        return Answer(
+            self._text.text,
+            list(self.token_ids),
+            self.finish_reason,
+            self.usage(),
+            turn=self.turn,
+            logprobs=None if self.logprobs is None else self.logprobs.told(),
+            stop=self._text.stopped,
+            **told,
+        )
 
     def usage(self) -> Usage:
         """The tokens counted so far."""

@@ -1,4 +1,4 @@
-"""Which tokens of its documents an answer read, where a selector chooses."""
+"""Where an answer comes from: which tokens of its documents it read, and the part of each document in it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,55 @@ from torch import Tensor
 
 from kvshelf.artifact.records import PackedRecord, Recent
 from kvshelf.engine.attention.attachment import Attached
+from kvshelf.engine.decode.hooks import RowHook, Shown, Told, Wants
 from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.suffixes import SuffixRow
 from kvshelf.kernels.prefix_attention import SelectedPrefix
 
 
-class Passages:
+class Sources(RowHook):
+    """The share of each document in the attention that a question's last token gave to documents, in their order:
+    means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to all
+    documents much alike."""
+
+    def __init__(self, documents: int) -> None:
+        self._total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
+
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        return Wants.NOTHING if answering else Wants.MASSES
+
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
+        for masses in shown.masses:
+            self._total += masses.cpu()
+
+    def close(self) -> Told:
+        return {"sources": tuple((self._total / self._total.sum()).tolist())}
+
+
+class Passages(RowHook):
     """Counts how often one answer read each token of its documents.
 
-    A read is one token of the answer at one KV head of a layer that chooses. Choices overwrite their tables, so `count`
-    comes after each step.
+    A read is one token of the answer at one KV head of a layer that chooses. Choices overwrite their tables, so it
+    counts after each step.
     """
 
-    def __init__(self, document: Attached) -> None:
+    def __init__(self, document: Attached, selection: Selection | None) -> None:
+        """selection: what the answer's tokens see of the document; None: all."""
         self._document = document
+        self._selection = selection
         self._reads = [torch.zeros(part.num_tokens, dtype=torch.int64) for part in document.parts]
         self._most = 0
         """Reads of a token that every head read every time."""
 
-    def count(self, seen: Attached | Selection) -> None:
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
+        selected = answering or (self._selection is not None and self._selection.reads_question)
+        if shown.complete and selected:
+            self._count(self._document if self._selection is None else self._selection.seen)
+
+    def close(self) -> Told:
+        return {"passages": self._shares()}
+
+    def _count(self, seen: Attached | Selection) -> None:
         """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a
         device it waits for each choice."""
         for layer in range(self._document.num_layers):
@@ -42,7 +73,7 @@ class Passages:
                 first = torch.tensor(record.offsets[:-1], device=rows.device).unsqueeze(1)
                 _add(reads, record, (first + rows)[there])
 
-    def shares(self) -> tuple[bytes, ...]:
+    def _shares(self) -> tuple[bytes, ...]:
         """Of each document, one byte for each token: round(255 * share of the reads that it could have had).
 
         Where no token of the answer chose, everything stored was read: the share is that of the heads that hold the

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
 
 
-class SuffixReducer:
+class SuffixReducer(RowHook):
     """One row of a batch uses it. Layers share no state, and rows none.
 
     most: the most entries of a KV head that the row ever has.
@@ -36,27 +37,25 @@ class SuffixReducer:
         self.most = max(self._budget, question_tokens) + policy.interval
         self._layers = {layer: _Noted(policy, self.most) for layer in layers}
 
-    def observes(self, row: SuffixRow) -> bool:
-        """Whether it wants the weights that the next token of the answer gives to the suffix."""
-        return self._policy.observes_at(row.logical + 1 - self._question)
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
+        observes = answering and self._policy.observes_at(row.logical + 1 - self._question)
+        return Wants.WEIGHTS if observes else Wants.NOTHING
 
-    def observe(self, layer: int, row: SuffixRow, weights: Tensor) -> None:
-        """Note what the newest token, which the row has by now, gave to each entry at a layer, itself included.
-        weights: `[q_heads, S]` fp32; their memory is not kept."""
-        assert row.slab is not None
-        heads = row.slab.of_row(layer, row)[0].shape[0]
-        positions, columns = self._layers[layer].of(row, heads, weights.device)
-        by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
-        self._policy.observe(columns, by_group, positions, row.logical - self._question)
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
+        """Note what the newest token, which the row has by now, gave to each entry, itself included."""
+        for layer, weights in shown.weights.items():
+            assert row.slab is not None
+            heads = row.slab.of_row(layer, row)[0].shape[0]
+            positions, columns = self._layers[layer].of(row, heads, weights.device)
+            by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
+            self._policy.observe(columns, by_group, positions, row.logical - self._question)
 
-    def due(self, row: SuffixRow) -> bool:
-        """Whether the row is to be reduced."""
+    def reduced(self, row: SuffixRow) -> int | None:
+        """Move the entries that stay to the front of the row's slot, if it is time. Returns how many entries it has
+        before the next reduction. If it raises, some layers may be reduced."""
         answered = row.logical - self._question
-        return answered > 0 and answered % self._policy.interval == 0 and row.stored > self._budget
-
-    def reduce(self, row: SuffixRow) -> int:
-        """Move the entries that stay to the front of the row's slot. Returns how many entries it has before the next
-        reduction. If it raises, the answer is over: some layers may be reduced."""
+        if answered <= 0 or answered % self._policy.interval or row.stored <= self._budget:
+            return None
         assert row.slab is not None
         left = row.stored
         for layer, noted in self._layers.items():

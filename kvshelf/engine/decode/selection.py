@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.engine.attention.function import Attended, joined
+from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
+from kvshelf.engine.decode.suffixes import SuffixRow
 from kvshelf.engine.prefill.reducing import LayerReducer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
@@ -37,7 +39,7 @@ class SeenDocument(Protocol):
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]: ...
 
 
-class Selection(ABC):
+class Selection(RowHook, ABC):
     """The part of its documents that an answer sees. To a batch it is another document, which only this row has.
 
     One row of a batch uses it. What it chooses depends on the question alone, never on the other rows. reads_question:
@@ -70,26 +72,6 @@ class Selection(ABC):
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What a token of the answer sees of this layer."""
 
-    def observes(self, *, answering: bool) -> bool:  # noqa: ARG002
-        """Whether `observe` wants the states of the next tokens, those of the question or one of the answer."""
-        return False
-
-    def chooses(self, *, answering: bool) -> bool:  # noqa: ARG002
-        """Whether `choose` wants the queries of the next tokens before their attention, as for `observes`."""
-        return False
-
-    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:  # noqa: B027
-        """Choose for the next tokens, and have what they see here. queries: theirs at a layer, `[T, q_heads, D]`.
-        position: of the first. `wait` and errors as for `Attachment.prefixes`."""
-
-    def observe(self, attended: Attended) -> None:  # noqa: B027 - most take nothing
-        """Take the states of the tokens of a step at one layer: queries `[1, q_heads, T, D]`, keys `[1, kv_heads, T,
-        D]` and values."""
-
-    def advance(self, answer: Sequence[int]) -> None:  # noqa: B027 - most have nothing to do
-        """All tokens but the last of the answer so far have run, and this one runs next. May raise, and then the answer
-        is over."""
-
     @property
     def read_tokens(self) -> int:
         """Entries of a KV head that the last token of the answer read; see `entries_read`."""
@@ -121,7 +103,7 @@ class UnitSelection(Selection):
     def seen(self) -> Attached | Selection:
         return self if self._due else self._again
 
-    def advance(self, answer: Sequence[int]) -> None:
+    def took(self, answer: Sequence[int]) -> None:
         self._due = (len(answer) - 1) % self._every == 0
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
@@ -161,7 +143,7 @@ class BlockSelection(UnitSelection):
     """The query of the question's last token chooses blocks by the stored index; all heads read the same."""
 
     reads_question: ClassVar[bool] = True
-    _within_attention: ClassVar[bool] = False  # `choose` does
+    _within_attention: ClassVar[bool] = False  # `before` does
 
     def __init__(
         self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope | None
@@ -180,10 +162,10 @@ class BlockSelection(UnitSelection):
         """Where the prefixes of each document begin among those of all, and where the last one's end."""
         return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
 
-    def chooses(self, *, answering: bool) -> bool:
-        return not answering or self._selector.each_token
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        return Wants.QUERIES if not answering or self._selector.each_token else Wants.NOTHING
 
-    def choose(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
+    def before(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
         choice = self._choices.get(layer)
         if choice is None:
             return
@@ -225,7 +207,7 @@ class _OfDocument:
 class SentenceSelection(UnitSelection):
     """The mean of the queries since the last end of a sentence chooses for the rest of the answer's sentence."""
 
-    _within_attention: ClassVar[bool] = False  # `advance` chooses
+    _within_attention: ClassVar[bool] = False  # `took` chooses
 
     def __init__(
         self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind], text: TextFormat
@@ -244,15 +226,16 @@ class SentenceSelection(UnitSelection):
     def seen(self) -> Attached | Selection:
         return self._document if self._reads_all else self
 
-    def observes(self, *, answering: bool) -> bool:
-        return self._reads_all or self._every_token or not answering
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        return Wants.STATES if self._reads_all or self._every_token or not answering else Wants.NOTHING
 
-    def observe(self, attended: Attended) -> None:
-        layer, query = attended.layer_idx, attended.queries[0, :, -1].float()  # of a question, its last token's
-        if layer in self._choices:
-            self._sums[layer] = query if self._reads_all else self._sums[layer] + query
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
+        for layer, attended in shown.states.items():
+            query = attended.queries[0, :, -1].float()  # of a question, its last token's
+            if layer in self._choices:
+                self._sums[layer] = query if self._reads_all else self._sums[layer] + query
 
-    def advance(self, answer: Sequence[int]) -> None:
+    def took(self, answer: Sequence[int]) -> None:
         if self._behind_a_sentence(answer):
             self._reads_all = True
         elif self._reads_all or self._every_token:
@@ -313,14 +296,15 @@ class PolicySelection(Selection):
         self._observed: dict[int, Attended] = {}
         self._chosen: dict[int, tuple[Prefix, ...]] = {}
 
-    def observes(self, *, answering: bool) -> bool:
-        return not answering
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        return Wants.NOTHING if answering else Wants.STATES
 
-    def observe(self, attended: Attended) -> None:
-        before = self._observed.get(attended.layer_idx)
-        self._observed[attended.layer_idx] = attended if before is None else joined([before, attended])
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
+        for layer, attended in shown.states.items():
+            before = self._observed.get(layer)
+            self._observed[layer] = attended if before is None else joined([before, attended])
 
-    def advance(self, answer: Sequence[int]) -> None:
+    def took(self, answer: Sequence[int]) -> None:
         if len(answer) > 1:
             return
         places = [layer for layer, stored in enumerate(self._stored) if stored is not None]

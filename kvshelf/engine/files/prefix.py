@@ -89,7 +89,7 @@ def _require_alike(engine: Engine, of: str, types: Iterable[str]) -> None:
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotation not in _ROTATIONS:
         raise _unsupported(of, f"its RoPE of the kind {rotation!r} was not compared with {of}'s", "model", _ROTATIONS)
-    for index, layer in enumerate(engine.layer_shapes):
+    for index, layer in enumerate(engine.passes.layer_shapes):
         if not layer.kv_heads or layer != LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype):
             raise _unsupported(of, f"layer {index} has a window, chunks, latents, states or no keys", "model")
 

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers.cache_utils import Cache
 
+from kvshelf.artifact.shape import LayerShape
 from kvshelf.engine.attention.attached import (
     CACHE_ARGUMENT,
     AttachedCache,
@@ -30,22 +31,19 @@ from kvshelf.engine.attention.function import (
     logit_rules,
     require_causal,
 )
-from kvshelf.engine.attention.inspection import tokens_at_once
+from kvshelf.engine.attention.inspection import layer_shapes, tokens_at_once
 from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
+from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
-from kvshelf.engine.ranks import SharedModel
+from kvshelf.engine.requirements import require_own_heads
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.model.caches import cache_class
 from kvshelf.model.devices import Devices, hooked
-from kvshelf.model.layers import counts_by_cache, layer_kinds, readers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+from kvshelf.model.layers import LayerKind, counts_by_cache, readers
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,17 +74,17 @@ class Past(ForwardContext, Protocol):
 class Passes:
     """One thread owns the model."""
 
-    def __init__(self, model: PreTrainedModel, *, recordable: bool, ranks: SharedModel | None = None) -> None:
-        """recordable: whether the operations on a token are the same whatever the length of the call. ranks: the
-        processes that share the model's heads and run each pass together."""
-        self.model = model
-        self.ranks = ranks
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.model = model = facts.model
+        self.ranks = facts.ranks
+        """The processes that share the model's heads run each pass together."""
         self.devices = Devices.of(model)
         self._hooked = hooked(model)
         self._counts_by_cache = counts_by_cache(model.config)
-        self._reads = readers(layer_kinds(model.config))
+        self._reads = readers(facts.kinds)
         # A recording would have the lengths of the cache as constants, and no hooks.
-        self._recordable = recordable and not self._counts_by_cache and not self._hooked
+        self._recordable = facts.recordable and not self._counts_by_cache and not self._hooked
 
     @cached_property
     def _decoder(self) -> Module:
@@ -103,7 +101,30 @@ class Passes:
     @cached_property
     def tokens_at_once(self) -> int | None:
         """As `inspection.tokens_at_once`."""
-        return tokens_at_once(self.model, layer_kinds(self.model.config), self.absorbed)
+        return tokens_at_once(self.model, self.facts.kinds, self.absorbed)
+
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The layers of this model's caches, measured in a forward pass: a configuration does not tell. Raises
+        `PolicyUnsupported` where kvshelf does not see all of the model's attention, and where the windows are not those
+        that the configuration does tell. Every prefill asks for them first, so that no work is done in vain."""
+        shapes = layer_shapes(self.model, self.facts.kinds, self.absorbed)
+        self.tokens_at_once  # noqa: B018 - raises, too
+        if self.ranks is None:
+            return shapes
+        require_own_heads(shapes, self.facts.kv_heads // self.ranks.size, self.facts)
+        return tuple(shape._replace(kv_heads=self.facts.kv_heads) for shape in shapes)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
+        self.layer_shapes  # noqa: B018 - raises
+        return self.facts.kinds
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states behind a document, over all layers."""
+        return sum(state.nbytes for shape in self.layer_shapes for state in shape.states)
 
     def attached(self, document: Attachment, longest: int | None = None) -> AttachedCache:
         """The cache for passes of this model behind a document. longest: as of an `AttachedCache`."""

@@ -58,6 +58,11 @@ class Encoder:
     longest: Callable[[int], int]
 
     @property
+    def part_tokens(self) -> int:
+        """Tokens of a part by default: an eighth of what the model takes is left for questions, answers and probes."""
+        return self.max_tokens - self.max_tokens // 8
+
+    @property
     def default_layout(self) -> Layout:
         """ "chat" where the tokenizer has a chat template, else "plain"."""
         return "chat" if self.text is not None and self.text.has_template else "plain"
@@ -147,19 +152,25 @@ class Encoder:
     def split(
         self,
         text: str,
-        layout: Layout | None,
+        layout: Layout | None = None,
         *,
-        size: int,
-        overlap: int | None,
-        checkpoint: Callable[[], None],
+        size: int | None = None,
+        overlap: int | None = None,
+        checkpoint: Callable[[], None] = lambda: None,
         variables: Mapping[str, Any] | None = None,
     ) -> split.Parts:
-        """The parts of a text that is too long, each a document of at most `size` tokens; see `split.spans`.
+        """The parts of a text that is longer than this model takes, in order, each cut out when it is asked for. A text
+        that fits is one.
+
+        A part has at most `size` tokens (default: `part_tokens`), with those of the chat template, and ends with a
+        paragraph where one ends in its second half, otherwise with a line, a sentence or a word. The next part begins
+        at least `overlap` tokens earlier (default: 128, or a quarter of a smaller part), so that a fact of that length
+        is whole in one part. `checkpoint` is called before each part; it may raise to end the work.
 
         Raises `InvalidRequest` about `split` where a part has no room beside the template, or leaves none for a
         question, where a quarter of a part is less than the overlap, and as `split.spans`.
         """
-        written = self.require_text("document")
+        written, size = self.require_text("document"), self.part_tokens if size is None else size
         begun = written.document("", self._checked_layout(layout), self.options(layout, variables=variables))
         prefix, question = begun.protected_prefix, self.least_question(begun.boundary, begun.told)
         if size + question > self.max_tokens:
@@ -200,6 +211,10 @@ class Encoder:
             self.require_askable([turn["content"] for turn in check_messages(prompt)], "messages")  # type: ignore[arg-type]
             return text.turns(boundary, prompt, options=options)  # type: ignore[arg-type]
         return self._checked_ids(prompt, "prompt")
+
+    def behind(self, identity: Identity, prompt: Prompt) -> list[int]:
+        """As `query`, of the cache with this identity."""
+        return self.query(identity.boundary, prompt, TemplateOptions.behind(identity))
 
     def words(self, prompt: Prompt) -> list[int]:
         """The token ids of what a question says, without the template: of a text, of the contents of messages, or the

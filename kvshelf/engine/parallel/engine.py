@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.heads import cut
-from kvshelf.artifact.opened.arriving import ArrivingCache
+from kvshelf.engine.asker import Asker
 from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.parallel.leading import LeadingRank
-from kvshelf.engine.parallel.operations import AnswerStep, Ask, Attach, Compress, Score, Step
+from kvshelf.engine.parallel.operations import AnswerStep, Ask, Compress, Score, Step
 from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe
@@ -34,6 +34,77 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class _SharedBatch(DecodeBatch):
+    """A batch of which each rank steps its heads."""
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(passes)
+        self._lead = _lead(passes)
+        self._answers: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
+
+    def step(
+        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
+    ) -> list[str | Exception]:
+        """See `DecodeBatch.step`. The checkpoint is called before the pass alone, and documents arrive whole: no rank
+        can leave a pass that the others are in."""
+        if self._one_by_one and len(generations) > 1:
+            return super().step(generations, checkpoint, wait)
+        (checkpoint or nothing)()
+        documents = {part.number: part for generation in generations for part in generation.document.parts}
+        for document in documents.values():
+            self._lead.share(document, self._passes.facts.kv_heads, wait)
+        with self._lead.together(Step([self._told(generation) for generation in generations])):
+            return super().step(generations)
+
+    def leave(self, generation: Generation) -> None:
+        super().leave(generation)
+        if (number := self._answers.get(generation)) is not None:
+            self._lead.leave(number)
+
+    def _told(self, generation: Generation) -> AnswerStep:
+        """What the other ranks have to know of an answer for its next step."""
+        number = self._answers.get(generation)
+        if number is None:
+            number = self._answers[generation] = next(self._lead.numbers)
+            weakref.finalize(generation, self._lead.leave, number)
+        return AnswerStep(number, generation.document.number, list(generation.pending), generation.row.stored)
+
+
+class _SharedAsker(Asker):
+    def batch(self) -> DecodeBatch:
+        return _SharedBatch(self._passes)
+
+
+class _SharedCompressor(Compressor):
+    """One whose passes all ranks run."""
+
+    def prefill(
+        self,
+        group: Sequence[Level],
+        *,
+        cues: int = 0,
+        checkpoint: Checkpoint | None = None,
+        progress: Progress | None = None,
+    ) -> Prefill:
+        jobs, lead = list({id(level.job): level.job for level in group}.values()), _lead(self._passes)
+        with lead.together(Compress(jobs, cues)):
+            pause = lead.shared(checkpoint or nothing)
+            return super().prefill(group, cues=cues, checkpoint=pause, progress=progress)
+
+    def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
+        self._require_scores(job)
+        lead = _lead(self._passes)
+        with lead.together(Score(job)):
+            return super().scores(job, checkpoint=lead.shared(checkpoint or nothing))
+
+    @contextmanager
+    def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
+        lead = _lead(self._passes)
+        lead.share(document, self._facts.kv_heads)
+        with lead.together(Ask(document.number, probe)), super()._answering(document, probe) as logits:
+            yield logits
+
+
 class ParallelEngine(Engine):
     """One model on several devices: each process of a group has some of its heads (tensor parallel).
 
@@ -41,14 +112,14 @@ class ParallelEngine(Engine):
     0: it decides, encodes, and chooses tokens. `close` ends the others; so does the end of this process.
     """
 
+    _compressor: ClassVar = _SharedCompressor
+    _asker: ClassVar = _SharedAsker
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, name: str, lead: LeadingRank) -> None:
         """model: loaded by `loading.load` with as many ranks, at the same time as by the others."""
         super().__init__(model, tokenizer, name=name, ranks=lead)
         self.lead = lead
-        self._known: set[int] = set()
-        self._answers: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
-        self._numbers = count()
-        self.layer_shapes  # noqa: B018 - measured here, where the other ranks measure theirs
+        self.passes.layer_shapes  # noqa: B018 - measured here, where the other ranks measure theirs
         prepack(model)
         lead.begin(self.text)
 
@@ -90,102 +161,15 @@ class ParallelEngine(Engine):
         """End the other processes. The engine can do nothing more."""
         self.lead.close()
 
-    def prefill(
-        self,
-        group: Sequence[Level],
-        *,
-        cues: int = 0,
-        checkpoint: Checkpoint | None = None,
-        progress: Progress | None = None,
-    ) -> Prefill:
-        jobs = list({id(level.job): level.job for level in group}.values())
-        with self.lead.together(Compress(jobs, cues)):
-            pause = self.lead.shared(checkpoint or nothing)
-            return super().prefill(group, cues=cues, checkpoint=pause, progress=progress)
-
-    def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
-        self._require_scores(job)
-        with self.lead.together(Score(job)):
-            return super().scores(job, checkpoint=self.lead.shared(checkpoint or nothing))
-
-    def attach(self, cache: CompressedCache | ArrivingCache) -> Attachment:
-        known = self._attachments.get(cache)
-        document = super().attach(cache)
-        if document is not known:
-            weakref.finalize(document, _forget, self.lead, self._known, document.number)
-        return document
-
-    @contextmanager
-    def attached(self, cache: CompressedCache) -> Iterator[AttachedCache]:  # noqa: ARG002
+    def attached(self, cache: CompressedCache) -> AbstractContextManager[AttachedCache]:  # noqa: ARG002
         """Not possible: raises `PolicyUnsupported`."""
         raise PolicyUnsupported(
             f"{self.name!r} runs in {self.lead.size} processes, and a pass of the model in this one alone would wait "
             "for the others; use answer(), answer_all() or batch()",
             param="model",
         )
-        yield
-
-    def batch(self) -> DecodeBatch:
-        return _SharedBatch(self)
-
-    def share(self, document: Attachment, wait: Wait = block) -> None:
-        """Have the other ranks take their heads of a document, unless they have."""
-        if document.number in self._known:
-            return
-        layers = document.layers(wait)
-        number, others = document.number, range(1, self.lead.size)
-        heads = (self.lead.heads_of(rank, self.kv_heads) for rank in others)
-        parts = (tuple(cut(layer, *of_rank) for layer in layers) for of_rank in heads)
-        told = (document.num_tokens, document.next_position, document.identity)
-        with self.lead.together(*(Attach(number, CompressedCache(part, *told)) for part in parts)):
-            self._known.add(number)
-
-    def told(self, generation: Generation) -> AnswerStep:
-        """What the other ranks have to know of an answer for its next step."""
-        number = self._answers.get(generation)
-        if number is None:
-            number = self._answers[generation] = next(self._numbers)
-            weakref.finalize(generation, self.lead.leave, number)
-        return AnswerStep(number, generation.document.number, list(generation.pending), generation.row.stored)
-
-    def left(self, generation: Generation) -> None:
-        """Have the other ranks forget an answer."""
-        if (number := self._answers.get(generation)) is not None:
-            self.lead.leave(number)
-
-    @contextmanager
-    def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
-        self.share(document)
-        with self.lead.together(Ask(document.number, probe)), super()._answering(document, probe) as logits:
-            yield logits
 
 
-class _SharedBatch(DecodeBatch):
-    """A batch of which each rank steps its heads."""
-
-    def __init__(self, engine: ParallelEngine) -> None:
-        super().__init__(engine.passes, engine.kinds, one_by_one=engine.one_by_one)
-        self._engine = engine
-
-    def step(
-        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
-    ) -> list[str | Exception]:
-        """See `DecodeBatch.step`. The checkpoint is called before the pass alone, and documents arrive whole: no rank
-        can leave a pass that the others are in."""
-        if self._one_by_one and len(generations) > 1:
-            return super().step(generations, checkpoint, wait)
-        (checkpoint or nothing)()
-        documents = {part.number: part for generation in generations for part in generation.document.parts}
-        for document in documents.values():
-            self._engine.share(document, wait)
-        with self._engine.lead.together(Step([self._engine.told(generation) for generation in generations])):
-            return super().step(generations)
-
-    def leave(self, generation: Generation) -> None:
-        super().leave(generation)
-        self._engine.left(generation)
-
-
-def _forget(lead: LeadingRank, known: set[int], document: int) -> None:
-    known.discard(document)
-    lead.drop(document)
+def _lead(passes: Passes) -> LeadingRank:
+    assert isinstance(passes.ranks, LeadingRank)
+    return passes.ranks

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.records import LayerRecord
 from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.coders import Coders
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
@@ -75,11 +76,15 @@ class FollowingRank(SharedModel):
         return tuple(layers)
 
 
-class _OwnHeads(Engine):
-    """The engine of a rank that encodes no cache, because it has only some heads of each."""
+class _NoCoders(Coders):
+    """Those of a rank that encodes no cache, because it has only some heads of each."""
 
     def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:  # noqa: ARG002
         return cache
+
+
+class _OwnHeads(Engine):
+    _coders: ClassVar = _NoCoders
 
 
 class Follower:
@@ -121,15 +126,15 @@ class Follower:
     def _do(self, operation: Operation) -> None:
         match operation:
             case Compress(jobs, cues):
-                self._engine.prefill([Level(job) for job in jobs], cues=cues, checkpoint=self._pause)
+                self._engine.compressor.prefill([Level(job) for job in jobs], cues=cues, checkpoint=self._pause)
             case Score(job):
-                self._engine.scores(job, checkpoint=self._pause)
+                self._engine.compressor.scores(job, checkpoint=self._pause)
             case Attach(number, cache):
                 engine = self._engine
-                document = Attachment(cache, engine.passes.devices.layers, engine.rotate, number=number)
+                document = Attachment(cache, engine.passes.devices.layers, engine.facts.rotate, number=number)
                 self._documents[number] = document
             case Ask(number, probe):
-                with torch.no_grad(), self._engine.attached_to(self._documents[number]) as past:
+                with torch.no_grad(), self._engine.attachments.passing(self._documents[number]) as past:
                     for _ in ask(self._engine.model, probe, past):
                         pass  # the first rank reads the logits
             case Step(answers):
@@ -175,7 +180,7 @@ def main(descriptor: int) -> None:
     try:
         model, tokenizer = models.load(start.name, device=start.device, dtype=start.dtype, ranks=start.size)
         engine = _OwnHeads(model, tokenizer, name=start.name, ranks=FollowingRank(start, channel))
-        engine.layer_shapes  # noqa: B018 - measured here, where rank 0 measures its own
+        engine.passes.layer_shapes  # noqa: B018 - measured here, where rank 0 measures its own
         prepack(model)
         follower = Follower(engine, channel)
     except Exception as error:

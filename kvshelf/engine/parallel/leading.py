@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +19,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from kvshelf.artifact.heads import joined
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.heads import cut, joined
 from kvshelf.artifact.records import LayerRecord
+from kvshelf.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.engine.parallel.follower import SETTLE_S, Start
 from kvshelf.engine.parallel.operations import (
+    Attach,
     Channel,
     Failed,
     Operation,
@@ -91,6 +95,10 @@ class LeadingRank(SharedModel):
         self._ranks = ranks
         self._left: deque[int] = deque()
         self._dropped: deque[int] = deque()
+        self._known: set[int] = set()
+        """The numbers of the documents that the other ranks have."""
+        self.numbers = count()
+        """Of answers, of all batches together."""
         self.on_lost: OnLost | None = None
         self._threads = torch.get_num_threads()
         self._close = weakref.finalize(self, _end, ranks, folder)
@@ -184,6 +192,18 @@ class LeadingRank(SharedModel):
     def joined(self, layers: Sequence[LayerRecord]) -> tuple[LayerRecord, ...]:
         return tuple(joined([sent(layer), *map(self._heard, self._ranks)]) for layer in layers)
 
+    def share(self, document: Attachment, kv_heads: int, wait: Wait = block) -> None:
+        """Have the other ranks take their heads of a document, of `kv_heads`, unless they have."""
+        if document.number in self._known:
+            return
+        layers = document.layers(wait)
+        heads = (self.heads_of(rank, kv_heads) for rank in range(1, self.size))
+        parts = (tuple(cut(layer, *of_rank) for layer in layers) for of_rank in heads)
+        told = (document.num_tokens, document.next_position, document.identity)
+        with self.together(*(Attach(document.number, CompressedCache(part, *told)) for part in parts)):
+            self._known.add(document.number)
+        weakref.finalize(document, self._forget, document.number)
+
     def leave(self, answer: int) -> None:
         """Have the other ranks forget an answer, before the next operation."""
         self._left.append(answer)
@@ -191,6 +211,10 @@ class LeadingRank(SharedModel):
     def drop(self, document: int) -> None:
         """Have the other ranks forget a document, before the next operation. Any thread may call it."""
         self._dropped.append(document)
+
+    def _forget(self, document: int) -> None:
+        self._known.discard(document)
+        self.drop(document)
 
     # Messages
 

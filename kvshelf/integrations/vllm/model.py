@@ -48,9 +48,9 @@ class ReadingModel:
         names and converts them. In the checkpoint's dtype they are mapped pages of its files, no memory of their own.
         Raises `PolicyUnsupported` for models that vLLM gives other pages."""
         engine = Engine.load(folder, device="cpu", dtype=dtype)
-        require_pages(engine.layer_shapes, folder)
-        coders = {engine.coder.transforms.digest: engine.coder} if engine.has_transforms else {}
-        return cls(engine.identity, engine.layer_shapes, engine.rope, coders)
+        require_pages(engine.passes.layer_shapes, folder)
+        coders = {engine.coders.own.transforms.digest: engine.coders.own} if engine.coders.has_own else {}
+        return cls(engine.identity, engine.passes.layer_shapes, engine.rope, coders)
 
     def require_own(self, cache: ArrivingCache, kept: KeptTransforms | Mapping[str, bytes]) -> None:
         """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, or under transforms that

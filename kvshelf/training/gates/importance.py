@@ -28,7 +28,7 @@ _SPREAD: Final = 1e-3
 def fresh(policy: type[TokenGate], engine: Engine, width: int) -> dict[str, Tensor]:
     """The tensors of gates before training, fp32. Matrices are drawn; scales and biases are 1 and 0."""
     state = {}
-    for name, shape in policy.shapes(width, engine.geometry).items():
+    for name, shape in policy.shapes(width, engine.preparer.geometry).items():
         if len(shape) > 1:
             state[name] = torch.randn(shape) / math.sqrt(shape[-1])
         else:

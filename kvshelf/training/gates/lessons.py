@@ -68,7 +68,7 @@ def answered(engine: Engine, lesson: Lesson) -> Observed:
     job = engine.prepare(
         lesson.document, policy=SnapKV.name, expected_questions=[question for question, _ in lesson.asked]
     )
-    text = engine.require_text("model")
+    text = engine.encoder.require_text("model")
     answers = [text.encode(answer) for _, answer in lesson.asked]
     passes = tuple(
         replace(probe, token_ids=(*probe.token_ids, *answer[:-1]))

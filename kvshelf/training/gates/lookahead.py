@@ -22,7 +22,7 @@ class Lookahead(Objective):
 
     def begin(self, lesson: Lesson) -> None:  # noqa: ARG002
         spread = float(self.engine.model.get_input_embeddings().weight.detach().float().std())
-        for name, shape in self.policy.shapes(self.width, self.engine.geometry).items():
+        for name, shape in self.policy.shapes(self.width, self.engine.preparer.geometry).items():
             scale = spread if name == "soft" else 0.0 if name.endswith(".b") else 1 / math.sqrt(shape[1])
             self.state[name] = (scale * torch.randn(shape)).requires_grad_()
 

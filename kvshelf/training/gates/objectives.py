@@ -36,7 +36,7 @@ def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None
     model's, as Locret's; of learned tokens the rank of their additions."""
     if policy.family == "probe":
         return Lookahead(policy, engine, width or _RANK)
-    width = width or max(1, engine.geometry.hidden // 4)
+    width = width or max(1, engine.preparer.geometry.hidden // 4)
     if not issubclass(policy, TokenGate):
         raise InvalidRequest(
             f"the gates of policy {policy.name!r} judge no token by itself, and nothing here trains them",

@@ -100,7 +100,7 @@ class Conversations:
         cache, and `InvalidRequest` for messages that the template does not write."""
         chain, said = self._chain(self._store.stat(cache_id, tenant=tenant))
         root, before = Identity.from_dict(chain[0].identity), [message for turn in said for message in turn]
-        form = self._engine.require_text("messages")
+        form = self._engine.encoder.require_text("messages")
         told = TemplateOptions.behind(root, variables)
         dialogue = Dialogue(form, root.boundary, [*before, *messages], told, intro)
         at = self._read(dialogue, chain, said)
@@ -159,7 +159,7 @@ class Conversations:
         later = [end for end in dialogue.turns if read < end.tokens < len(dialogue.asked.token_ids)]
         for end in later[:_TRIES]:
             turn = whole_turn(parent.layout, dialogue.asked.token_ids[read : end.tokens])
-            identity = self._engine.turn_identity(parent, manifest.codec, manifest.kept_tokens, turn)
+            identity = self._engine.turns.identity(parent, manifest.codec, manifest.kept_tokens, turn)
             cache_id = self._store.cache_id(identity, tenant=manifest.tenant, codec=manifest.codec)
             try:
                 return self._store.stat(cache_id, tenant=manifest.tenant), end.tokens, end.messages
@@ -223,7 +223,7 @@ class Conversations:
         else:
             turns = self._turns(line, said, turn)
         documents = [whole_turn(layout, token_ids) for _, token_ids in turns]
-        caches = self._engine.with_turns(parent, documents, turn)
+        caches = self._engine.turns.caches(parent, documents, turn)
         yield from ((messages, cache) for (messages, _), cache in zip(turns, caches, strict=True))
 
     def _turns(self, line: Line, said: Said, turn: Turn) -> list[tuple[list[Said], list[int]]]:

@@ -79,7 +79,7 @@ def kept_tokens(
     given = _kept_source(engine, store, manifest, identity) if document is None else document
     source = _same_document(engine, store, manifest, identity, given)
     with store.open_cache(cache_id, tenant=tenant) as arriving:
-        engine.require_own(arriving)  # the bitmaps below have the size that its header claims
+        engine.attachments.require_own(arriving)  # the bitmaps below have the size that its header claims
         arriving.read(together=True)
         cache = arriving.cache()
     num_layers = len(cache.layers)
@@ -135,7 +135,7 @@ def shown_prompt(
     document = None
     if manifest.has_source and not identity.parent:
         document = kept_source(engine, store, manifest, identity)
-    return built_prompt(engine.require_text("prompt"), identity, document, behind, said, read=read, id=asked)
+    return built_prompt(engine.encoder.require_text("prompt"), identity, document, behind, said, read=read, id=asked)
 
 
 def kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> DocumentView:

@@ -81,9 +81,9 @@ class Questions:
         refuses, and more than the model takes."""
         with called_by(caller):
             said = [*texts_of(query), *([] if document is None else [document])]
-            await self.threads.compute(self.engine.require_askable, said, "messages")
+            await self.threads.compute(self.engine.encoder.require_askable, said, "messages")
             shape = await self.threads.compute(self._shape, query)
-            form, variables = self.engine.require_text("messages"), shape.variables
+            form, variables = self.engine.encoder.require_text("messages"), shape.variables
             return await self.threads.compute(count, form, shape.tools, variables, query, document, boundary, cached)
 
     async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
@@ -96,7 +96,7 @@ class Questions:
         manifest = self.store.stat(cache_id, tenant=tenant)
         identity = Identity.from_dict(manifest.identity)
         if identity.boundary == "text":
-            ids = self.engine.query_ids(identity, prompt_of(query))
+            ids = self.engine.encoder.behind(identity, prompt_of(query))
             return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
         line = self.conversations.line(cache_id, messages_of(query), tenant, shape.variables, shape.intro)
         root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
@@ -168,7 +168,7 @@ class Questions:
         await self.threads.compute(self._require_askable, query)
         shape = await self.threads.compute(self._shape, query)  # refused before any work
         if query.store:
-            self.engine.require_turns()
+            self.engine.turns.require()
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
             try:
@@ -211,7 +211,7 @@ class Questions:
                 raise
 
         def nearest() -> str:
-            return cache_ids[self.engine.nearest(list(map(params, cache_ids)), prompt_of(query))]
+            return cache_ids[self.engine.asker.nearest(list(map(params, cache_ids)), prompt_of(query))]
 
         return await self.threads.compute(nearest)
 
@@ -227,7 +227,7 @@ class Questions:
         """The caches to ask. Of one alone the conversation behind it; the cache to ask is then the one with most of
         it."""
         said, intro = messages_of(query), shape.intro
-        if len(cache_ids) > 1 or self.engine.default_layout == "plain":
+        if len(cache_ids) > 1 or self.engine.encoder.default_layout == "plain":
             return None, await self._entered(stack, cache_ids, query, tenant)
         find = partial(self.conversations.line, cache_ids[0], said, tenant, shape.variables, intro)
         if len(said) == 1:  # most questions are; only of a turn is there more to know
@@ -252,7 +252,7 @@ class Questions:
         return Line(self._dialogue(identity, said, shape), cache_id, cache_id)
 
     def _dialogue(self, identity: Identity, said: list[Said], shape: _Shape) -> Dialogue:
-        form = self.engine.require_text("messages")
+        form = self.engine.encoder.require_text("messages")
         options = TemplateOptions.behind(identity, shape.variables)
         return Dialogue(form, identity.boundary, said, options, shape.intro)
 
@@ -272,10 +272,10 @@ class Questions:
             "tenant": caller.tenant,
             "deadline_s": caller.deadline_s,
             "passages": passages,
-            "reducer": self.engine.reducer(query.suffix, len(ids)),
+            "reducer": None if query.suffix is None else self.engine.asker.reducer(query.suffix, len(ids)),
         }
         # On a thread: it waits for all layers of a cache that is arriving.
-        selection = await self.threads.run(self.engine.selection, document, query.select, len(ids))
+        selection = await self.threads.run(self.engine.asker.selection, document, query.select, len(ids))
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
@@ -291,11 +291,11 @@ class Questions:
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
         """The tokens of a turn, as `Engine.turn_ids` has them."""
         if loaded.line is None:
-            return self.engine.turn_ids(document, prompt_of(loaded.query), text, token_ids)
+            return self.engine.turns.ids(document, prompt_of(loaded.query), text, token_ids)
         if loaded.read(text).is_empty:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        ids = loaded.line.turn_ids(loaded.said(text), self.engine.without_end(token_ids))
-        return self.engine.require_turn(document, ids)
+        ids = loaded.line.turn_ids(loaded.said(text), self.engine.turns.without_end(token_ids))
+        return self.engine.turns.bounded(document, ids)
 
     def _encoded(self, loaded: _Loaded) -> list[int]:
         if loaded.line is not None:
@@ -306,7 +306,7 @@ class Questions:
         return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
 
     def _require_askable(self, query: Asking) -> None:
-        self.engine.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
+        self.engine.encoder.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
 
     def _shape(self, query: Asking, cached: Mapping[str, Any] | None = None) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. cached: the
@@ -319,10 +319,10 @@ class Questions:
         tools, variables = None, dict[str, Any]()
         form = self.engine.text
         if query.chat_template_kwargs or query.reasoning_effort:
-            told = self.engine.require_text("chat_template_kwargs").template.told
+            told = self.engine.encoder.require_text("chat_template_kwargs").template.told
             variables = told(query.chat_template_kwargs or {}, query.reasoning_effort)
         if isinstance(query, ToolAsking):
-            tools = ToolFormat.of(self.engine.require_text("tools"), query.tools)
+            tools = ToolFormat.of(self.engine.encoder.require_text("tools"), query.tools)
             if query.callable:
                 lark = tools.grammar(query.callable, several=query.parallel_tool_calls)
                 grammar = Grammar.of_lark(lark, "tools")
@@ -333,7 +333,7 @@ class Questions:
             if opened and form is not None and form.thoughts is not None:
                 closing = form.thoughts.closing
                 grammar = grammar.behind(closing, form.tokens.literal(closing))
-            self.engine.guide.constraint(grammar, query.max_tokens)
+            self.engine.asker.guide.constraint(grammar, query.max_tokens)
         return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 
     def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:

@@ -28,8 +28,8 @@ def _learn(engine: Engine, store: Store, identity: Identity) -> None:
     """Have the transforms of a cache in the engine and on the shelf. An imported cache is under transforms that the
     shelf may lack: it keeps them from now on."""
     digest = identity.transforms
-    if digest and not engine.knows(digest):
+    if digest and not engine.coders.knows(digest):
         if (data := store.transforms.get(digest)) is not None:
-            engine.learn(data)
+            engine.coders.learn(data)
     elif digest:
-        store.transforms.keep(digest, engine.coder_of(digest).transforms.data)
+        store.transforms.keep(digest, engine.coders.with_transforms(digest).transforms.data)

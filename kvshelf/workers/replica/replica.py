@@ -71,7 +71,7 @@ class Replica(ReplicaApi):
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self._engine = engine
-        engine.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
+        engine.passes.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
         self._store = store
         self._scheduler = scheduler
         self._threads = threads = ReplicaThreads()
@@ -82,7 +82,7 @@ class Replica(ReplicaApi):
             engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
         )
         limits = residents or ResidentLimits()
-        held = Residents(store, partial(attached, engine, store), engine.attach_part, limits, threads)
+        held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
         conversations = Conversations(engine, store)
         self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
         self._searches = Searches(engine, store, scheduler, threads)
@@ -118,16 +118,16 @@ class Replica(ReplicaApi):
             return {
                 "id": engine.name,
                 "max_tokens": engine.max_tokens,
-                "default_layout": engine.default_layout,
+                "default_layout": engine.encoder.default_layout,
                 "fingerprint": engine.identity.fingerprint(),
                 "tokenizer": engine.identity.tokenizer,
                 "dtype": engine.identity.dtype,
                 "chat_template": "none" if engine.text is None else engine.text.about_template,
                 "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
-                "layer_shapes": engine.layer_shapes,
-                "token_bytes": engine.token_bytes,
-                "transforms": engine.coder.transforms.digest if engine.has_transforms else "",
+                "layer_shapes": engine.passes.layer_shapes,
+                "token_bytes": engine.facts.token_bytes,
+                "transforms": engine.coders.own.transforms.digest if engine.coders.has_own else "",
             }
 
     async def create(

@@ -140,7 +140,7 @@ class Scheduler:
         """most: entries that there will be at most, where a suffix policy bounds them."""
         entries = min(tokens, self._engine.max_tokens, most or tokens)
         needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
-        needed += 2 * self._engine.state_bytes  # a step reads the states before it and makes those behind it
+        needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes:
             raise InvalidRequest(
                 f"question and answer of up to {tokens} tokens take {needed} bytes beside the document, and this "

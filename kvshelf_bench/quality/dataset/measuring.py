@@ -12,8 +12,9 @@ from typing import Any, Final, TypeAlias
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.decode.generation import Answer
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.quality import Reference
 from kvshelf.errors import KvshelfError
 from kvshelf_bench.quality.dataset.documents import Document
@@ -118,14 +119,14 @@ class DatasetProtocol:
             if row.kept not in levels and row.kept not in refused:
                 try:
                     job = engine.prepare(unit.document.context, expected_questions=expected, **row.sizes)
-                    levels[row.kept] = engine.level(job)
+                    levels[row.kept] = engine.compressor.level(job)
                 except KvshelfError as error:
                     refused[row.kept] = error.message
         made: dict[Kept, Made] = {}
         for group in shared(list(levels.values())):
             of_group = [kept for kept, level in levels.items() if any(level is one for one in group)]
             try:
-                prefill = engine.prefill(group, cues=self.asking.cues)
+                prefill = engine.compressor.prefill(group, cues=self.asking.cues)
                 made |= {at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)}
             except KvshelfError as error:
                 refused |= dict.fromkeys(of_group, error.message)
@@ -160,7 +161,7 @@ class DatasetProtocol:
         started = time.perf_counter()
         cache = engine.encoded(compression.cache, row.codec)
         encoded = time.perf_counter()
-        quality = None if reference is None else engine.measure(cache, reference)
+        quality = None if reference is None else engine.compressor.measure(cache, reference)
         return cache, Outcome(
             key="",
             document_tokens=cache.num_tokens,
@@ -240,4 +241,4 @@ def _prompt(engine: Engine, cache: CompressedCache, question: Question) -> str |
     """The question, and what the answer begins with."""
     if not question.prefix:
         return question.text
-    return engine.encode_query(cache, question.text) + engine.require_text("prompt").encode(question.prefix)
+    return engine.encode_query(cache, question.text) + engine.encoder.require_text("prompt").encode(question.prefix)

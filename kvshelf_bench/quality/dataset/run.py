@@ -52,7 +52,7 @@ def run(
 def truncated(engine: Engine, document: Document, asking: Asking, longest: int) -> Document:
     """The document without the middle of its context where it has more tokens than `longest` (0: than the model takes
     with its longest question and answer): as many from its beginning as from its end, as LongBench does."""
-    form = engine.require_text("document")
+    form = engine.encoder.require_text("document")
     room = longest
     if not longest:
         asked = (form.count_tokens(one.text + one.prefix) + asking.tokens(one) for one in document.questions)

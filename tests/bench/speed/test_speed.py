@@ -438,7 +438,7 @@ def test_what_is_decoded_is_what_the_engine_decodes(subject, threads):
     torch.set_num_threads(threads)
     for codec in ("int8", "int4", "klt"):
         assert ways[codec].nbytes == len(engine.encoded(cache, codec).to_bytes())
-        layers = engine.decoded(ways[codec].encode()).layers
+        layers = engine.coders.decoded(ways[codec].encode()).layers
         parts = [part for layer in layers for part in getattr(layer, "parts", (layer,))]
         whole = [plain(rows) for part in parts for rows in part.rows]
         assert all(torch.equal(*pair) for pair in zip(ways[codec].decode(), whole, strict=True))

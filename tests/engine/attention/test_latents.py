@@ -225,7 +225,7 @@ def masked_logits(model: Any, tokens: list[int], hidden: Tensor) -> Tensor:
 
 def test_a_token_stays_by_the_mean_of_its_scores_over_the_heads(one: Engine) -> None:
     job = one.prepare(ids(80), policy="keydiff", compression_ratio=0.5)
-    scores = one.scores(job)
+    scores = one.compressor.scores(job)
     assert [tuple(each.shape) for each in scores] == [(1, 80)] * LAYERS
     for layer, score in zip(one.run(job).cache.layers, scores, strict=True):
         assert layer.positions[0].tolist() == sorted(score[0].topk(40).indices.tolist())
@@ -340,18 +340,17 @@ def test_the_quality_of_a_cache_is_measured(engine: Engine, monkeypatch: pytest.
     monkeypatch.setattr(quality, "decides", lambda own, *_: torch.ones_like(own, dtype=torch.bool))
     job = engine.prepare(ids(200), policy="kvzip", compression_ratio=0.5)
     assert engine.probe(job) is not None
-    prefill = engine.prefill([engine.level(job)], cues=150)
+    prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=150)
     assert prefill.reference is not None
     full = engine.compress(ids(200), policy="full")
-    for layer in (
-        engine.prefill([engine.level(engine.prepare(ids(200), policy="full"))], cues=150).compressions[0].cache.layers
-    ):
+    level = engine.compressor.level(engine.prepare(ids(200), policy="full"))
+    for layer in engine.compressor.prefill([level], cues=150).compressions[0].cache.layers:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes, "nothing of the cues stays in memory"
-    of_the_full_cache = engine.measure(full, prefill.reference)
+    of_the_full_cache = engine.compressor.measure(full, prefill.reference)
     assert of_the_full_cache.kl < 1e-4
     assert of_the_full_cache.cues == of_the_full_cache.asked > 0
     assert of_the_full_cache.agreement == 1
-    reduced = engine.measure(prefill.compressions[0].cache, prefill.reference)
+    reduced = engine.compressor.measure(prefill.compressions[0].cache, prefill.reference)
     assert reduced.asked == of_the_full_cache.asked
     assert reduced.kl > 10 * of_the_full_cache.kl
     assert reduced.agreement < 1
@@ -380,7 +379,7 @@ def test_policies_that_cannot_choose_for_all_heads_are_refused_before_any_work(
 
 def test_codec_klt_is_refused_before_any_work(one: Engine) -> None:
     with pytest.raises(PolicyUnsupported, match="cannot be undone; use int4"):
-        one.level(one.prepare(ids(100)), "klt")
+        one.compressor.level(one.prepare(ids(100)), "klt")
 
 
 def test_another_attention_function_is_refused(one: Engine) -> None:
@@ -483,7 +482,7 @@ def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Pa
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             held = after.attach(arriving).nbytes  # with positions as their bitmap
             assert cache.attached_bytes - 4 * LAYERS * cache.kept_tokens <= held <= cache.attached_bytes
             arriving.read(together=True)

@@ -218,12 +218,12 @@ def test_the_quality_of_a_reduced_cache_is_measured_and_leaves_no_trace(engine: 
     for policy in ("keydiff", "kvzip", "snapkv"):
         job = engine.prepare(ids(200), policy=policy, compression_ratio=0.5)
         assert engine.probe(job) is not None
-        prefill = engine.prefill([engine.level(job)], cues=150)
+        prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=150)
         assert prefill.reference is not None
         full = engine.compress(ids(200), policy="full")
-        assert engine.measure(full, prefill.reference).agreement == 1.0
+        assert engine.compressor.measure(full, prefill.reference).agreement == 1.0
         cache = prefill.compressions[0].cache
-        assert 0 <= engine.measure(cache, prefill.reference).agreement <= 1
+        assert 0 <= engine.compressor.measure(cache, prefill.reference).agreement <= 1
         assert cache.to_bytes() == engine.compress(ids(200), policy=policy, compression_ratio=0.5).to_bytes()
 
 
@@ -289,7 +289,7 @@ def test_the_codec_klt_is_refused(engine: Engine) -> None:
 )
 def test_models_whose_states_cannot_be_had_are_refused(family: str, said: str) -> None:
     with pytest.raises(PolicyUnsupported, match=said):
-        _ = engine_of(family).layer_shapes
+        _ = engine_of(family).passes.layer_shapes
 
 
 def test_a_model_that_forgets_states_takes_one_token_at_a_time_behind_a_document() -> None:
@@ -316,9 +316,9 @@ def test_the_quality_of_such_models_is_measured_too(family: str) -> None:
     engine = engine_of(family)
     for policy in ("keydiff", "kvzip"):
         job = engine.prepare(ids(80), policy=policy, compression_ratio=0.5)
-        prefill = engine.prefill([engine.level(job)], cues=10)
+        prefill = engine.compressor.prefill([engine.compressor.level(job)], cues=10)
         assert prefill.reference is not None
-        assert engine.measure(engine.compress(ids(80), policy="full"), prefill.reference).agreement == 1.0
+        assert engine.compressor.measure(engine.compress(ids(80), policy="full"), prefill.reference).agreement == 1.0
         assert prefill.compressions[0].cache.kept_tokens == 40
 
 
@@ -399,7 +399,7 @@ def test_a_shelf_answers_after_a_restart_and_knows_the_size(readers: tuple[Engin
     with open_store(f"disk://{tmp_path}/shelf") as store:
         found = kept_tokens(after, store, manifest.id, None, tenant="default")
         with store.open_cache(manifest.id, tenant="default") as arriving:
-            after.require_own(arriving)
+            after.attachments.require_own(arriving)
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "who keeps them?", max_new_tokens=12).token_ids == said
     assert sum(found.counts) == sum(layer.entries for layer in cache.reduced)

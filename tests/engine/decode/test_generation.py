@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvshelf.api.options import Ask
-from kvshelf.engine.asking import AnswerOptions
 from kvshelf.engine.decode.generation import Sampling, _Sampler, _TextStream
+from kvshelf.engine.options import AnswerOptions
 from kvshelf.errors import Cancelled, InvalidRequest
 
 DOCUMENT = "The gate code is 482913. " * 40
@@ -58,10 +58,10 @@ def test_the_length_limit_ends_an_answer(tiny, cache):
 
 def test_the_models_longest_sequence_ends_an_answer(tiny, monkeypatch, cache):
     question = tiny.encode_query(cache, "What is the gate code?")
-    monkeypatch.setattr(tiny, "max_tokens", cache.num_tokens + len(question) + 2)
+    monkeypatch.setattr(tiny.facts, "max_tokens", cache.num_tokens + len(question) + 2)
     answer = tiny.answer(cache, question, max_new_tokens=100, temperature=5.0, seed=1)
     assert answer.usage.completion_tokens <= 2
-    monkeypatch.setattr(tiny, "max_tokens", cache.num_tokens + len(question))
+    monkeypatch.setattr(tiny.facts, "max_tokens", cache.num_tokens + len(question))
     with pytest.raises(InvalidRequest, match="no room"):
         tiny.start(cache, question)
 

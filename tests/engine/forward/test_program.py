@@ -17,6 +17,7 @@ from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.decode import batch as batch_module
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.forward.program import ForwardProgram
 from kvshelf.engine.forward.tracing import AttentionCall
@@ -87,7 +88,9 @@ def test_logits_are_made_in_parts_as_the_model_makes_them_at_once(family, more, 
         expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     if recorded:
         prepack(model)
-    passes = Passes(model, recordable=recorded)
+    facts = ModelFacts(model)
+    facts.recordable = recorded
+    passes = Passes(facts)
     assert (passes.program is not None) == (recorded and family != "llama4_text")
     logits = passes.causal({"input_ids": ids, "position_ids": positions}, Seeing(), logits=True)
     for kept in ([39], [3, 5, 20], list(range(40))):

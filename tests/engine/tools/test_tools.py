@@ -197,7 +197,7 @@ def test_what_can_be_no_call_comes_at_once(forms, style, text, told):
 def test_a_required_call_fits_its_grammar_and_nothing_else_does(tiny, templated, style):
     text = templated(STYLES[style][0])
     form = ToolFormat.of(text, [WEATHER, CLOCK])
-    tokenizer = LLTokenizer(text.decoder().to_str(), eos_token=sorted(tiny._end_ids()))
+    tokenizer = LLTokenizer(text.decoder().to_str(), eos_token=sorted(tiny.facts.end_ids()))
 
     def fits(written):
         matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(form.grammar([WEATHER], several=False)))

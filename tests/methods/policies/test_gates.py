@@ -207,7 +207,7 @@ def test_the_bundled_gates_are_small():
 
 
 def test_gates_survive_their_file(tiny):
-    made = random_gates("kvzip_gate", tiny.geometry)
+    made = random_gates("kvzip_gate", tiny.preparer.geometry)
     read = Gates.from_bytes(made.to_bytes())
     assert read.digest == made.digest
     assert read.header == made.header
@@ -217,7 +217,7 @@ def test_gates_survive_their_file(tiny):
 def test_gates_trained_anew_make_another_cache(tiny):
     """Those of another revision must miss the cache of before: the digest is in the identity."""
     shipped = tiny.prepare(TEXT, policy="kvzip_gate").identity
-    made = random_gates("kvzip_gate", tiny.geometry, weights=tiny.identity.weights)
+    made = random_gates("kvzip_gate", tiny.preparer.geometry, weights=tiny.identity.weights)
     gate_path(tiny.identity.weights, "kvzip_gate").write_bytes(made.to_bytes())
     own = tiny.prepare(TEXT, policy="kvzip_gate").identity
     assert own.policy_params["gates"] == made.digest
@@ -248,17 +248,17 @@ def with_tensor(made, name, tensor):
 def hostile(kind, tiny):
     """Bytes of a gate file that must not be used."""
     own = {"weights": tiny.identity.weights}
-    made = random_gates("kvzip_gate", tiny.geometry, **own)
+    made = random_gates("kvzip_gate", tiny.preparer.geometry, **own)
     up = made.tensors["0.up"]
     match kind:
         case "another model":
-            return random_gates("kvzip_gate", tiny.geometry).to_bytes()
+            return random_gates("kvzip_gate", tiny.preparer.geometry).to_bytes()
         case "another policy":
-            return random_gates("locret", tiny.geometry, **own).to_bytes()
+            return random_gates("locret", tiny.preparer.geometry, **own).to_bytes()
         case "another family":
-            return random_gates("kvzip_gate", tiny.geometry, family="decay", **own).to_bytes()
+            return random_gates("kvzip_gate", tiny.preparer.geometry, family="decay", **own).to_bytes()
         case "another revision":
-            return random_gates("kvzip_gate", tiny.geometry, revision=99, **own).to_bytes()
+            return random_gates("kvzip_gate", tiny.preparer.geometry, revision=99, **own).to_bytes()
         case "truncated":
             return made.to_bytes()[:-7]
         case "cut in its header":
@@ -362,7 +362,8 @@ def test_a_file_that_changed_is_read_again(tiny):
     path = gate_path(tiny.identity.weights, "kvzip_gate")
     digests = []
     for seed in (1, 2):
-        path.write_bytes(random_gates("kvzip_gate", tiny.geometry, seed=seed, weights=tiny.identity.weights).to_bytes())
+        gates = random_gates("kvzip_gate", tiny.preparer.geometry, seed=seed, weights=tiny.identity.weights)
+        path.write_bytes(gates.to_bytes())
         digests.append(tiny.prepare(TEXT, policy="kvzip_gate").document.gates.digest)
     assert digests[0] != digests[1]
 

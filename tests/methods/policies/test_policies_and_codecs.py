@@ -67,7 +67,7 @@ def test_bytes_and_back(tiny, document, compressed, policy, codec):
     for record, decoded, exact in zip(in_memory.layers, read.layers, cache.layers, strict=True):
         for ours, theirs, original in zip(record.positions, decoded.positions, exact.positions, strict=True):
             assert ours.tolist() == theirs.tolist() == original.tolist()
-    plain = [tiny.decoded(each).layers for each in (in_memory, read)]
+    plain = [tiny.coders.decoded(each).layers for each in (in_memory, read)]
     for record, decoded in zip(*plain, strict=True):
         for ours, theirs in zip(record.dense(), decoded.dense(), strict=True):
             assert torch.equal(ours, theirs)

@@ -135,7 +135,7 @@ def test_a_number_as_share_ranks_by_the_base(tiny):
 def test_a_policy_that_says_no_shares_is_refused_before_the_prefill(tiny, policy):
     job = tiny.prepare(TEXT, policy=policy)
     with pytest.raises(InvalidRequest, match=f"{policy}.*no such number.*mikv or arkv") as refused:
-        tiny.level(job, "mixed:share=policy")
+        tiny.compressor.level(job, "mixed:share=policy")
     assert refused.value.param == "codec"
 
 

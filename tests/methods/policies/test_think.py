@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused_before_the_prefill(llama, params, ratio, m
 
 def test_codec_klt_is_refused_before_the_prefill_and_after(tiny, document):
     with pytest.raises(InvalidRequest, match="whole keys") as refused:
-        tiny.level(tiny.prepare(document, policy="think"), "klt")
+        tiny.compressor.level(tiny.prepare(document, policy="think"), "klt")
     assert refused.value.param == "codec"
     with pytest.raises(InvalidRequest, match="whole keys"):
         tiny.encoded(tiny.compress(document, policy="think"), "klt")
@@ -338,7 +338,7 @@ def test_selectors_refuse_pruned_keys_before_the_answer(tiny, document, select):
 def test_a_whole_budget_prunes_and_is_not_the_full_cache(tiny, document):
     job = tiny.prepare(document, policy="think", policy_params={"base": "kvzip"}, compression_ratio=0.0)
     assert job.passes == ()
-    assert not tiny.level(job).keeps_all
+    assert not tiny.compressor.level(job).keeps_all
     cache = tiny.run(job).cache
     assert cache.kept_tokens == cache.num_tokens
     assert all(isinstance(parts_of(layer)[0], Pruned) for layer in cache.layers)

@@ -190,7 +190,7 @@ def equally_good(engine: Engine, http: httpx.Client, known: Known, text: str) ->
         logits = engine.model(torch.tensor([query + ids[:-1]]), **{CACHE_ARGUMENT: past}).logits[0]
     best = logits[len(query) - 1 :].float().topk(2).values.tolist()
     close = [step for step, (first, second) in enumerate(best) if first - second < CLOSE]
-    told = [engine.require_text("prompt").decode(ids[:step]).strip() for step in range(len(ids) + 1)]
+    told = [engine.encoder.require_text("prompt").decode(ids[:step]).strip() for step in range(len(ids) + 1)]
     leaves_at = max(step for step, same in enumerate(told) if text.startswith(same))
     return leaves_at in close
 
@@ -231,7 +231,7 @@ def _known(http: httpx.Client, engine: Engine, documents: int) -> Iterator[Known
     facts = make_facts(rng, [6] * (documents * FACTS))
     for number in range(documents):
         own = facts[number * FACTS :][:FACTS]
-        document = write_document(rng, own, "prose", 256, engine.require_text("document").count_tokens)
+        document = write_document(rng, own, "prose", 256, engine.encoder.require_text("document").count_tokens)
         cache = http.post("/v1/caches", json={"document": document.text} | KINDS[number % len(KINDS)]).json()
         for question in document.questions:
             query = {"prompt": question.text, "max_tokens": MAX_TOKENS}

@@ -59,7 +59,7 @@ def test_scores_are_the_engine_s(http: httpx.Client, caches: dict[str, str], tin
     from kvshelf.engine.summary import score, unpacked
 
     engine = Engine.load(str(tiny_folder), device="cpu")
-    question = engine.search_codes(engine.encode_search("When does the ferry cross?"))
+    question = engine.searcher.codes(engine.searcher.encode("When does the ferry cross?"))
     blobs = (http.get(f"/v1/caches/{id}/blob").content for id in caches.values())
     scores = score(question, [unpacked(CompressedCache.from_bytes(blob).summary) for blob in blobs])
     hits = {hit["cache_id"]: hit["score"] for hit in search(http, "When does the ferry cross?")["data"]}

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshelf.api import AppendCache, CreateCache, Query
 from kvshelf.api.usage import today
-from kvshelf.engine.engine import Engine, Prefill
+from kvshelf.engine.compressor import Compressor
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.errors import (
     CacheCorrupt,
     CacheExpired,
@@ -48,8 +50,8 @@ pytestmark = pytest.mark.anyio
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 
 
-class Watched(Engine):
-    """An engine that counts its prefills and calls `on_layer` after each layer of one."""
+class WatchedCompressor(Compressor):
+    """Counts its prefills and calls `on_layer` after each layer of one."""
 
     runs = 0
     on_layer: Callable[[], None] = staticmethod(lambda: None)
@@ -65,6 +67,11 @@ class Watched(Engine):
                 checkpoint()
 
         return super().prefill(group, **options, checkpoint=watched)
+
+
+class Watched(Engine):
+    _compressor: ClassVar = WatchedCompressor
+    compressor: WatchedCompressor
 
 
 @pytest.fixture
@@ -102,9 +109,9 @@ async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Re
     assert stored.to_bytes() == engine.encoded(engine.compress(DOCUMENT), "int8").to_bytes()
     assert created.manifest.labels == {"kind": "log"}
     assert created.manifest.timings.prefill_s > 0
-    runs = engine.runs
+    runs = engine.compressor.runs
     again = await replica.create(spec(), caller=DEFAULT)
-    assert (again.existing, again.manifest.id, engine.runs) == (True, created.manifest.id, runs)
+    assert (again.existing, again.manifest.id, engine.compressor.runs) == (True, created.manifest.id, runs)
 
 
 async def test_what_a_tenant_uses_is_counted(replica: Replica) -> None:
@@ -157,7 +164,7 @@ def test_what_the_store_has_taken_is_not_counted_again(tmp_path: Path) -> None:
 
 async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica, engine: Watched) -> None:
     many = await asyncio.gather(*(replica.create(spec(), caller=DEFAULT) for _ in range(20)))
-    assert engine.runs == 1
+    assert engine.compressor.runs == 1
     assert len({created.manifest.id for created in many}) == 1
     assert [created.existing for created in many].count(False) == 1
 
@@ -169,7 +176,7 @@ async def test_one_of_two_equal_creations_leaves_and_the_other_is_done(replica: 
         await asyncio.sleep(0)
     first.cancel()
     assert (await second).manifest.id.startswith("kvs_")
-    assert engine.runs == 1
+    assert engine.compressor.runs == 1
 
 
 async def test_a_creation_that_everybody_left_stops_within_a_layer(replica: Replica, engine: Watched) -> None:
@@ -182,12 +189,12 @@ async def test_a_creation_that_everybody_left_stops_within_a_layer(replica: Repl
         loop.call_soon_threadsafe(reached.set)
         asyncio.run_coroutine_threadsafe(_cancelled(task), loop).result(30)
 
-    engine.on_layer = on_layer
+    engine.compressor.on_layer = on_layer
     task = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
     await reached.wait()
     with pytest.raises(asyncio.CancelledError):
         await task
-    engine.on_layer = lambda: None
+    engine.compressor.on_layer = lambda: None
     assert not (await replica.create(spec(), caller=DEFAULT)).existing  # the thread is free, and nothing was stored
     assert len(layers) == 1
 
@@ -213,7 +220,7 @@ async def test_what_cannot_be_compressed_is_refused_before_any_work(
 ) -> None:
     with pytest.raises(error):
         await replica.create(spec(**fields), caller=DEFAULT)
-    assert engine.runs == 0
+    assert engine.compressor.runs == 0
 
 
 async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica, engine: Watched) -> None:
@@ -400,10 +407,10 @@ async def test_a_used_up_quota_is_said_before_the_prefill(engine: Watched, tmp_p
     replica.start()
     try:
         await replica.create(spec(), caller=DEFAULT)
-        runs = engine.runs
+        runs = engine.compressor.runs
         with pytest.raises(QuotaExceeded):
             await replica.create(spec(policy="knorm"), caller=DEFAULT)
-        assert engine.runs == runs
+        assert engine.compressor.runs == runs
         assert (await replica.create(spec(), caller=DEFAULT)).existing
         assert not (await replica.create(spec(policy="knorm"), caller=Caller("another"))).existing
         store.requests.open("req_1", tenant="default", body=b"{}")
@@ -449,7 +456,7 @@ async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replic
         record = requests.get("req_1", tenant="default")
         states.append((record.state, record.attempts))
 
-    engine.on_layer = on_layer
+    engine.compressor.on_layer = on_layer
     requests.open("req_1", tenant="default", body=b"{}")
     created = await replica.create(spec(), caller=DEFAULT, request_id="req_1")
     assert set(states) == {("running", 1)}
@@ -473,7 +480,7 @@ async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
     def broken() -> None:
         raise ZeroDivisionError
 
-    engine.on_layer = broken
+    engine.compressor.on_layer = broken
     for _ in range(2):  # asked for once more it has all its tries again
         requests.open("req_bug", tenant="default", body=b"{}")
         seen = []

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.engine.engine import Engine, Prefill
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
+from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.engine.summary import Codes
 from kvshelf.errors import (
     Cancelled,
@@ -158,8 +160,8 @@ def test_a_question_is_answered_inside_a_compression(
 
 def test_a_pass_runs_between_two_layers_of_a_compression(scheduler: Scheduler, engine: Engine, job: Job) -> None:
     """Inside the model's own pass over the document: neither disturbs the other."""
-    token_ids = engine.encode_search("Who keeps the tide tables?")
-    alone = engine.search_codes(token_ids)
+    token_ids = engine.searcher.encode("Who keeps the tide tables?")
+    alone = engine.searcher.codes(token_ids)
     tickets: list[Ticket[list[Codes]]] = []
 
     class Searched:
@@ -169,7 +171,7 @@ def test_a_pass_runs_between_two_layers_of_a_compression(scheduler: Scheduler, e
             done = []
 
             def between() -> None:
-                tickets.append(scheduler.pass_of(lambda: engine.search_codes(token_ids)))
+                tickets.append(scheduler.pass_of(lambda: engine.searcher.codes(token_ids)))
                 checkpoint()
                 done.append(tickets[-1].future.done())
 
@@ -269,8 +271,8 @@ def test_a_cancelled_generation_leaves_within_one_step(
     assert len(pieces) == 3
 
 
-class Watched(Engine):
-    """An engine that calls `on_layer` after each layer of a compression, before the scheduler's turn."""
+class WatchedCompressor(Compressor):
+    """Calls `on_layer` after each layer of a compression, before the scheduler's turn."""
 
     on_layer: Callable[[], None]
 
@@ -283,6 +285,11 @@ class Watched(Engine):
             checkpoint()
 
         return super().prefill(group, **options, checkpoint=watched)
+
+
+class Watched(Engine):
+    _compressor: ClassVar = WatchedCompressor
+    compressor: WatchedCompressor
 
 
 @pytest.fixture
@@ -307,7 +314,7 @@ def test_a_compression_that_shall_not_go_on_leaves_after_its_layer(
             while ticket.overdue_s == 0:
                 time.sleep(0.01)
 
-    watched.on_layer = on_layer
+    watched.compressor.on_layer = on_layer
     scheduler = Scheduler(watched)
     scheduler.start()
     try:

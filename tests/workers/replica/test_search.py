@@ -118,8 +118,8 @@ async def test_nothing_to_compare_runs_no_model(
 ) -> None:
     await put(replica, TEXTS[0])
     runs: list[object] = []
-    search_codes = engine.search_codes
-    monkeypatch.setattr(engine, "search_codes", lambda ids: runs.append(ids) or search_codes(ids))
+    search_codes = engine.searcher.codes
+    monkeypatch.setattr(engine.searcher, "codes", lambda ids: runs.append(ids) or search_codes(ids))
     empty = await replica.search(SearchCaches(query="lamp", labels={"no": "such"}), caller=Caller("t"))
     assert (empty.data, empty.searched, empty.prefill_tokens, runs) == ([], 0, 0, [])
     with pytest.raises(InvalidRequest, match="empty"):
@@ -175,14 +175,14 @@ async def test_what_ends_while_it_is_compared_is_not_found(
     replica: Replica, store: Counting, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [await put(replica, text, labels={"a": "b"}) for text in TEXTS]
-    search_codes = engine.search_codes
+    search_codes = engine.searcher.codes
 
     def meanwhile(token_ids: list[int]) -> object:
         store.delete(ids[1], tenant="t")
         store.update(ids[0], tenant="t", labels={})
         return search_codes(token_ids)
 
-    monkeypatch.setattr(engine, "search_codes", meanwhile)
+    monkeypatch.setattr(engine.searcher, "codes", meanwhile)
     assert await ranked(replica, "ferry crosses", labels={"a": "b"}) == [ids[2]]
 
 

@@ -202,7 +202,7 @@ async def test_what_a_template_rewrites_is_read_again(tmp_path: Path) -> None:
     one before it, and the tokens are those of the whole conversation each time."""
     subject = Subject(templates()["qwen3"], tmp_path)
     subject.replica.start()
-    form = subject.engine.require_text("tools")
+    form = subject.engine.encoder.require_text("tools")
     said = ToolFormat.of(form, [Tool.model_validate(tool) for tool in TOOLS]).text
     question = {"role": "user", "content": "Is it dry?"}
 
@@ -267,7 +267,8 @@ def test_every_end_token_ends_an_answer(tmp_path: Path, place: str) -> None:
     tokenizer.eos_token = "<|bos|>"
     engine = Engine(model, tokenizer, name="tiny")
     cache = engine.compress(DOCUMENT, policy="full")
-    grammar = {"grammar": f"start: <[{engine.require_text('x').encode('The')[0]}]> <[{ends[place]}]> <[{ends[place]}]>"}
+    first = engine.encoder.require_text("x").encode("The")[0]
+    grammar = {"grammar": f"start: <[{first}]> <[{ends[place]}]> <[{ends[place]}]>"}
     answer = engine.answer(cache, "Where?", max_new_tokens=8, shape=grammar)
     assert (answer.finish_reason, answer.token_ids[-1], len(answer.token_ids)) == ("stop", ends[place], 2)
 

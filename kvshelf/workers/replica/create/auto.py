@@ -16,7 +16,8 @@ from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, Qual
 from kvshelf.model.text import EncodedDocument
 
 if TYPE_CHECKING:  # the engine knows nothing of what is built on it
-    from kvshelf.engine.engine import Compression, Engine
+    from kvshelf.engine.engine import Engine
+    from kvshelf.engine.prefill.prefill import Compression
 
 MIN_QUALITY: Final = 0.95
 
@@ -198,9 +199,10 @@ def auto(engine: Engine, document: Document | EncodedDocument, *, target: Target
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document)
     levels, refused = [], []
-    for policy, ratio, codec in candidates(engine.writes_klt):
+    for policy, ratio, codec in candidates(engine.coders.writes_klt):
         try:
-            levels.append(engine.level(engine.prepare(encoded, policy=policy, compression_ratio=ratio), codec))
+            job = engine.prepare(encoded, policy=policy, compression_ratio=ratio)
+            levels.append(engine.compressor.level(job, codec))
         except KvshelfError as error:  # what a policy refuses, others may take
             if policy == "full":
                 raise
@@ -231,7 +233,7 @@ class _Search:
         if not group:
             return
         progress = self._selection.progress
-        prefill = self._engine.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
+        prefill = self._engine.compressor.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
         sized = [
             (made.cache.pack().nbytes, level, made) for level, made in zip(group, prefill.compressions, strict=True)
         ]
@@ -256,7 +258,7 @@ class _Search:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
             self._selection.progress("quality", 0, 1)
-            quality = self._engine.measure(compression.cache, reference, target.min_quality)
+            quality = self._engine.compressor.measure(compression.cache, reference, target.min_quality)
             compression = replace(compression, quality=quality)
             self._selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))

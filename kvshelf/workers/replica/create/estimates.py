@@ -77,8 +77,8 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     estimated, a refusal becomes a row instead.
     """
     shape = Shape.of(engine.model)
-    if engine.has_transforms:
-        shape = replace(shape, coded=engine.coder.transforms.bits)
+    if engine.coders.has_own:
+        shape = replace(shape, coded=engine.coders.own.transforms.bits)
     any_codec = spec.codec is None and all(codec is None for _, codec in spec.ways)
     rows = []
     for way in _ways(engine, spec, _codecs(engine, spec)):
@@ -87,7 +87,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
             if any_codec:
                 codecs = _taken(engine, job, way.codecs)
             else:  # refuses what a creation would refuse
-                codecs = tuple(engine.level(job, codec).codec for codec in way.codecs)
+                codecs = tuple(engine.compressor.level(job, codec).codec for codec in way.codecs)
         except CallerError as error:
             if way.policy == spec.policy:
                 raise
@@ -121,7 +121,7 @@ class _Way:
 def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     if spec.codec is not None:
         return (str(Codec.parse(spec.codec)),)
-    return CODECS if engine.writes_klt else CODECS[:-1]
+    return CODECS if engine.coders.writes_klt else CODECS[:-1]
 
 
 def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
@@ -129,14 +129,14 @@ def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
     found = []
     for codec in codecs:
         with suppress(CallerError):
-            found.append(engine.level(job, codec).codec)
+            found.append(engine.compressor.level(job, codec).codec)
     return tuple(found)
 
 
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
     """The candidates of "auto", or the levels of one policy or of all policies."""
     if spec.policy == AUTO:
-        tried = candidates(engine.writes_klt)
+        tried = candidates(engine.coders.writes_klt)
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in tried)
         return [_Way(*way, tuple(codec for *other, codec in tried if tuple(other) == way)) for way in ways]
     each: dict[float | None, tuple[str, ...]] = {}

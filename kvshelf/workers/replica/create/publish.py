@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
-from kvshelf.engine.engine import Compression
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store

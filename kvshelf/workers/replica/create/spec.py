@@ -9,9 +9,10 @@ from kvshelf.api import AppendCache, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Boundary, Layout, canonical_json
-from kvshelf.engine.engine import Compression, Engine
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import How, cue_count
 from kvshelf.engine.requirements import require_budget_taken
@@ -86,7 +87,7 @@ def requested_levels(
         )
         for ratio, _ in ways
     }
-    levels = tuple(engine.level(jobs[ratio], codec) for ratio, codec in ways)
+    levels = tuple(engine.compressor.level(jobs[ratio], codec) for ratio, codec in ways)
     if spec.chooses:
         return Selection(levels, _target(spec, len(document.token_ids)))
     return Levels(levels, quality if spec.quality is None else spec.quality)
@@ -140,7 +141,7 @@ def encode(
                 ids, spec.protected_prefix, layout, spec.boundary, variables=dict(variables or {})
             )
             if spec.date:
-                document = engine.require_text("token_ids").dated(document, spec.date)
+                document = engine.encoder.require_text("token_ids").dated(document, spec.date)
     elif spec.date is not None:
         _require_dated(engine, spec)
         date = spec.date
@@ -171,7 +172,7 @@ def appended_level(engine: Engine, parent: CompressedCache, spec: AppendCache) -
         policy_params=spec.policy_params,
         expected_questions=spec.expected_questions,
     )
-    return engine.level(job)
+    return engine.compressor.level(job)
 
 
 def document_of(spec: CreateCache | AppendCache | KeptOf) -> Document:

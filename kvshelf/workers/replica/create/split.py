@@ -11,7 +11,7 @@ from kvshelf.api import CreateCache
 from kvshelf.api.creation import EPISODE_LABELS, PART_LABELS
 from kvshelf.artifact.identity import canonical_msgpack
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.progress import Checkpoint
+from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
@@ -33,23 +33,23 @@ def parts_of(
     checkpoint: Checkpoint | None = None,
 ) -> Iterator[CreateCache]:
     """The creation of each part or episode of a document, with the labels that join them, one at a time: the work is
-    done before the first, and of texts one part is copied. The model does not run. checkpoint: as of `Engine.split`.
+    done before the first, and of texts one part is copied. The model does not run. checkpoint: as of `Encoder.split`.
 
-    Raises as `Engine.split` and `Engine.find_episodes`.
+    Raises as `Encoder.split` and `Compressor.episodes`.
     """
     if spec.episodes is not None:
         return iter(_episodes_of(engine, store, spec, max_document_tokens, tenant))
     options = spec.split_options
     assert options is not None
     assert spec.document is not None
-    size = options.max_tokens or min(engine.part_tokens, max_document_tokens or engine.part_tokens)
-    texts = engine.split(
+    size = options.max_tokens or min(engine.encoder.part_tokens, max_document_tokens or engine.encoder.part_tokens)
+    texts = engine.encoder.split(
         spec.document,
-        layout=spec.layout,
-        max_tokens=size,
-        overlap_tokens=options.overlap_tokens,
-        checkpoint=checkpoint,
-        chat_template_kwargs=spec.chat_template_kwargs,
+        spec.layout,
+        size=size,
+        overlap=options.overlap_tokens,
+        checkpoint=checkpoint or nothing,
+        variables=spec.chat_template_kwargs,
     )
     split_id = _split_id(engine, store, spec, tenant)
     own = {"document": spec.name or split_id} | spec.labels
@@ -70,7 +70,7 @@ def _episodes_of(
 ) -> list[CreateCache]:
     assert spec.episodes is not None
     encode(engine, spec, max_document_tokens)  # refuses what is too long before it is cut up
-    found = engine.find_episodes(document_of(spec), spec.episodes.count)
+    found = engine.compressor.episodes(document_of(spec), spec.episodes.count)
     set_id = _split_id(engine, store, spec, tenant)
     return [
         spec.model_copy(

@@ -81,7 +81,7 @@ class Searches:
                 ticket.cancel()
 
     def _encoded(self, query: str) -> list[int]:
-        token_ids = self.engine.encode_search(query)
+        token_ids = self.engine.searcher.encode(query)
         if len(token_ids) > MOST_TOKENS:
             raise InvalidRequest(
                 f"query has {len(token_ids)} tokens, and a search takes {MOST_TOKENS}; ask a shorter question",
@@ -213,7 +213,7 @@ class Searches:
         except (CacheError, CacheNotFound):
             return None
         # An imported cache that another program made may have other layers.
-        return summary if len(summary) == self.engine.summary_layers else []
+        return summary if len(summary) == self.engine.searcher.summary_layers else []
 
     def _ranked(
         self,
@@ -258,7 +258,7 @@ class Searches:
 
     async def _codes(self, token_ids: Sequence[int], caller: Caller) -> list[Codes]:
         """The codes of the question, by the thread that owns the model."""
-        run = partial(self.engine.search_codes, token_ids)
+        run = partial(self.engine.searcher.codes, token_ids)
         ticket = self.scheduler.pass_of(run, tenant=caller.tenant, deadline_s=caller.deadline_s)
         try:
             return await asyncio.wrap_future(ticket.future)

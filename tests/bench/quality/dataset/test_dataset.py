@@ -86,7 +86,7 @@ def test_the_key_changes_with_whatever_the_result_depends_on(tiny):
     assert protocol(tiny).key(renamed, PLAIN) == keys[0], "the name of a document changes nothing"
     own = protocol(tiny)
     calibrated = replace(own, transforms="0f" * 32)
-    assert own.transforms == tiny.coder.transforms.digest
+    assert own.transforms == tiny.coders.own.transforms.digest
     for codec, measured_anew in (("none", False), ("int4", False), ("klt", True), ("klt:step=1", True)):
         row = Row(PLAIN.variant, 0.0, codec)
         assert (own.key(unit, row) != calibrated.key(unit, row)) == measured_anew, codec

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from kvshelf.api import AppendCache, CreateCache, Estimate, JointQuery, PolicyEstimate, Tried
-from kvshelf.engine.engine import Engine, Prefill
+from kvshelf.engine.compressor import Compressor
+from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.samples.tasks import make_document
 from kvshelf.service.questions import _spec
@@ -35,8 +37,8 @@ DEFAULT = Caller("default")
 pytestmark = pytest.mark.anyio
 
 
-class Counting(Engine):
-    """An engine that counts its prefills."""
+class CountingCompressor(Compressor):
+    """Counts its prefills."""
 
     prefills = 0
 
@@ -45,6 +47,11 @@ class Counting(Engine):
     ) -> Prefill:
         self.prefills += 1
         return super().prefill(group, **options, checkpoint=checkpoint)
+
+
+class Counting(Engine):
+    _compressor: ClassVar = CountingCompressor
+    compressor: CountingCompressor
 
 
 @pytest.fixture
@@ -104,17 +111,17 @@ async def test_what_a_compression_costs_is_written_down_with_it(
 async def test_levels_are_the_caches_of_single_creations_from_one_prefill(
     replica: Replica, engine: Counting, document: str
 ) -> None:
-    before = engine.prefills
+    before = engine.compressor.prefills
     levels = await create(replica, document, levels=[0.75, 0.25, 0.5], ttl_s=100.0)
-    assert engine.prefills == before + 1
+    assert engine.compressor.prefills == before + 1
     assert [cache.manifest.compression_ratio for cache in levels.caches] == [0.75, 0.25, 0.5]
     qualities = [cache.manifest.quality.kl for cache in levels.caches]
     assert qualities[1] < qualities[2] < qualities[0]
     single = await create(replica, document, compression_ratio=0.5, ttl_s=1000.0, keep_source=True)
-    assert (ids(single), single.existing, engine.prefills) == ([ids(levels)[2]], True, before + 1)
+    assert (ids(single), single.existing, engine.compressor.prefills) == ([ids(levels)[2]], True, before + 1)
     more = await create(replica, document, levels=[0.5, 0.9, 0.75], ttl_s=500.0)
     assert [cache.existing for cache in more.caches] == [True, False, True]
-    assert engine.prefills == before + 2
+    assert engine.compressor.prefills == before + 2
     assert not more.existing
     # What is there already lives on at least as long as asked for, and not shorter.
     lives = [cache.manifest.expires_at - levels.manifest.created_at for cache in more.caches]
@@ -134,19 +141,19 @@ async def test_one_way_is_stored_only_if_it_is_good_enough(
     made = await create(replica, document, compression_ratio=0.9, min_quality=tried["quality"]["low"] + 0.01)
     assert made.manifest.quality.full
     assert made.manifest.quality.low > tried["quality"]["low"] + 0.01
-    before = engine.prefills
+    before = engine.compressor.prefills
     again = await create(replica, document, compression_ratio=0.9, min_quality=0.0)
     assert (ids(again), again.existing) == (ids(made), True)
     with pytest.raises(QualityBelowFloor, match=r"the closest is policy 'keydiff' at 0\.9"):
         await create(replica, document, compression_ratio=0.9, min_quality=0.99)
-    assert engine.prefills == before  # its manifest says it all
+    assert engine.compressor.prefills == before  # its manifest says it all
 
 
 async def test_a_refusal_is_remembered_by_the_worker(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
     asked: dict[str, Any] = {"levels": [0.9, 0.95], "min_quality": 1.0}
-    before = engine.prefills
+    before = engine.compressor.prefills
     with pytest.raises(QualityBelowFloor) as first:
         await create(replica, document, **asked)
     # In another order, alone, or with another floor that nothing meets: it is known what would come of it.
@@ -155,23 +162,23 @@ async def test_a_refusal_is_remembered_by_the_worker(
             await create(replica, document, **again)
         for tried in second.value.details["tried"]:
             assert tried in first.value.details["tried"]
-    assert engine.prefills == before + 1
+    assert engine.compressor.prefills == before + 1
     with pytest.raises(QualityBelowFloor):  # one level more is another question
         await create(replica, document, levels=[0.9, 0.95, 0.85], min_quality=1.0)
-    assert engine.prefills == before + 2
+    assert engine.compressor.prefills == before + 2
     least = min(one["quality"]["low"] for one in first.value.details["tried"])
     made = await create(replica, document, **asked | {"min_quality": least})
-    assert (made.existing, engine.prefills) == (False, before + 3)
+    assert (made.existing, engine.compressor.prefills) == (False, before + 3)
     assert [cache.id for cache in shelf.list().data] == ids(made)
 
 
 async def test_a_refusal_is_remembered_of_one_tenant(replica: Replica, engine: Counting, document: str) -> None:
     spec = CreateCache(document=document, compression_ratio=0.9, min_quality=1.0)
-    before = engine.prefills
+    before = engine.compressor.prefills
     for tenant in ("default", "another", "default", "another"):
         with pytest.raises(QualityBelowFloor):
             await replica.create(spec, caller=Caller(tenant))
-    assert engine.prefills == before + 2
+    assert engine.compressor.prefills == before + 2
 
 
 def test_the_oldest_refusals_are_forgotten_first() -> None:
@@ -196,14 +203,14 @@ async def test_a_cache_that_was_never_measured_is_made_again_and_then_known(
     try:
         bare = await create(unmeasured, document)
         assert bare.manifest.quality is None
-        before = engine.prefills
+        before = engine.compressor.prefills
         assert (await create(unmeasured, document)).manifest.quality is None  # a plain creation leaves it so
         measured = await create(unmeasured, document, min_quality=0.1)
-        assert (ids(measured), measured.existing, engine.prefills) == (ids(bare), True, before + 1)
+        assert (ids(measured), measured.existing, engine.compressor.prefills) == (ids(bare), True, before + 1)
         assert measured.manifest.quality.low >= 0.1
         assert shelf.stat(bare.manifest.id).quality == measured.manifest.quality
         await create(unmeasured, document, min_quality=0.1)
-        assert engine.prefills == before + 1
+        assert engine.compressor.prefills == before + 1
     finally:
         unmeasured.stop()
 
@@ -215,7 +222,7 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
     made = engine.run_levels([Level(engine.prepare(document, compression_ratio=ratio)) for ratio in levels])
     qualities = [one.quality.low for one in made if one.quality is not None and one.quality.low is not None]
     assert qualities[0] < qualities[1]
-    before = engine.prefills
+    before = engine.compressor.prefills
     kept = await create(replica, document, levels=levels, min_quality=qualities[1])
     assert kept.manifest.compression_ratio == 0.25
     assert [cache.id for cache in shelf.list().data] == ids(kept)
@@ -225,10 +232,10 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
     assert [one.quality is None for one in tried] == [False, False, True]  # the full cache could not be smaller
     again = await create(replica, document, levels=levels, min_quality=qualities[1])
     assert (ids(again), again.existing, again.manifest.tried) == (ids(kept), True, tried)
-    assert engine.prefills == before + 1
+    assert engine.compressor.prefills == before + 1
     smaller = await create(replica, document, levels=levels, min_quality=qualities[0])
     assert smaller.manifest.compression_ratio == 0.95
-    assert engine.prefills == before + 2  # known to be good enough, but not on the shelf
+    assert engine.compressor.prefills == before + 2  # known to be good enough, but not on the shelf
 
 
 @pytest.mark.slow
@@ -236,9 +243,9 @@ async def test_auto_is_found_again_without_a_prefill(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
     choice = auto(engine, document, target=Target(0.9)).run(engine)
-    before = engine.prefills
+    before = engine.compressor.prefills
     kept = await create(replica, document, policy="auto", min_quality=0.9)
-    spent = engine.prefills - before
+    spent = engine.compressor.prefills - before
     way = choice.level.job.identity
     assert (kept.manifest.policy, kept.manifest.compression_ratio) == (way.policy, way.compression_ratio)
     assert kept.manifest.codec == choice.level.codec
@@ -247,17 +254,17 @@ async def test_auto_is_found_again_without_a_prefill(
     )
     assert shelf.stat(kept.manifest.id).tried == kept.manifest.tried
     again = await create(replica, document, policy="auto", min_quality=0.9)
-    assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + spent)
+    assert (ids(again), again.existing, engine.compressor.prefills) == (ids(kept), True, before + spent)
     shelf.delete(kept.manifest.id)
     assert ids(await create(replica, document, policy="auto", min_quality=0.9)) == ids(kept)
-    assert engine.prefills == before + 2 * spent
+    assert engine.compressor.prefills == before + 2 * spent
 
 
 async def test_equal_creations_at_once_are_one_piece_of_work(replica: Replica, engine: Counting, document: str) -> None:
     for fields, prefills in (({"levels": [0.5, 0.75]}, 1), ({"levels": [0.9, 0.0], "min_quality": 1.0}, 1)):
-        before = engine.prefills
+        before = engine.compressor.prefills
         many = await asyncio.gather(*(create(replica, document, **fields) for _ in range(50)))
-        assert engine.prefills == before + prefills
+        assert engine.compressor.prefills == before + prefills
         assert len({tuple(ids(created)) for created in many}) == 1
         assert [created.existing for created in many].count(False) == 1
 
@@ -281,15 +288,15 @@ async def test_a_request_of_the_job_table_names_every_level(replica: Replica, sh
 
 async def test_where_nothing_can_be_measured(replica: Replica, engine: Counting, shelf: Shelf) -> None:
     short = "The gate is 48."
-    before = engine.prefills
+    before = engine.compressor.prefills
     with pytest.raises(PolicyUnsupported, match="no quality can be measured") as refused:
         await create(replica, short, compression_ratio=0.5, min_quality=0.5)
     assert refused.value.param == "min_quality"
-    assert engine.prefills == before  # refused before any work
+    assert engine.compressor.prefills == before  # refused before any work
     kept = await create(replica, short, policy="auto")
     assert (kept.manifest.policy, kept.manifest.codec, kept.manifest.quality) == ("full", "none", None)
     again = await create(replica, short, policy="auto")
-    assert (ids(again), again.existing, engine.prefills) == (ids(kept), True, before + 1)
+    assert (ids(again), again.existing, engine.compressor.prefills) == (ids(kept), True, before + 1)
     assert (await create(replica, short, compression_ratio=0.5)).manifest.quality is None
     assert len(shelf.list().data) == 2
 
@@ -299,7 +306,7 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
 ) -> None:
     narrow = Replica(engine, shelf, Scheduler(engine), max_document_tokens=60)
     narrow.start()
-    before = engine.prefills
+    before = engine.compressor.prefills
     fits, long = ({"token_ids": [5] * tokens} for tokens in (60, 61))
     try:
         assert (await narrow.estimate(Estimate(**fits), caller=Caller("t"))).tokens == 60
@@ -310,7 +317,7 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
             assert refused.value.param == "document"
     finally:
         narrow.stop()
-    assert (engine.prefills, len(shelf.list().data)) == (before + 1, 1)
+    assert (engine.compressor.prefills, len(shelf.list().data)) == (before + 1, 1)
 
 
 @pytest.mark.parametrize("codec", ["none", "int4"])
@@ -340,13 +347,13 @@ async def test_a_source_is_not_kept_longer_than_the_shelf_allows(
 ) -> None:
     strict = Replica(engine, DiskStore.open(tmp_path / "strict", rules=Rules(max_ttl_s=100)), Scheduler(engine))
     strict.start()
-    before = engine.prefills
+    before = engine.compressor.prefills
     try:
         with pytest.raises(InvalidRequest, match="source_ttl_s: caches are kept for 100 s at most") as refusal:
             await create(strict, document, keep_source="tokens", source_ttl_s=101.0, ttl_s=50.0)
     finally:
         strict.stop()
-    assert (refusal.value.param, engine.prefills) == ("source_ttl_s", before), "before any work"
+    assert (refusal.value.param, engine.compressor.prefills) == ("source_ttl_s", before), "before any work"
 
 
 async def test_a_cache_that_is_there_gets_the_labels_and_the_name_of_its_newest_creation(
@@ -354,11 +361,11 @@ async def test_a_cache_that_is_there_gets_the_labels_and_the_name_of_its_newest_
 ) -> None:
     levels: dict[str, Any] = {"levels": [0.5, 0.75], "labels": {"team": "law", "year": "2025"}, "name": "draft"}
     first = await create(replica, document, **levels)
-    before, revision = engine.prefills, first.manifest.revision
+    before, revision = engine.compressor.prefills, first.manifest.revision
     same = await create(replica, document, compression_ratio=0.5)
     assert (same.manifest.name, same.manifest.revision) == ("draft", revision)  # a request that says nothing
     again = await create(replica, document, compression_ratio=0.5, labels={"team": "tax", "new": ""}, name="final")
-    assert (ids(again), again.existing, engine.prefills) == (ids(first)[:1], True, before)
+    assert (ids(again), again.existing, engine.compressor.prefills) == (ids(first)[:1], True, before)
     assert (again.manifest.labels, again.manifest.name) == ({"team": "tax", "year": "2025", "new": ""}, "final")
     assert shelf.stat(ids(first)[0]) == again.manifest
     assert shelf.stat(ids(first)[1]).labels == {"team": "law", "year": "2025"}  # nobody asked for the other level
@@ -389,13 +396,13 @@ async def test_labels_that_many_creations_give_at_once_are_all_there(replica: Re
 async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    before = engine.prefills
+    before = engine.compressor.prefills
     fields: dict[str, Any] = {"policy": "full", "name": "ledger.txt", "labels": {"team": "law"}, "keep_source": True}
     split = {"max_tokens": 300, "overlap_tokens": 40}
     made = await create(replica, document, split=split, **fields)
     count = len(made.caches)
     assert count >= 4
-    assert engine.prefills == before + count
+    assert engine.compressor.prefills == before + count
     manifests = [cache.manifest for cache in made.caches]
     assert all(manifest.num_tokens <= 300 for manifest in manifests)
     assert made.prefilled_tokens == sum(manifest.num_tokens for manifest in manifests)
@@ -409,7 +416,7 @@ async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_t
     assert document.endswith(str(texts[-1]))
     again = await create(replica, document, split=split, **fields)
     assert (ids(again), again.existing, again.prefilled_tokens) == (ids(made), True, 0)
-    assert engine.prefills == before + count
+    assert engine.compressor.prefills == before + count
     nameless = await create(replica, document, split=split, **fields | {"name": ""})
     assert {cache.manifest.labels["document"] for cache in nameless.caches} == {"ledger.txt"}
     # Another way to keep it is another split, also of a document without a name.
@@ -447,10 +454,10 @@ async def test_a_part_that_two_versions_share_belongs_to_the_newest(
     split = {"max_tokens": 300, "overlap_tokens": 40}
     fields: dict[str, Any] = {"policy": "full", "name": "ledger.txt", "split": split}
     old = await create(replica, document, **fields, labels={"year": "2025"})
-    before = engine.prefills
+    before = engine.compressor.prefills
     new = await create(replica, document + " One more line was added.", **fields)
     assert ids(new)[:-1] == ids(old)[:-1]
-    assert engine.prefills == before + 1
+    assert engine.compressor.prefills == before + 1
     (split_id,) = {cache.manifest.labels["split"] for cache in new.caches}
     stored = [shelf.stat(cache_id).labels for cache_id in ids(new)]
     assert [labels["split"] for labels in stored] == [split_id] * len(stored)
@@ -461,13 +468,13 @@ async def test_a_part_that_two_versions_share_belongs_to_the_newest(
 async def test_what_is_wrong_with_a_split_is_named_and_so_is_the_part_that_fails(
     replica: Replica, engine: Counting, document: str
 ) -> None:
-    before = engine.prefills
+    before = engine.compressor.prefills
     with pytest.raises(InvalidRequest, match="a quarter") as refused:
         await create(replica, document, split={"max_tokens": 300, "overlap_tokens": 200})
     assert refused.value.param == "split"
     with pytest.raises(InvalidRequest, match=r"max_tokens is 20000, and 'kvshelf-tiny' takes 16384"):
         await create(replica, document, split={"max_tokens": 20000})
-    assert engine.prefills == before
+    assert engine.compressor.prefills == before
     with pytest.raises(QualityBelowFloor, match=r"part 1/\d of the document: no level agrees") as unmeasured:
         await create(replica, document, split={"max_tokens": 300}, compression_ratio=0.95, min_quality=0.99)
     assert unmeasured.value.param == "min_quality"
@@ -514,7 +521,7 @@ async def test_a_missing_cache_stays_missing_to_others(replica: Replica, shelf: 
 async def test_episodes_are_caches_of_the_whole_document_and_a_question_goes_to_the_nearest(
     replica: Replica, engine: Counting, shelf: Shelf
 ) -> None:
-    talk = make_conversation(3, 900, 0, engine.require_text("text").count_tokens)
+    talk = make_conversation(3, 900, 0, engine.encoder.require_text("text").count_tokens)
     fields: dict[str, Any] = {
         "compression_ratio": 0.8, "name": "talk", "labels": {"team": "law"}, "policy_params": {"chunk": 256}
     }  # fmt: skip

@@ -70,7 +70,7 @@ async def threads() -> AsyncIterator[Threads]:
 
 def make(store: Store, engine: Engine, threads: Threads, **limits: float) -> Residents:
     limited = ResidentLimits(**limits)  # type: ignore[arg-type]
-    return Residents(store, engine.attach, engine.attach_part, limited, threads)
+    return Residents(store, engine.attach, engine.attachments.of_part, limited, threads)
 
 
 async def ask(residents: Residents, cache_id: str, tenant: str = "default") -> tuple[Attachment, bool]:

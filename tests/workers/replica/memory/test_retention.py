@@ -270,7 +270,7 @@ def of(shelf: DiskStore, engine: Engine, threads: Threads, fits: float, **limits
     with shelf.open_cache(shelf.list().data[0].id) as one:
         nbytes = one.attached_bytes
     limited = ResidentLimits(max_bytes=int(fits * nbytes), **limits)
-    return Residents(shelf, engine.attach, engine.attach_part, limited, threads)
+    return Residents(shelf, engine.attach, engine.attachments.of_part, limited, threads)
 
 
 async def ask(residents: Residents, cache_id: str, tool: str | None = None) -> bool:

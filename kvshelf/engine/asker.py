@@ -1,0 +1,238 @@
+"""Asking the documents of one model: what an answer reads, how its tokens are chosen, and batches of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from kvshelf.api import Select, SuffixOptions
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attachments import Attachments
+from kvshelf.engine.attention.attachment import Attached
+from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.decode.batch import DecodeBatch
+from kvshelf.engine.decode.equivalents import Equivalents
+from kvshelf.engine.decode.generation import Answer, Generation, Sampling
+from kvshelf.engine.decode.logprobs import Logprobs
+from kvshelf.engine.decode.reduction import SuffixReducer
+from kvshelf.engine.decode.selection import (
+    BlockSelection,
+    PolicySelection,
+    Selection,
+    SentenceSelection,
+    UnitSelection,
+    stored_entries,
+)
+from kvshelf.engine.episodes import nearest_episode
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.inputs.encode import Encoder, Prompt
+from kvshelf.engine.inputs.prepare import Preparer
+from kvshelf.engine.options import AnswerOptions
+from kvshelf.engine.requirements import (
+    require_bounded,
+    require_observable,
+    require_own_keys,
+    require_selectable,
+    require_sentences,
+)
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.selectors import build as build_selector
+from kvshelf.methods.selectors.base import UnitSelector
+from kvshelf.methods.suffixes.registry import build as build_suffix_policy
+from kvshelf.model import calibration
+from kvshelf.model.rope import Rope
+
+if TYPE_CHECKING:
+    from kvshelf.engine.decode.guide import Guide
+
+Asked = CompressedCache | Sequence[CompressedCache]
+"""The cache of the document that a question is about, or those of several: see `Engine.joined`."""
+
+
+class Asker:
+    """Begins answers of one model. Thread-safe, but for `answers`.
+
+    equivalents: counts what answers cost.
+    """
+
+    def __init__(self, passes: Passes, encoder: Encoder, preparer: Preparer, attachments: Attachments) -> None:
+        self._passes = passes
+        self._facts = facts = passes.facts
+        self._encoder = encoder
+        self._preparer = preparer
+        self._attachments = attachments
+        shared = facts.ranks is not None
+        self.equivalents = Equivalents.of(facts.model, facts.kv_bytes_per_token, facts.kinds, shared=shared)
+
+    def batch(self) -> DecodeBatch:
+        """An empty batch. Answers stepped in it together share one forward pass per token."""
+        return DecodeBatch(self._passes)
+
+    def start(
+        self,
+        document: Attached,
+        query: Sequence[int],
+        sampling: Sampling,
+        selection: Selection | None = None,
+        *,
+        passages: bool = False,
+        reducer: SuffixReducer | None = None,
+    ) -> Generation:
+        """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
+
+        The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
+        as `selection` has made it for this document and this one answer. passages: whether the answer says which tokens
+        of the documents it read. reducer: as `reducer` has made it for this one answer.
+        """
+        facts = self._facts
+        longest = min(facts.longest(part.num_tokens) for part in document.parts)
+        room = longest - document.next_position - len(query)
+        if not query:
+            raise InvalidRequest("the question is empty; ask something", param="prompt")
+        if room < 1:
+            raise InvalidRequest(
+                f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
+                f"within the {longest} tokens that {facts.name!r} takes behind it; ask a shorter question",
+                param="prompt",
+            )
+        grammar, logprobs = sampling.grammar, sampling.logprobs
+        return Generation(
+            document,
+            query,
+            sampling,
+            room=room,
+            end_ids=facts.end_ids(),
+            equivalents=self.equivalents,
+            decoder=facts.text.answer_decoder() if facts.text is not None else None,
+            selection=selection,
+            passages=passages,
+            reducer=reducer,
+            constraint=None if grammar is None else self.guide.constraint(grammar, min(sampling.max_tokens, room)),
+            logprobs=None if logprobs is None else Logprobs(logprobs, self.guide.bytes_of),
+        )
+
+    @cached_property
+    def guide(self) -> Guide:
+        """What holds answers to grammars. Raises `InvalidRequest` without a tokenizer."""
+        from kvshelf.engine.decode.guide import Guide  # llguidance, which most answers do without
+
+        text = self._facts.text
+        if text is None:
+            raise InvalidRequest("an engine without a tokenizer makes token ids, which have no shape and no text")
+        return Guide(text.decoder(), self._facts.end_ids(), text.longest_token)
+
+    def reducer(self, suffix: SuffixOptions, question_tokens: int) -> SuffixReducer:
+        """What bounds the keys and values of one question and its answer, by the suffix policy of this name.
+
+        Its budget: entries of a KV head, those of the question included (default: 512 beside these). question_tokens:
+        of this question. Raises `InvalidRequest` for an unknown policy or parameter and a budget below what is always
+        kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes.
+        """
+        policy = build_suffix_policy(suffix.policy, suffix.params or {})
+        require_bounded(self._facts)
+        attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
+        return SuffixReducer(policy, question_tokens, suffix.budget, attending)
+
+    def selection(self, document: Attached, select: Select | None, question_tokens: int) -> Selection | None:
+        """What one answer will read of a document, by the selector of this name; None: all, because nothing is asked
+        for or the budget has room for all. Waits for layers that are arriving.
+
+        The question's tokens read all entries, and those of the answer at most `select.tokens` of a KV head, over all
+        documents together (default: the selector's). question_tokens: of this question. Raises `InvalidRequest` for an
+        unknown selector or parameter and a budget below what is always read, `PolicyUnsupported` for a model or cache
+        that cannot be read in part.
+        """
+        if select is None:
+            return None
+        selector, tokens = build_selector(select.method, select.params), select.tokens
+        if tokens is not None and tokens < 1:
+            raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
+        require_selectable(self._facts)
+        budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
+        policy = selector.policy_at(question_tokens)
+        if policy is not None:
+            return self._by_policy(policy, document, budget, frozenset(select.params))
+        by_units = self._by_units(cast(UnitSelector, selector), document, budget)
+        return None if by_units.dense else by_units
+
+    def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
+        facts, kinds = self._facts, self._passes.kinds
+        if Needs.CHUNKS in selector.needs:
+            chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, selector.name)
+            selector = selector.calibrated(chunks)
+        if Needs.INDEX in selector.needs:
+            return BlockSelection(selector, document, budget, kinds, self._rope_for(selector))
+        if Needs.SENTENCES not in selector.needs:
+            return UnitSelection(selector, document, budget, kinds)
+        require_sentences(selector.name, [part.sentence_ends for part in document.parts], facts)
+        return SentenceSelection(selector, document, budget, kinds, self._encoder.require_text("select.method"))
+
+    def _rope_for(self, selector: UnitSelector) -> Rope | None:
+        """What takes the rotation off queries, for a selector that needs it."""
+        if Needs.ROPE not in selector.needs:
+            return None
+        rope = self._facts.rope
+        if rope is None or rope.length_dependent:
+            raise PolicyUnsupported(
+                f"selector {selector.name} compares queries and keys without their rotation, and that of "
+                f"{self._facts.name!r} cannot be undone; take selector quest",
+                param="select.method",
+            )
+        return rope
+
+    def _by_policy(
+        self, policy: Policy, document: Attached, budget: int, given: frozenset[str]
+    ) -> PolicySelection | None:
+        facts = self._facts
+        require_observable(policy, facts.model, self._passes.kinds, facts.name, facts.rope, has_text=False)
+        require_own_keys(facts)
+        entries = stored_entries(document, facts.kinds)
+        if budget >= entries:
+            return None
+        view = self._preparer.of_model(self._encoder.stored_view(document.identity, entries))
+        view = self._preparer.calibrated(view, policy)
+        fitted = policy.fitted(view, Budget.resolve(entries, compression_ratio=None, budget_tokens=budget), given)
+        return PolicySelection(fitted, document, budget, facts.kinds, view)
+
+    def nearest(self, params: Sequence[Mapping[str, Any]], prompt: Prompt) -> int:
+        """Which of several caches of episodes a question is about, by its words: the model does not run.
+
+        params: the policy parameters of each cache. Raises `InvalidRequest` for one cache alone, and for one that is of
+        no episode.
+        """
+        return nearest_episode(params, self._encoder.words(prompt))
+
+    def answer(self, cache: Asked, prompt: Prompt, route: Literal["nearest"] | None, options: AnswerOptions) -> Answer:
+        """See `Engine.answer`."""
+        if route is None:
+            return self.answers([(cache, prompt)], options)[0]
+        caches = [cache] if isinstance(cache, CompressedCache) else cache
+        if route != "nearest":
+            raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
+        for each in caches:
+            self._attachments.require_own(each)
+        place = self.nearest([each.identity.policy_params for each in caches], prompt)
+        (answer,) = self.answers([(caches[place], prompt)], options)
+        return replace(answer, sources=tuple(float(at == place) for at in range(len(caches))))
+
+    def answers(self, asked: Sequence[tuple[Asked, Prompt]], options: AnswerOptions) -> list[Answer]:
+        """See `Engine.answer_all`. In the order of `asked`."""
+        batch, rows = self.batch(), []
+        for cache, prompt in asked:
+            caches = [cache] if isinstance(cache, CompressedCache) else cache
+            document = self._attachments.joined([self._attachments.of(each) for each in caches])
+            query = self._encoder.behind(document.identity, prompt)
+            selection = self.selection(document, options.select, len(query))
+            reducer = None if options.suffix is None else self.reducer(options.suffix, len(query))
+            rows.append(self.start(document, query, options.sampling, selection, reducer=reducer))
+        with kvshelf_attention(self._facts.model):  # otherwise each step would select and restore it
+            while open_ones := [row for row in rows if not row.finished]:
+                for told in batch.step(open_ones):
+                    if isinstance(told, Exception):
+                        raise told
+        return [row.answer() for row in rows]

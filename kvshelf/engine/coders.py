@@ -1,0 +1,93 @@
+"""Caches under the codecs of one model: the coders of codec klt, by their transforms."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.codecs import Codec
+from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.transforms import Transforms
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.errors import ModelMismatch, PolicyUnsupported
+from kvshelf.kernels import ans
+from kvshelf.model import calibration
+
+
+class Coders:
+    """Encodes and decodes the caches of one model."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._facts = passes.facts
+        self._known: dict[str, Coder] = {}
+
+    def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
+        """`cache` under a codec: `cache.encoded`, which alone cannot do `klt`, because that needs this model's
+        transforms.
+
+        Raises as `CompressedCache.encoded` does, and `PolicyUnsupported` where this model has no transforms.
+        """
+        return cache.encoded(codec, self.own if Codec.parse(codec).name == "klt" else None)
+
+    def decoded(self, cache: CompressedCache) -> CompressedCache:
+        """A cache under codec klt or lossless with plain keys and values; any other as it is. Raises as `of` does."""
+        return cache.decoded(self.of(cache.identity)) if cache.coded else cache
+
+    def of(self, cache: Identity) -> Coder | None:
+        """The coder of a cache under codec klt; None for any other. Raises as `with_transforms`."""
+        return self.with_transforms(cache.transforms) if cache.transforms else None
+
+    @cached_property
+    def own(self) -> Coder:
+        """Encodes this model's caches under codec klt. Raises `PolicyUnsupported` without transforms, and where the
+        model's RoPE cannot be undone."""
+        self._facts.rope_to_undo()
+        facts = self._facts
+        return self._learned(calibration.find_transforms(facts.identity, facts.folder, self._passes.layer_shapes))
+
+    @property
+    def has_own(self) -> bool:
+        """Whether `own` can be made."""
+        try:
+            return bool(self.own)
+        except PolicyUnsupported:
+            return False
+
+    @property
+    def writes_klt(self) -> bool:
+        """Whether caches can be made under codec klt here."""
+        return ans.can_encode() and self.has_own
+
+    def with_transforms(self, digest: str) -> Coder:
+        """The coder with the transforms of this digest. Raises `ModelMismatch` if they are unknown (see `learn`)."""
+        if digest not in self._known:
+            with suppress(PolicyUnsupported):
+                self.own  # noqa: B018 - loads this model's own
+        if digest not in self._known:
+            raise ModelMismatch(
+                f"the cache is under codec klt with the transforms {digest[:16]}, and they are neither those of "
+                f"{self._facts.name!r} here nor on the shelf; fetch their file, or compress the document again",
+                transforms=digest,
+            )
+        return self._known[digest]
+
+    def knows(self, digest: str) -> bool:
+        """Whether `with_transforms` finds these transforms."""
+        try:
+            return bool(self.with_transforms(digest))
+        except ModelMismatch:
+            return False
+
+    def learn(self, transforms: bytes) -> None:
+        """Take a file of transforms, so that caches under them can be read. Raises `InvalidRequest` and
+        `ModelMismatch`."""
+        found = Transforms.from_bytes(transforms)
+        found.require_of(self._facts.identity, self._passes.layer_shapes)
+        self._learned(found)
+
+    def _learned(self, transforms: Transforms) -> Coder:
+        rope = self._facts.rope_to_undo()
+        return self._known.setdefault(transforms.digest, Coder(transforms, rope.rotate, rope.unrotate))

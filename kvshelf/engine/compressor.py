@@ -1,0 +1,272 @@
+"""Compressing documents by one model: their jobs, the prefills of these, and the quality of what they make."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshelf.api import Quality
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.codecs import Codec
+from kvshelf.artifact.identity import Layout
+from kvshelf.engine.attachments import Attachments
+from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.coders import Coders
+from kvshelf.engine.episodes import Episode, episodes_in
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.inputs.encode import Document, Encoder
+from kvshelf.engine.inputs.job import Job, Level, Parent, shared
+from kvshelf.engine.inputs.prepare import Preparer
+from kvshelf.engine.options import CompressOptions
+from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
+from kvshelf.engine.progress import Checkpoint, Progress, nothing
+from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, exact
+from kvshelf.engine.requirements import require_growing, require_questions_taken, require_unshared
+from kvshelf.engine.summary import Searcher
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
+from kvshelf.kernels import ans
+from kvshelf.model.text import EncodedDocument
+
+
+class Compressor:
+    """Prepares and compresses the documents of one model. What prepares is thread-safe: the model does not run."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        encoder: Encoder,
+        preparer: Preparer,
+        coders: Coders,
+        attachments: Attachments,
+        searcher: Searcher,
+    ) -> None:
+        self._passes = passes
+        self._facts = passes.facts
+        self._encoder = encoder
+        self._preparer = preparer
+        self._coders = coders
+        self._attachments = attachments
+        self._searcher = searcher
+
+    # Preparing
+
+    def prepare(
+        self,
+        document: Document | EncodedDocument,
+        options: CompressOptions,
+        *,
+        layout: Layout | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """See `Engine.prepare`."""
+        policy = options.built(options.default_policy)
+        encoded = document
+        if not isinstance(encoded, EncodedDocument):
+            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs)
+        require_questions_taken(policy, options.expected_questions)
+        view = self._encoder.view(encoded, options.expected_questions)
+        job = self._preparer.job(
+            view,
+            policy,
+            options.budget(policy, view.num_tokens),
+            encoded=encoded,
+            given=options.chosen_params,
+            questions=options.expected_questions,
+        )
+        require_unshared(job.policy, job.absorber, job.passes, self._facts)
+        return job
+
+    def prepare_append(self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions) -> Job:
+        """Check and tokenize what is to be appended to a cache; no work of the model.
+
+        The appended tokens are read behind the cache as it is stored and reduced by themselves: budget and ratio are of
+        them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
+        policy's defaults. So this differs from compressing the whole text anew: what the parent's policy removed, these
+        tokens never saw; no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+
+        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
+        policy, of the cache or of this call, that cannot go on.
+        """
+        self._attachments.require_own(cache)
+        require_growing(cache, self._facts)
+        made = cache.identity
+        token_ids, boundary = self._encoder.appended(made, more)
+        policy = options.built(made.policy)
+        require_questions_taken(policy, options.expected_questions)
+        encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date, variables=made.variables)
+        view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
+        self._require_room(cache, len(token_ids))
+        if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
+            self._encoder.require_question(cache.num_tokens, boundary, encoded.told, len(token_ids))
+        same = options.policy is None or options.policy == made.policy
+        return self._preparer.job(
+            view,
+            policy,
+            options.budget(policy, view.num_tokens, made.compression_ratio if same else None),
+            encoded=encoded,
+            given=options.chosen_params,
+            questions=options.expected_questions,
+            parent=Parent(cache, self._coders.of(made), self._passes.devices.layers, self._facts.rotate),
+        )
+
+    def _require_room(self, cache: CompressedCache, appended: int) -> None:
+        longest = self._facts.longest(cache.num_tokens)
+        if cache.num_tokens + appended > longest:
+            raise DocumentTooLong(
+                f"the cache is of {cache.num_tokens} tokens, and {appended} more are beyond the {longest} that "
+                f"{self._facts.name!r} takes behind it; append less, or begin another cache",
+                param="document",
+            )
+
+    def episodes(self, document: Document, count: int = 4) -> list[Episode]:
+        """The episodes of a conversation, from its messages or from a text, whose paragraphs (or sentences, where there
+        are few) count as utterances. Raises `InvalidRequest`."""
+        return episodes_in(document, count, self._encoder.require_text("episodes").encode)
+
+    def level(self, job: Job, codec: str = "none") -> Level:
+        """A job with the codec of its cache; what is appended to a cache has the cache's, whatever `codec` says. Raises
+        `InvalidRequest` for an unknown codec and for shares of more than the job keeps, and as `Coders.own` does."""
+        if job.parent is not None:
+            coder = job.parent.coder
+            return Level(job, job.parent.cache.codec, None if coder is None else coder.transforms)
+        chosen = Codec.parse(codec)
+        chosen.require_kept(job.budget.tokens, job.num_tokens)
+        chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
+        if job.policy.index_block is not None:
+            chosen.require_blocks(job.policy.index_block)
+        if job.policy.prunes:
+            chosen.require_pruned()
+        if chosen.name == "klt":
+            ans.require_encoder()
+        return Level(job, codec, self._coders.own.transforms if chosen.name == "klt" else None)
+
+    # Compressing
+
+    def prefill(
+        self,
+        group: Sequence[Level],
+        *,
+        cues: int = 0,
+        checkpoint: Checkpoint | None = None,
+        progress: Progress | None = None,
+    ) -> Prefill:
+        """Prefill one group of `job.shared`.
+
+        During the prefill the full cache answers up to `cues` cues of the document. Without cues (0, or none that
+        `probe` can make) the result has no reference to measure by.
+        """
+        return run_prefill(
+            self._passes,
+            self._facts.rope,
+            self._passes.kinds,
+            group,
+            self.probe(group[0].job, cues),
+            checkpoint or nothing,
+            self._coders.encoded,
+            progress or nothing,
+            self._searcher.key_coder_or_none,
+        )
+
+    def levels(
+        self,
+        levels: Sequence[Level],
+        *,
+        cues: int = CUES,
+        checkpoint: Checkpoint | None = None,
+        progress: Progress | None = None,
+    ) -> list[Compression]:
+        """Compress one document at several levels and measure the quality of each. In the order of `levels`.
+
+        Levels whose policies need the same probe passes share a prefill (`job.shared` says which do not). Quality is
+        measured on up to `cues` cues of the document; 0 measures nothing. A level that keeps the full cache has quality
+        1 by definition, and one cue shows that it can answer. A level gets the same bytes as from `Engine.run` and its
+        codec, except for last bits where a device sums longer calls in another order. All levels of a prefill are in
+        memory at once. Encoding counts as compression time. `progress` is told of each layer and each measured level.
+        """
+        done: dict[int, Compression] = {}
+        for group in shared(levels):
+            asked = min(cues, 1) if all(level.loses_nothing for level in group) else cues
+            made = self.prefill(group, cues=asked, checkpoint=checkpoint, progress=progress)
+            for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
+                if made.reference is not None:
+                    (progress or nothing)("quality", number, len(group))
+                    quality = self.measure(compression.cache, made.reference)
+                    if level.loses_nothing:
+                        quality = exact(level.job.num_tokens, quality.probe_s)
+                    compression = replace(compression, quality=quality)
+                    (progress or nothing)("quality", number + 1, len(group))
+                    (checkpoint or nothing)()
+                done[id(level)] = compression
+        return [done[id(level)] for level in levels]
+
+    def scores(self, job: Job, *, checkpoint: Checkpoint | None = None) -> list[Tensor]:
+        """How much the job's policy wants each entry, for each layer: `[kv_heads, N]` fp32, higher is kept. The budget
+        changes none of them.
+
+        For what is built on scores: another way to share a budget, or gates trained to foretell them. Raises
+        `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
+        """
+        self._require_scores(job)
+        return run_scores(self._passes, self._facts.rope, self._passes.kinds, job, checkpoint or nothing)
+
+    def _require_scores(self, job: Job) -> None:
+        if job.policy.scorer is None or job.absorber is not None:
+            raise InvalidRequest(f"policy {job.policy.name!r} gives no scores of the whole document", param="policy")
+
+    # Measuring
+
+    def probe(self, job: Job, cues: int = CUES) -> Probe | None:
+        """The probe that measures the quality of a document's caches; None if `cues` is 0 or it is impossible.
+
+        No probe is possible for a document too short to ask about; for a document read chunk by chunk, because there is
+        never a full cache to compare with; without room for a cue behind the document; and under a RoPE that changes
+        with the length, or may do so for all that is known, so that later tokens would change earlier keys.
+        """
+        if not cues or job.absorber is not None or self._facts.one_by_one:
+            return None
+        probe = Probe.of(job.document, cues)
+        if probe is None or job.document.end + probe.length > self._facts.max_tokens:
+            return None
+        return probe
+
+    def measure(self, cache: CompressedCache, reference: Reference, floor: float | None = None) -> Quality:
+        """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
+
+        floor: the `low` that is wanted. Asking ends early where a share as high as that is out of reach: where even
+        `high` is below it. It does not where `low` is above it: a bound that is looked at after each batch is none.
+        Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
+        `PolicyUnsupported` where the model's logits are not numbers: no policy would help.
+        """
+        if cache.identity.document != reference.document:
+            raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
+        started = time.perf_counter()
+        quality = reference.undecided()
+        document, answered = self._attachments.of(cache), list[Answered]()
+        for cues in reference.batches(floor) if reference.probe.places else ():
+            with self._answering(document, reference.probe.only(cues)) as logits:
+                answered += reference.answered(cues, logits)
+            quality = reference.quality(answered)
+            if floor is not None and quality.high is not None and quality.high < floor:
+                break
+        quality = quality.model_copy(update={"probe_s": reference.probe_s + time.perf_counter() - started})
+        if not (reference.finite and math.isfinite(quality.kl)):
+            raise PolicyUnsupported(
+                f"behind this document the logits of {self._facts.name!r} are not numbers, so its cache could answer "
+                "nothing; where a model overflows in float16, load it with dtype bfloat16 or float32; otherwise its "
+                "weights are broken",
+                param="model",
+            )
+        return quality
+
+    @contextmanager
+    def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
+        """The logits of the probe's predictions behind a cache, in parts, made inside the block."""
+        with torch.no_grad(), self._attachments.passing(document) as past:
+            yield ask(self._facts.model, probe, past)

@@ -1,0 +1,80 @@
+"""What one row of a batch has beside its tokens: a hook sees the passes of its row, and may change what they read.
+
+Selections, suffix reducers, and what counts passages and sources are hooks. A batch asks only what a row's hooks want.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import TypedDict
+
+from torch import Tensor
+
+from kvshelf.engine.attention.attachment import Wait
+from kvshelf.engine.attention.function import Attended
+from kvshelf.engine.decode.suffixes import SuffixRow
+
+
+class Wants(Flag):
+    """What a hook wants of the pass over a row's pending tokens."""
+
+    NOTHING = 0
+    QUERIES = auto()
+    """Those of each layer before its attention, in `before`. A question has a pass of its own then."""
+    STATES = auto()
+    """The queries, keys and values of each layer."""
+    MASSES = auto()
+    """How much attention the last token of a question gave to each document. It has a pass of its own."""
+    WEIGHTS = auto()
+    """What the pending token gave to each entry of the suffix."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a pass showed of one row. states: by layer. masses: `[documents]` of each layer. weights: by layer,
+    `[q_heads, S]` fp32 over the suffix with the row's tokens; their memory is used again. complete: whether no token is
+    left for a later step."""
+
+    states: Mapping[int, Attended] = field(default_factory=dict)
+    masses: Sequence[Tensor] = ()
+    weights: Mapping[int, Tensor] = field(default_factory=dict)
+    complete: bool = True
+
+
+NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
+"""For rows whose hooks want nothing: most of them, at each step."""
+
+
+class Told(TypedDict, total=False):
+    """What a hook tells of a finished answer: fields of an `Answer`."""
+
+    sources: tuple[float, ...]
+    passages: tuple[bytes, ...]
+
+
+class RowHook:
+    """What follows one row; by default it wants and does nothing. An error ends the row's answer alone."""
+
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        """What it wants of the next pass. answering: whether the pending token is one of the answer."""
+        return Wants.NOTHING
+
+    def before(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:
+        """Take the queries of the pending tokens at a layer before their attention, `[T, q_heads, D]`. position: of the
+        first. `wait` and errors as for `Attachment.prefixes`: an error ends the step."""
+
+    def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:
+        """Take what a pass showed, once its tokens are in the suffix."""
+
+    def took(self, answer: Sequence[int]) -> None:
+        """All tokens but the last of the answer so far have run, and this one runs next."""
+
+    def reduced(self, row: SuffixRow) -> int | None:  # noqa: ARG002
+        """Drop entries of the suffix, if it is time; after `took`. Returns how many entries need room from now on."""
+        return None
+
+    def close(self) -> Told:
+        """What the answer is told, which is finished."""
+        return {}

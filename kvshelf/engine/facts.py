@@ -1,0 +1,102 @@
+"""What is known of a loaded model before any document. Everything of an engine is made from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvshelf.engine.ranks import SharedModel
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.model import loading as models
+from kvshelf.model.layers import layer_kinds
+from kvshelf.model.rope import Rope, changes_with_length, reach
+from kvshelf.model.text import TextFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvshelf.artifact.packed import Rotate
+
+
+class ModelFacts:
+    """Of one model and its tokenizer, for any thread.
+
+    text: the tokenizer and its template; None where documents and questions are token ids. max_tokens: the longest
+    sequence. kv_bytes_per_token: of all layers, uncompressed. rope: None where there is none that could be read. kinds:
+    of the layers. ranks: the processes that share the model's heads, this one among them; None where there is one.
+    one_by_one: whether the keys of a token may change with the length of its call. recordable: whether the operations
+    on a token are the same whatever the length of the call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        ranks: SharedModel | None = None,
+    ) -> None:
+        """Raises as `loading.require_attachable`."""
+        models.require_attachable(model)
+        self.model = model
+        self.text = TextFormat(tokenizer) if tokenizer is not None else None
+        self.name = name or model.config.name_or_path or type(model).__name__
+        self.identity = models.identify(model, self.text, self.name)
+        self.max_tokens = models.max_positions(model.config)
+        self.kv_bytes_per_token = models.kv_bytes_per_token(model.config, model.dtype)
+        self.kv_heads = models.kv_heads(model.config)
+        """KV heads of each layer, of all processes together."""
+        self.rope = Rope.of(model)
+        self.kinds = layer_kinds(model.config)
+        self.ranks = ranks
+        # Without a RoPE that could be read nobody knows, but where some layers do not see all, it differs from that of
+        # the others in frequencies alone, latents have theirs in a part of their own, and states have none.
+        own = any(not kind.sees_all or kind.states or kind.latents for kind in self.kinds)
+        self.one_by_one = not (own or self.rope is not None) or changes_with_length(model.config)
+        own_keys = all(kind.attends or kind.reads is not None for kind in self.kinds)
+        plain = own_keys and not any(kind.states or kind.latents for kind in self.kinds)
+        self.recordable = plain and not self.one_by_one and ranks is None
+
+    @property
+    def folder(self) -> str:
+        """The folder that the model came from; "" where there is none."""
+        return self.model.config.name_or_path or ""
+
+    @property
+    def token_bytes(self) -> int:
+        """UTF-8 bytes of text that one token stands for at most."""
+        return 1 if self.text is None else self.text.bound.token_bytes
+
+    @property
+    def rotate(self) -> Rotate | None:
+        """The model's RoPE, for keys that are stored without it; None where it is not known."""
+        return None if self.rope is None or self.rope.length_dependent else self.rope.rotate
+
+    def longest(self, num_tokens: int) -> int:
+        """Most tokens of a sequence that begins with a document of so many. A LongRoPE may rotate longer ones by other
+        frequencies."""
+        reached = reach(self.model.config, num_tokens)
+        return self.max_tokens if reached is None else min(self.max_tokens, reached)
+
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: those of the model's two configurations and of its tokenizer. A caller may
+        change the configurations at any time."""
+        generation = self.model.generation_config
+        named = [generation.eos_token_id if generation is not None else None]
+        named += [getattr(self.model.config, "eos_token_id", None), self.text.end_id if self.text is not None else None]
+        each = (one for one in named if one is not None)
+        return frozenset(end for one in each for end in ([one] if isinstance(one, int) else one))
+
+    def rope_to_undo(self) -> Rope:
+        """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone, and for a model with
+        recurrent states, for which there are no transforms."""
+        if any(kind.states for kind in self.kinds):
+            raise PolicyUnsupported(
+                f"codec klt transforms keys and values, and {self.name!r} has recurrent states besides; use int4",
+                param="codec",
+            )
+        if self.rope is None or self.rope.length_dependent:
+            raise PolicyUnsupported(
+                f"codec klt takes the rotation off the keys, and that of {self.name!r} cannot be undone; use int4",
+                param="codec",
+            )
+        return self.rope

@@ -1,0 +1,105 @@
+"""The options of `Engine` as values: how a document is reduced, and how a question is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypedDict
+
+from kvshelf.api import Select, SuffixOptions
+from kvshelf.api.creation import default_policy
+from kvshelf.api.options import Ask, AskFields
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.requirements import require_budget_taken, require_suffix_fields
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.registry import build
+
+
+class CompressFields(TypedDict, total=False):
+    """The keyword arguments of `Engine.prepare` that are fields of `CompressOptions`."""
+
+    policy: str | None
+    compression_ratio: float | None
+    budget_tokens: int | None
+    policy_params: Mapping[str, Any] | None
+    expected_questions: Sequence[str]
+
+
+@dataclass(frozen=True)
+class CompressOptions:
+    """How a document, or what is appended to a cache, is reduced: see `Engine.prepare`."""
+
+    policy: str | None = None
+    compression_ratio: float | None = None
+    budget_tokens: int | None = None
+    policy_params: Mapping[str, Any] | None = None
+    expected_questions: Sequence[str] = ()
+
+    @property
+    def chosen_params(self) -> frozenset[str]:
+        """The names of the parameters that the caller chose."""
+        return frozenset(self.policy_params or {})
+
+    @property
+    def default_policy(self) -> str:
+        """The policy of a document of its own, where none is named."""
+        sizes = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
+        return default_policy({**sizes, "policy_params": dict(self.policy_params or {})})
+
+    def built(self, default: str) -> Policy:
+        """The policy. default: its name where none is named. Raises `InvalidRequest`, also for a size that it does not
+        take."""
+        policy = build(self.policy or default, dict(self.policy_params or {}))
+        require_budget_taken(policy, self.compression_ratio, self.budget_tokens)
+        return policy
+
+    def budget(self, policy: Policy, num_tokens: int, default_ratio: float | None = None) -> Budget:
+        """What the policy keeps of so many tokens. default_ratio: where no size is given; None: half is removed."""
+        if not policy.takes_budget:
+            return Budget.full(num_tokens)
+        ratio = self.compression_ratio
+        if ratio is None and self.budget_tokens is None:
+            ratio = default_ratio
+        return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+
+
+class AnswerFields(AskFields, total=False):
+    """The keyword arguments of `Engine.answer` and `Engine.answer_all`."""
+
+    max_new_tokens: int
+    select: str | None
+    select_tokens: int | None
+    select_params: Mapping[str, Any] | None
+    suffix: Mapping[str, Any] | None
+    shape: Mapping[str, Any] | None
+    logprobs: int | None
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """select: what the answer reads; None: all. suffix: what stays of it in memory; None: all."""
+
+    sampling: Sampling
+    select: Select | None
+    suffix: SuffixOptions | None
+
+    @classmethod
+    def of(
+        cls,
+        max_new_tokens: int = 32,
+        select: str | None = None,
+        select_tokens: int | None = None,
+        select_params: Mapping[str, Any] | None = None,
+        suffix: Mapping[str, Any] | None = None,
+        shape: Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
+        **ask: object,
+    ) -> Self:
+        """From `AnswerFields`; ask: those of `AskFields`. Raises `InvalidRequest` for what no answer can have."""
+        sampling = Sampling(max_new_tokens, Ask.of(ask), Grammar.of(shape) if shape else None, logprobs)
+        params = {} if select_params is None else dict(select_params)
+        chosen = None if select is None else Select.model_construct(method=select, tokens=select_tokens, params=params)
+        bound = None if suffix is None else SuffixOptions.model_construct(**require_suffix_fields(suffix))
+        return cls(sampling, chosen, bound)
