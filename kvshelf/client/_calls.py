@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from kvshelf import api
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
-from kvshelf.api.options import AskFields
+from kvshelf.api.options import AskFields, ProtectFields
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import Call, parse_as
@@ -56,7 +56,7 @@ class ReducedFields(TypedDict, total=False):
     labels: Mapping[str, str] | None
 
 
-class OptionFields(ReducedFields, total=False):
+class OptionFields(ReducedFields, ProtectFields, total=False):
     """How a document is compressed and kept; None means absent."""
 
     model: str | None

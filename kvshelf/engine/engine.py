@@ -72,6 +72,7 @@ from kvshelf.engine.requirements import (
     require_questions_taken,
     require_selectable,
     require_sentences,
+    require_unprotected,
     require_unshared,
 )
 from kvshelf.engine.summary import LAYERS, Codes, KeyCoder, require_summarised
@@ -243,6 +244,7 @@ class Engine:
         layout: Layout | None = None,
         expected_questions: Sequence[str] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
         **policy_params: Any,
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
@@ -251,6 +253,7 @@ class Engine:
             layout=layout,
             expected_questions=expected_questions,
             chat_template_kwargs=chat_template_kwargs,
+            protect=protect,
             policy=policy,
             compression_ratio=compression_ratio,
             budget_tokens=budget_tokens,
@@ -265,11 +268,12 @@ class Engine:
         layout: Layout | None = None,
         date: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. Thread-safe. Raises as `prepare`
         does."""
-        return self._encoder.document(document, layout, date, chat_template_kwargs)
+        return self._encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def split(
         self,
@@ -315,6 +319,7 @@ class Engine:
         policy_params: Mapping[str, Any] | None = None,
         expected_questions: Sequence[str] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
 
@@ -323,7 +328,8 @@ class Engine:
         keeps everything. `expected_questions` guide the policies that score by the end of the prompt; any
         question can be asked later. `chat_template_kwargs` are variables of the chat template, as `reasoning_effort`:
         those that change what it writes before the document are kept with the cache, and are told again behind it.
-        Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
+        `protect` says what every policy keeps and no codec rounds, see `api.options.Protecting`; so do blocks of text,
+        `{"text": ..., "protect": True}`, as the document or the content of a message. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
         """
         given = dict(policy_params or {})
         sizes = {"compression_ratio": compression_ratio, "budget_tokens": budget_tokens, "policy_params": given}
@@ -331,7 +337,7 @@ class Engine:
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         encoded = document
         if not isinstance(encoded, EncodedDocument):
-            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs)
+            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs, protect=protect)
         require_questions_taken(chosen, expected_questions)
         view = self._encoder.view(encoded, expected_questions)
         if chosen.takes_budget:
@@ -548,6 +554,7 @@ class Engine:
         chosen.require_kept(job.budget.tokens, job.num_tokens)
         chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
         if job.policy.index_block is not None:
+            require_unprotected(job.document, chosen)
             chosen.require_blocks(job.policy.index_block)
         if job.policy.prunes:
             chosen.require_pruned()
