@@ -28,10 +28,11 @@ from kvshelf.api.strict import (
 
 
 class TokenCounts(ResponseBody):
-    """`kept` is the mean number of entries per layer and KV head."""
+    """`kept` is the mean number of entries per layer and KV head; `protected` of them were said to stay (`protect`)."""
 
     document: int
     kept: int
+    protected: int = 0
 
 
 class ByteCounts(ResponseBody):

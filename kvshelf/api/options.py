@@ -89,8 +89,11 @@ def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:
 
 
 def _of_blocks(content: Any) -> bool:
-    return isinstance(content, list | tuple) and bool(content) and isinstance(content[0], Mapping) and (
-        "role" not in content[0]
+    return (
+        isinstance(content, list | tuple)
+        and bool(content)
+        and isinstance(content[0], Mapping)
+        and ("role" not in content[0])
     )
 
 

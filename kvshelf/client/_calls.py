@@ -29,7 +29,9 @@ from kvshelf.names import told
 MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 """By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
 
-Messages = Sequence[Mapping[str, str] | api.Message]
+Blocks = Sequence[Mapping[str, str | bool]]
+"""A text in blocks, `{"text": ..., "protect": True}` for those that every policy keeps."""
+Messages = Sequence[Mapping[str, str | Blocks] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
 Together = list[str]
@@ -75,7 +77,7 @@ class DocumentFields(TypedDict, total=False):
     Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
     """
 
-    document: str | None
+    document: str | Blocks | None
     messages: Messages | None
     token_ids: Sequence[int] | None
     tokenizer: str | None

@@ -52,7 +52,7 @@ from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.episodes import Episode, episodes_in, nearest_episode
 from kvshelf.engine.export import Positions, export
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.inputs.encode import Document, Encoder, Prompt
+from kvshelf.engine.inputs.encode import Document, Encoder, EncodingFields, Prompt
 from kvshelf.engine.inputs.job import Job, Level, Parent, shared
 from kvshelf.engine.inputs.prepare import Preparer, as_bytes
 from kvshelf.engine.prefill.appending import continued
@@ -271,8 +271,9 @@ class Engine:
         protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
-        that a chat template writes which writes the date, as YYYY-MM-DD; "": today. Thread-safe. Raises as `prepare`
-        does."""
+        that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
+        `api.options.Protecting`; a text or the content of a message may be blocks instead, `{"text": ..., "protect":
+        True}` for those that every policy keeps. Thread-safe. Raises as `prepare` does."""
         return self._encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def split(
@@ -312,14 +313,12 @@ class Engine:
         self,
         document: Document | EncodedDocument,
         *,
-        layout: Layout | None = None,
         policy: str | None = None,
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         policy_params: Mapping[str, Any] | None = None,
         expected_questions: Sequence[str] = (),
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        protect: Sequence[str] = (),
+        **told: Unpack[EncodingFields],
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
 
@@ -328,8 +327,8 @@ class Engine:
         keeps everything. `expected_questions` guide the policies that score by the end of the prompt; any
         question can be asked later. `chat_template_kwargs` are variables of the chat template, as `reasoning_effort`:
         those that change what it writes before the document are kept with the cache, and are told again behind it.
-        `protect` says what every policy keeps and no codec rounds, see `api.options.Protecting`; so do blocks of text,
-        `{"text": ..., "protect": True}`, as the document or the content of a message. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
+        `layout` and `protect` (what every policy keeps and no codec rounds) are those of `encode_document`, as blocks
+        of text are. Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
         """
         given = dict(policy_params or {})
         sizes = {"compression_ratio": compression_ratio, "budget_tokens": budget_tokens, "policy_params": given}
@@ -337,7 +336,7 @@ class Engine:
         require_budget_taken(chosen, compression_ratio, budget_tokens)
         encoded = document
         if not isinstance(encoded, EncodedDocument):
-            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs, protect=protect)
+            encoded = self.encode_document(encoded, **told)
         require_questions_taken(chosen, expected_questions)
         view = self._encoder.view(encoded, expected_questions)
         if chosen.takes_budget:

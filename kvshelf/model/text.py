@@ -226,14 +226,17 @@ class TextFormat:
         if document.layout == "plain":
             return self.tokens.spans(text, "first")
         _, last, place = self._opened(document.told)
-        return [(start - len(last), end - len(last)) for start, end in self.tokens.spans(last + text, place)
-                if not last or end > len(last)]
+        return [
+            (start - len(last), end - len(last))
+            for start, end in self.tokens.spans(last + text, place)
+            if not last or end > len(last)
+        ]
 
     def message_spans(
         self, messages: Sequence[Message], document: EncodedDocument, wanted: Sequence[tuple[int, int, int]]
     ) -> list[tuple[int, int]]:
-        """For each place of a message and characters of its text, from one up to another, the tokens of the conversation
-        that hold them. Raises `InvalidRequest` where the template does not tell where a message is."""
+        """For each place of a message and characters of its text, from one up to another, the tokens that hold them.
+        Raises `InvalidRequest` where the template does not tell where a message is."""
         script = _Script(self, None, check_messages(messages), document.told, None)
         try:
             return script.followed_by(_next(messages[-1])).spans(wanted)

@@ -7,6 +7,7 @@ they are parsed, every field has one type, and each refusal has one name (docs/i
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import msgpack
@@ -51,7 +52,17 @@ def _whole(codes: bytes) -> bytes:
 Codes = Annotated[bytes, Field(min_length=CODE_BYTES, max_length=MAX_CODES * CODE_BYTES), AfterValidator(_whole)]
 
 
-Span = Annotated[list[Size], Field(min_length=2, max_length=2)]
+def _apart(spans: list[list[int]]) -> list[list[int]]:
+    edges = [edge for span in spans for edge in span]
+    if any(first >= end for first, end in pairwise(edges)):
+        raise ValueError("the spans do not ascend, or touch")
+    return spans
+
+
+Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
+Spans = Annotated[
+    list[Span], Field(min_length=1, max_length=MAX_PROTECTED_SPANS, fail_fast=True), AfterValidator(_apart)
+]
 
 
 class ModelHeader(Strict):
@@ -86,7 +97,7 @@ class IdentityHeader(Strict):
     parent: Text
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
     variables: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=16)] | None = None
-    protect: Annotated[list[Span], Field(min_length=1, max_length=MAX_PROTECTED_SPANS, fail_fast=True)] | None = None
+    protect: Spans | None = None
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from torch import Tensor
 
@@ -27,6 +27,15 @@ from kvshelf.model.text import (
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
 """A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
+
+
+class EncodingFields(TypedDict, total=False):
+    """How a document becomes tokens, see `Engine.encode_document`."""
+
+    layout: Layout | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    protect: Sequence[str]
+
 
 Prompt = Document
 """A question: a text, messages, or token ids that are appended as they are."""
@@ -79,8 +88,8 @@ class Encoder:
         protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
-        that writes it; "": today. variables: that the template is told. protect: rules, see `Rules`. Raises `InvalidRequest`, `DocumentTooLong` or
-        `DocumentTooShort`."""
+        that writes it; "": today. variables: that the template is told. protect: see `Rules`. Raises `InvalidRequest`,
+        `DocumentTooLong` or `DocumentTooShort`."""
         told, rules, texts, turns = self.options(layout, date, variables), list(protect), list[str](), None
         if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
             document, rules = _without_marks(document, rules)

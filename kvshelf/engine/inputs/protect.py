@@ -18,9 +18,7 @@ Chars = tuple[int, int, int]
 """The place of a message, 0 for a text, and characters of it: from the first up to the one behind the last."""
 
 _MAX_PATTERN: Final = 512
-_FORMS: Final = (
-    "system, headings, first:N, text:..., lines:REGEX, chars:A-B, message:I, message:I:A-B or tokens:A-B"
-)
+_FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, message:I, message:I:A-B or tokens:A-B"
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Rules:
         joined = _joined(found)
         if len(joined) > MAX_PROTECTED_SPANS:
             raise InvalidRequest(
-                f"protect holds {len(joined)} spans of the document, and {MAX_PROTECTED_SPANS} are taken; protect fewer, "
-                "or longer ones",
+                f"protect holds {len(joined)} spans of the document, and {MAX_PROTECTED_SPANS} are taken; protect "
+                "fewer, or longer ones",
                 param="protect",
             )
         return joined
@@ -63,7 +61,9 @@ class Rules:
     def of_chars(self, rule: str, chars: Sequence[Chars]) -> list[Span]:
         """The tokens that hold characters of a text or of messages."""
         if not self.texts or self.form is None:
-            raise refused(rule, "this document is token ids, of which nobody knows the text; take first:N or tokens:A-B")
+            raise refused(
+                rule, "this document is token ids, of which nobody knows the text; take first:N or tokens:A-B"
+            )
         for at, first, end in chars:
             if not first < end <= len(self.texts[at]):
                 where = f"messages[{at}]" if self.messages is not None else "the document"
@@ -91,7 +91,7 @@ def _headings(document: Rules, rule: str, rest: str) -> list[Span]:  # noqa: ARG
 def _first(document: Rules, rule: str, rest: str) -> list[Span]:
     count = _number(rule, rest)
     end = document.encoded.protected_prefix + count
-    if not 0 < count or end > document.num_tokens:
+    if not count > 0 or end > document.num_tokens:
         own = document.num_tokens - document.encoded.protected_prefix
         raise refused(rule, f"the document has {own} tokens; give from 1 to so many")
     return [(0, end)]

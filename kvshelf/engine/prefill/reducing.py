@@ -59,7 +59,9 @@ class LayerReducer:
         # An index is of all entries, in their order: a policy that makes one keeps them all.
         self._parts = bool(self.document.protect) and not self.policy.indexes
         self._aside: dict[int, Kept] = {}
-        self._budget = self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
+        self._budget = (
+            self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
+        )
         self._cascade: Cascade | None = None
         self._scorer = self._chooser.scorer
         if self._scorer is not None and self._scorer.sharing is not None:
