@@ -26,6 +26,7 @@ from kvshelf.cli import (
     transfer,
 )
 from kvshelf.cli._commands import command
+from kvshelf.cli.checks import certify
 from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
 from kvshelf.errors import KvshelfError, StorageFull
@@ -72,6 +73,7 @@ for run in (
     policies.selectors,
     policies.suffixes,
     calibrate.calibrate,
+    certify.certify,
     doctor.doctor,
     uninstall.uninstall,
 ):
