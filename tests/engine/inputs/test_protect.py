@@ -210,3 +210,16 @@ def test_where_tokens_move_or_go_before_the_end_it_is_refused(tiny: Engine) -> N
 def test_records_under_no_codec_are_those_of_any_cache(tiny: Engine, messages: list[dict[str, str]]) -> None:
     cache = tiny.run(prepared(tiny, messages, "keydiff", RULES)).cache
     assert all(isinstance(layer, Packed) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm"])
+def test_a_system_message_is_obeyed_when_three_quarters_are_gone(policy: str, tiny: Engine) -> None:
+    """docs/internals/protect.md has more policies. Without `protect` they find 3, 1 and 0 of 6."""
+    count, right = tiny.require_text("protect").count_tokens, []
+    for seed in range(2):
+        made = make_document("needle", "prose", 100, 90_000 + seed, count)
+        prose = make_document("needle", "prose", 700, 91_000 + seed, count).text
+        turns = [{"role": "system", "content": made.text}, {"role": "user", "content": prose}]
+        cache = tiny.compress(turns, policy=policy, compression_ratio=0.75, protect=["system"])
+        right += [one.answer in tiny.answer(cache, one.text, max_new_tokens=12).text for one in made.questions]
+    assert all(right)
