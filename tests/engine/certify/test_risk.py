@@ -19,7 +19,7 @@ SPLITS = 500
 
 
 def measured(model: str) -> list[Graded]:
-    """Documents graded by real runs: docs/internals/certify.md has the command."""
+    """Documents graded by real runs: docs/internals/certify.md says of what."""
     rows = json.loads(MEASURED.read_text())[model]
     return [Graded([Kept(*level) for level in levels], whole) for whole, levels in rows]
 
