@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,15 @@ class Row(RequestBody):
         return tuple(self.answers) if self.answers is not None else None if self.answer is None else (self.answer,)
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """What is certified, and where it is written."""
+
+    alpha: Annotated[float, typer.Option(help="Largest share of answers that may be lost.")] = 0.05
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 48
+    output: Annotated[Path | None, typer.Option(help="Folder for certificates.  [default: your data folder]")] = None
+
+
 def certify(
     file: Annotated[
         Path,
@@ -44,9 +54,7 @@ def certify(
     ],
     model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file or a hub id.")],
     name: Annotated[str, typer.Option(help="Name of the certificate.")],
-    alpha: Annotated[float, typer.Option(help="Largest share of answers that may be lost.")] = 0.05,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 48,
-    output: Annotated[Path | None, typer.Option(help="Folder for certificates.  [default: your data folder]")] = None,
+    bound: _Bound,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     as_json: _options.AsJson = False,
@@ -62,7 +70,7 @@ def certify(
         from kvshelf.engine.certify.grading import DEFAULT_WAYS, grade, grouped, require_enough
         from kvshelf.engine.engine import Engine
 
-        home = output or folder()
+        home, alpha = bound.output or folder(), bound.alpha
         path_of(home, name)
         documents = grouped([(row.document, row.label, row.question, row.right) for row in _rows(file)])
         require_enough(documents, alpha)
@@ -70,7 +78,7 @@ def certify(
         graded: dict[str, list[Any]] = {}
         for document in documents:
             of_label = graded.setdefault(document.label, [])
-            of_label.append(grade(engine, document, DEFAULT_WAYS, max_new_tokens=max_new_tokens))
+            of_label.append(grade(engine, document, DEFAULT_WAYS, max_new_tokens=bound.max_new_tokens))
         made = Certificate.of(
             graded,
             alpha,
@@ -85,11 +93,11 @@ def certify(
         if as_json:
             common.print_object(made)
             return
-        for label, bound in made.bounds.items():
+        for label, own in made.bounds.items():
             where = f"{label}: " if label else ""
-            limit = "at the smallest level" if bound.limit is None else f"below a divergence of {bound.limit:.3g}"
-            size = f"{bound.share:.1%} of the bytes in 16 bits"
-            say(f"{where}{bound.documents} documents, {bound.questions} questions: kept {limit}, {size}")
+            limit = "at the smallest level" if own.limit is None else f"below a divergence of {own.limit:.3g}"
+            size = f"{own.share:.1%} of the bytes in 16 bits"
+            say(f"{where}{own.documents} documents, {own.questions} questions: kept {limit}, {size}")
         say(f"at most {alpha:g} of the answers are lost; written to {path}")
 
 
