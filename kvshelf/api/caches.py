@@ -37,10 +37,11 @@ EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".saf
 
 
 class TokenCounts(ResponseBody):
-    """`kept` is the mean number of entries per layer and KV head."""
+    """`kept` is the mean number of entries per layer and KV head; `protected` of them were said to stay (`protect`)."""
 
     document: int
     kept: int
+    protected: int = 0
 
 
 class ByteCounts(ResponseBody):

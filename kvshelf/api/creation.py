@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from kvshelf.api.options import Protecting, unmarked
 from kvshelf.api.shapes import TemplateKwargs
 from kvshelf.api.strict import (
     MAX_EPISODES,
@@ -105,7 +106,7 @@ Measured = Annotated[
 """How the quality of a cache is measured: "full", "fast", or false for not at all."""
 
 
-class CacheOptions(RequestBody, Renewable):
+class CacheOptions(Protecting, Renewable):
     """How to compress and store a document, without the document.
 
     `compression_ratio` is the fraction of entries REMOVED, `budget_tokens` the mean number of entries kept per layer
@@ -276,7 +277,11 @@ class CreateCache(CacheOptions):
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
 
-    document: str | None = Field(None, description="the document as text; special tokens in it are plain text")
+    document: str | None = Field(
+        None,
+        description='the document as text; special tokens in it are plain text; or blocks of text, {"text": "...", '
+        '"protect": true} for those that every policy keeps',
+    )
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
     token_ids: TokenIds | None = Field(None, description="the document as token ids of the model")
     tokenizer: Annotated[str, Field(max_length=128)] | None = Field(
@@ -299,6 +304,7 @@ class CreateCache(CacheOptions):
     @classmethod
     def _settled(cls, data: Any) -> Any:
         """What is not said and follows from what is."""
+        data = without_marks(data)
         if not isinstance(data, dict) or data.get("policy") is not None:
             return data
         if data.get("episodes") is not None:
@@ -340,6 +346,8 @@ class CreateCache(CacheOptions):
     def _require_splittable(self) -> None:
         if self.document is None:
             raise misuse("split", "only a text can be split; send it as document or file")
+        if self.protect:
+            raise misuse("protect", "protect is of one document, and a split makes several; leave one of them out")
         if self.levels is not None:
             raise misuse("split", "a split document has one cache for each part; give one ratio instead of levels")
         self._require_free(PART_LABELS, "split")
@@ -404,6 +412,18 @@ class AppendCache(RequestBody, Renewable):
         return self
 
 
+def without_marks(data: Any) -> Any:
+    """The fields of a creation with blocks of text as plain text: those that were marked are rules of `protect`."""
+    if not isinstance(data, dict):
+        return data
+    document, messages, rules = unmarked(data.get("document"), data.get("messages"))
+    if document is data.get("document") and not rules and messages == data.get("messages"):
+        return data
+    told = {"document": document, "messages": messages}
+    plain = data | {name: value for name, value in told.items() if name in data}
+    return plain | ({"protect": [*(data.get("protect") or ()), *rules]} if rules else {})
+
+
 class Estimate(CreateCache):
     """POST /v1/estimate: the cost of a creation with these fields. Nothing is compressed or stored.
 
@@ -420,7 +440,7 @@ class Estimate(CreateCache):
     @classmethod
     def _settled(cls, data: Any) -> Any:
         """An estimate without a policy is of all of them, and not of the default."""
-        return data
+        return without_marks(data)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

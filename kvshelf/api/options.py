@@ -6,12 +6,12 @@ arguments, as clients and `Engine` take them: a type checker reads no keywords o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypedDict, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Self, TypedDict, cast
 
 from pydantic import Field
 
-from kvshelf.api.strict import RequestBody, Seed, Stops, Temperature, TopP
+from kvshelf.api.strict import RequestBody, Seed, Stops, Temperature, TopP, misuse
 
 
 class Ask(RequestBody):
@@ -44,3 +44,78 @@ class AskFields(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop: str | Sequence[str] | None
+
+
+MAX_RULE: Final = 4096
+"""Characters of a rule of `protect`."""
+
+ProtectRules = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_RULE)]], Field(max_length=256)]
+
+
+class Protecting(RequestBody):
+    """Which tokens of a document every policy keeps, and every codec stores as the model makes them."""
+
+    protect: ProtectRules = Field(
+        default_factory=list,
+        description="what every policy keeps and no codec rounds: system (the system message), first:64 (tokens), "
+        "headings (of Markdown), text:... (each time it occurs), lines:... (those that a regular expression finds), "
+        "chars:10-90, message:2, message:2:10-90 or tokens:0-64; budgets count it",
+    )
+
+
+class ProtectFields(TypedDict, total=False):
+    """What every policy keeps and no codec rounds, see `Protecting`."""
+
+    protect: Sequence[str] | None
+
+
+def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:
+    """A text or messages in which blocks `{"text": ..., "protect": true}` are plain text again, and the rules of
+    `protect` that say the same. Whatever is no list of blocks stays as it is. Raises as `misuse`."""
+    rules: list[str] = []
+    if _of_blocks(document):
+        document, spans = _joined(document, "document")
+        rules += [f"chars:{first}-{end}" for first, end in spans]
+    if isinstance(messages, list | tuple):
+        plain = []
+        for at, message in enumerate(messages):
+            if isinstance(message, Mapping) and _of_blocks(message.get("content")):
+                text, spans = _joined(message["content"], f"messages[{at}].content")
+                rules += [f"message:{at}:{first}-{end}" for first, end in spans]
+                message = {**message, "content": text}
+            plain.append(message)
+        messages = plain
+    return document, messages, rules
+
+
+def _of_blocks(content: Any) -> bool:
+    return (
+        isinstance(content, list | tuple)
+        and bool(content)
+        and isinstance(content[0], Mapping)
+        and ("role" not in content[0])
+    )
+
+
+def _joined(blocks: Sequence[Any], where: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text of blocks, and where the protected ones of them are."""
+    return "".join(text for text, _ in _texts(blocks, where)), list(_protected(blocks, where))
+
+
+def _protected(blocks: Sequence[Any], where: str) -> Iterator[tuple[int, int]]:
+    at = 0
+    for text, protect in _texts(blocks, where):
+        if protect and text:
+            yield at, at + len(text)
+        at += len(text)
+
+
+def _texts(blocks: Sequence[Any], where: str) -> Iterator[tuple[str, bool]]:
+    for number, block in enumerate(blocks):
+        known = isinstance(block, Mapping) and set(block) <= {"type", "text", "protect"}
+        text, protect = (block.get("text"), block.get("protect", False)) if known else (None, None)
+        if not isinstance(text, str) or not isinstance(protect, bool) or block.get("type", "text") != "text":
+            raise misuse(
+                f"{where}[{number}]", 'a block is {"text": "..."}, with "protect": true where every policy keeps it'
+            )
+        yield text, protect

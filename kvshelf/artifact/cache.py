@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.artifact import codecs
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
 from kvshelf.artifact.coder import Coder, plain_layer
-from kvshelf.artifact.encoding import classes_of, encode
+from kvshelf.artifact.encoding import apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.records import (
@@ -22,6 +22,7 @@ from kvshelf.artifact.records import (
     LayerRecord,
     Recent,
     States,
+    entries_from,
     entries_of,
     parts_of,
     states_of,
@@ -129,7 +130,12 @@ class CompressedCache:
             return self
         layers = list(self.layers)
         found = ((index, entries_of(layer)) for index, layer in enumerate(layers))
-        chosen = {index: each for index, each in found if each is not None and not isinstance(each, Recent)}
+        parted = {
+            index: apart(each, self.identity.protect)
+            for index, each in found
+            if each is not None and not isinstance(each, Recent)
+        }
+        chosen = {index: entries_from(left) for index, (_, left) in parted.items() if left}
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
@@ -137,7 +143,8 @@ class CompressedCache:
         for (index, entries), members in zip(chosen.items(), classes, strict=True):
             of_layer = None if coder is None else coder.layer(index, self.repositioned)
             made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups=whole_groups)
-            layers[index] = with_entries(layers[index], made)
+            # Protected entries come first: the last record of a layer may be the residual of its codec.
+            layers[index] = with_entries(layers[index], entries_from([*parted[index][0], *parts_of(made)]))
         identity = self.identity
         if wanted.name == "klt":
             assert coder is not None

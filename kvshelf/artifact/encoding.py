@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.artifact.codecs import BITS, Codec, Precision, refused
 from kvshelf.artifact.coder import LayerCoder
-from kvshelf.artifact.packed import Packed
+from kvshelf.artifact.packed import Packed, in_spans
 from kvshelf.artifact.planes import encode_planes
 from kvshelf.artifact.records import Entries, PackedRecord, Pruned, entries_from, parts_of
 from kvshelf.kernels.quantize.rows import QuantizedRows
@@ -56,6 +56,20 @@ def encode(
     if not pieces:  # the layer kept no entries
         return record
     return entries_from(pieces)
+
+
+def apart(entries: Entries, spans: Sequence[tuple[int, int]]) -> tuple[list[PackedRecord], list[PackedRecord]]:
+    """The records of a layer that no codec touches, of the entries in protected `spans`, and those of its others."""
+    if not spans:
+        return [], list(parts_of(entries))
+    aside, left = [], []
+    for part in parts_of(entries):
+        inside = in_spans(part.entry_positions, spans)
+        if inside.any():
+            aside.append(replace(part.select(inside), importance=None, precise=None))
+        if not inside.all():
+            left.append(replace(part.select(~inside), precise=part.precise) if inside.any() else part)
+    return aside, left
 
 
 def classes_of(codec: Codec, layers: Sequence[Entries], num_tokens: int) -> list[Tensor]:

@@ -24,6 +24,12 @@ Boundary = Literal["text", "document", "after_system", "after_user", "after_assi
 RopeMode = Literal["baked", "pre"]
 """Whether a layer's keys are rotated to the positions of their tokens, or not rotated yet."""
 
+_UNSAID = ("date", "variables", "protect")
+"""Fields of an identity that are left out where there is nothing to say."""
+
+MAX_PROTECTED_SPANS = 1024
+"""Of a document. Limited, because its blob's header has them."""
+
 DIGEST_BYTES = 20
 """Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
 
@@ -116,7 +122,8 @@ class Identity:
     and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date`
     is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
     `document` is the same whatever the day. `variables` are those that the chat template was told and that changed
-    what it wrote into these tokens.
+    what it wrote into these tokens. `protect` are spans of the document's tokens, each with the place behind its last,
+    ascending and apart: every policy keeps them, and no codec rounds them.
     """
 
     model: ModelIdentity
@@ -136,20 +143,22 @@ class Identity:
     parent: str = ""
     date: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    protect: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest. Without a date or variables there are no such fields,
-        so that caches keep the ids that they had before there were any."""
+        """Plain JSON types, for the blob header and the manifest. Without a date, variables or protected
+        tokens there are no such fields, so that caches keep the ids that they had before there were any."""
         made = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
             "variables": dict(self.variables),
+            "protect": [list(span) for span in self.protect],
         }
-        return {name: value for name, value in made.items() if value or name not in ("date", "variables")}
+        return {name: value for name, value in made.items() if value or name not in _UNSAID}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Identity:
@@ -157,6 +166,7 @@ class Identity:
         values = dict(data)
         values["model"] = ModelIdentity(**values["model"])
         values["expected_questions"] = tuple(values["expected_questions"])
+        values["protect"] = tuple((first, end) for first, end in values.get("protect") or ())
         return cls(**values)
 
     def content(self) -> str:
@@ -179,6 +189,7 @@ class Identity:
             num_tokens=parent.num_tokens + self.num_tokens,
             prefill="appended",
             budget_tokens=kept_tokens + self.budget_tokens,
+            protect=parent.protect + tuple((a + parent.num_tokens, b + parent.num_tokens) for a, b in self.protect),
             parent=parent.as_parent(codec),
         )
 

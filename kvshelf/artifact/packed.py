@@ -225,6 +225,10 @@ class Packed:
         """The same entries in a document whose first token stands at position `first`."""
         return replace(self, entries_at=self.entry_positions + first)
 
+    def at(self, places: Tensor) -> Self:
+        """The same entries in a document of which the first token stands at `places[0]`, and so on: `[N]`."""
+        return replace(self, entries_at=moved(self.entry_positions, places))
+
     def require_codec(self, codec: Codec) -> None:
         """Raise `InvalidRequest` for a codec that cannot encode this kind."""
 
@@ -244,6 +248,12 @@ class Packed:
         moved = {name: getattr(self, name).to(device) for name in ("keys", "values", *self.own_tensors)}
         importance = None if self.importance is None else self.importance.to(device)
         return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
+
+
+def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Which positions lie in one of these spans, ascending and apart: bool, of the same shape."""
+    edges = torch.tensor([edge for span in spans for edge in span], dtype=positions.dtype, device=positions.device)
+    return torch.bucketize(positions.contiguous(), edges, right=True) % 2 == 1
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -269,6 +279,11 @@ def rotation(rope_mode: RopeMode, rotate: Rotate | None) -> Rotate | None:
             "apply"
         )
     return rotate
+
+
+def moved(positions: Tensor, places: Tensor) -> Tensor:
+    """The places `[N]` of tokens at these positions, in their dtype."""
+    return places.to(positions.device)[positions.long()].to(positions.dtype)
 
 
 def _block(views: Sequence[HeadView], rotate: Rotate, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

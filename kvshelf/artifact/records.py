@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.packed import HeadView, Packed, Rotate, offsets_of, padded, rotation
+from kvshelf.artifact.packed import HeadView, Packed, Rotate, moved, offsets_of, padded, rotation
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
 
@@ -328,6 +328,9 @@ class Merged(Packed):
 
     def placed(self, first: int) -> Merged:
         return replace(super().placed(first), slot_positions=self.slot_positions + first)
+
+    def at(self, places: Tensor) -> Merged:
+        return replace(super().at(places), slot_positions=moved(self.slot_positions, places))
 
     def own_cut(self, first: int, last: int) -> dict[str, Any]:
         slots = slice(self.slot_offsets[first], self.slot_offsets[last])

@@ -539,7 +539,8 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
             else {}
         ),
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
-        "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head",
+        "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head"
+        + (f", {cache.tokens.protected} of them protected" if cache.tokens.protected else ""),
         "codec": cache.codec,
         "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from kvshelf import api
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
-from kvshelf.api.options import AskFields
+from kvshelf.api.options import AskFields, ProtectFields
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import HttpCall, parse_as
@@ -30,7 +30,9 @@ from kvshelf.names import told
 MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/html", ".xhtml": "application/xhtml+xml"}
 """By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
 
-Messages = Sequence[Mapping[str, str] | api.Message]
+Blocks = Sequence[Mapping[str, str | bool]]
+"""A text in blocks, `{"text": ..., "protect": True}` for those that every policy keeps."""
+Messages = Sequence[Mapping[str, str | Blocks] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
 Together = list[str]
@@ -57,7 +59,7 @@ class ReducedFields(TypedDict, total=False):
     labels: Mapping[str, str] | None
 
 
-class OptionFields(ReducedFields, total=False):
+class OptionFields(ReducedFields, ProtectFields, total=False):
     """How a document is compressed and kept; None means absent."""
 
     model: str | None
@@ -76,7 +78,7 @@ class DocumentFields(TypedDict, total=False):
     Exactly one of `document`, `messages`, `token_ids` and `file` (the path of text, PDF or HTML) is needed.
     """
 
-    document: str | None
+    document: str | Blocks | None
     messages: Messages | None
     token_ids: Sequence[int] | None
     tokenizer: str | None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -15,20 +15,19 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.identity import Layout
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.coders import Coders
 from kvshelf.engine.episodes import Episode, episodes_in
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.inputs.encode import Document, Encoder
+from kvshelf.engine.inputs.encode import Document, Encoder, EncodingFields
 from kvshelf.engine.inputs.job import Job, Level, Parent, shared
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, exact
-from kvshelf.engine.requirements import require_growing, require_questions_taken, require_unshared
+from kvshelf.engine.requirements import require_growing, require_questions_taken, require_unprotected, require_unshared
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -61,15 +60,18 @@ class Compressor:
         self,
         document: Document | EncodedDocument,
         options: CompressOptions,
-        *,
-        layout: Layout | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **told: Unpack[EncodingFields],
     ) -> Job:
         """See `Engine.prepare`."""
         policy = options.built(options.default_policy)
         encoded = document
         if not isinstance(encoded, EncodedDocument):
-            encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs)
+            encoded = self._encoder.document(
+                encoded,
+                told.get("layout"),
+                variables=told.get("chat_template_kwargs"),
+                protect=told.get("protect", ()),
+            )
         require_questions_taken(policy, options.expected_questions)
         view = self._encoder.view(encoded, options.expected_questions)
         job = self._preparer.job(
@@ -140,6 +142,7 @@ class Compressor:
         chosen.require_kept(job.budget.tokens, job.num_tokens)
         chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
         if job.policy.index_block is not None:
+            require_unprotected(job.document, chosen)
             chosen.require_blocks(job.policy.index_block)
         if job.policy.prunes:
             chosen.require_pruned()

@@ -28,7 +28,7 @@ from kvshelf.engine.decode.shown import built_prompt
 from kvshelf.engine.export import Positions
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.inputs.encode import Document, Encoder, Prompt
+from kvshelf.engine.inputs.encode import Document, Encoder, EncodingFields, Prompt
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import AnswerFields, AnswerOptions, CompressFields, CompressOptions
@@ -131,12 +131,13 @@ class Engine:
         layout: Layout | None = None,
         expected_questions: Sequence[str] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
         **policy_params: Any,
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
         options = CompressOptions(policy, compression_ratio, budget_tokens, policy_params, expected_questions)
-        told = chat_template_kwargs
-        return self.run(self.compressor.prepare(document, options, layout=layout, chat_template_kwargs=told)).cache
+        told: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
+        return self.run(self.compressor.prepare(document, options, **told)).cache
 
     def encode_document(
         self,
@@ -145,11 +146,13 @@ class Engine:
         layout: Layout | None = None,
         date: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
-        that a chat template writes which writes the date, as YYYY-MM-DD; "": today. Thread-safe. Raises as `prepare`
-        does."""
-        return self.encoder.document(document, layout, date, chat_template_kwargs)
+        that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
+        `api.options.Protecting`; a text or the content of a message may be blocks instead, `{"text": ..., "protect":
+        True}` for those that every policy keeps. Thread-safe. Raises as `prepare` does."""
+        return self.encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def prepare(
         self,
@@ -157,6 +160,7 @@ class Engine:
         *,
         layout: Layout | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
         **options: Unpack[CompressFields],
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
@@ -166,10 +170,11 @@ class Engine:
         keeps everything. `expected_questions` guide the policies that score by the end of the prompt; any
         question can be asked later. `chat_template_kwargs` are variables of the chat template, as `reasoning_effort`:
         those that change what it writes before the document are kept with the cache, and are told again behind it.
+        `protect` (what every policy keeps and no codec rounds) is that of `encode_document`, as blocks of text are.
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort` or `PolicyUnsupported`.
         """
-        how = CompressOptions(**options)
-        return self.compressor.prepare(document, how, layout=layout, chat_template_kwargs=chat_template_kwargs)
+        told: EncodingFields = {"layout": layout, "chat_template_kwargs": chat_template_kwargs, "protect": protect}
+        return self.compressor.prepare(document, CompressOptions(**options), **told)
 
     def episodes(
         self,

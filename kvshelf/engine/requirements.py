@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.records import Indexed, parts_of
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Absorber, Policy
+from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.together import chooses_together
-from kvshelf.methods.policies.view import ProbePass, output_weight
+from kvshelf.methods.policies.view import DocumentView, ProbePass, output_weight
 from kvshelf.model.layers import LayerKind, readers, reducible
 from kvshelf.model.rope import Rope, reach
 
@@ -371,3 +373,49 @@ def require_room(passes: Sequence[ProbePass], max_tokens: int, name: str) -> Non
                 f"{name!r} takes {max_tokens} tokens; shorten the document or the probe",
                 param="document",
             )
+
+
+def require_room_beside(document: DocumentView, budget: Budget) -> None:
+    """Refuse protected tokens that fill the budget, before any work."""
+    if not document.protect or document.num_protected < budget.tokens:
+        return
+    if budget.tokens == document.num_tokens:
+        raise InvalidRequest(
+            f"protect holds all {document.num_tokens} tokens of the document, and leaves none to compress; take codec "
+            "none and policy full, or protect less",
+            param="protect",
+        )
+    raise InvalidRequest(
+        f"protect holds {document.num_protected} tokens, and the budget is {budget.tokens} of the document's "
+        f"{document.num_tokens} entries per KV head, protected ones included; protect less, lower compression_ratio or "
+        "raise budget_tokens",
+        param="protect",
+    )
+
+
+def require_protectable(document: DocumentView, absorber: Absorber | None, *, moves: bool) -> None:
+    """Refuse protected tokens where entries are gone before the document is read, and where they move. moves: as of
+    `require_compressible`."""
+    if not document.protect:
+        return
+    if moves:
+        raise InvalidRequest(
+            "positions=cache rotates every key to its place in the cache, and protected tokens stay as the model makes "
+            "them; take positions=absolute, or leave protect out",
+            param="protect",
+        )
+    if absorber is not None:
+        raise InvalidRequest(
+            "prefill=chunked reduces a document before all of it is read; take prefill=whole, or leave protect out",
+            param="protect",
+        )
+
+
+def require_unprotected(document: DocumentView, codec: Codec) -> None:
+    """Refuse protected tokens among the blocks of an index that a codec rounds."""
+    if document.protect and codec.name != "none":
+        raise InvalidRequest(
+            f"an index needs the entries of its blocks together, and protect holds some apart from codec {codec}; take "
+            "codec none, or another policy",
+            param="protect",
+        )

@@ -95,7 +95,8 @@ class _Signs(NamedTuple):
 class EncodedDocument:
     """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document. date:
     that the template wrote among them, "" if it writes none; then `named_ids` are the same with `ANY_DATE`, by which
-    the document is known on any day. variables: that the template was told and that changed what it wrote."""
+    the document is known on any day. variables: that the template was told and that changed what it wrote.
+    protect: spans of these tokens, as of an `Identity`."""
 
     token_ids: list[int]
     protected_prefix: int
@@ -104,6 +105,7 @@ class EncodedDocument:
     date: str = ""
     named_ids: list[int] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    protect: tuple[tuple[int, int], ...] = ()
 
     @property
     def told(self) -> TemplateOptions:
@@ -212,6 +214,38 @@ class TextFormat:
 
     def _begun(self, text: str, options: TemplateOptions) -> tuple[list[int], int]:
         """The ids of a document behind what the template writes before it, and how many are of that."""
+        ids, last, place = self._opened(options)
+        if not last:
+            return ids + self.tokens.encode(text, place), len(ids)
+        spans = self.tokens.spans(last + text, place)
+        return ids + self.tokens.encode(last + text, place), len(ids) + sum(end <= len(last) for _, end in spans)
+
+    def spans(self, text: str, document: EncodedDocument) -> list[tuple[int, int]]:
+        """The first character of a document's text in each of its tokens behind the template's, and the one behind its
+        last."""
+        if document.layout == "plain":
+            return self.tokens.spans(text, "first")
+        _, last, place = self._opened(document.told)
+        return [
+            (start - len(last), end - len(last))
+            for start, end in self.tokens.spans(last + text, place)
+            if not last or end > len(last)
+        ]
+
+    def message_spans(
+        self, messages: Sequence[Message], document: EncodedDocument, wanted: Sequence[tuple[int, int, int]]
+    ) -> list[tuple[int, int]]:
+        """For each place of a message and characters of its text, from one up to another, the tokens that hold them.
+        Raises `InvalidRequest` where the template does not tell where a message is."""
+        script = _Script(self, None, check_messages(messages), document.told, None)
+        try:
+            return script.followed_by(_next(messages[-1])).spans(wanted)
+        except InvalidRequest:  # nothing may follow, for all that is known
+            return script.spans(wanted)
+
+    def _opened(self, options: TemplateOptions) -> tuple[list[int], str, Place]:
+        """What the template writes before a document: its ids, the text that the document's first tokens join, and what
+        that text stands behind."""
         said = [value for value in options.variables.values() if isinstance(value, str)]
         breaker = unused_characters(said, 1)[0] if any(map(self.tokens.has_marks, said)) else ""
         before = self._before_document(options, breaker)
@@ -222,12 +256,9 @@ class TextFormat:
         marked = bool(runs) and runs[-1].is_mark
         if not last or marked or last.endswith("\n"):
             # A line's end stays a token of its own, and the document's ids are those of the document alone.
-            place: Place = "behind text" if last and not marked else "behind mark" if last else "first"
-            return ids + self.tokens.encode(text, place), len(ids)
-        place = "first" if len(runs) == 1 else "behind mark"
-        own, joined = len(ids) - len(runs[-1].token_ids), self.tokens.encode(last + text, place)
-        spans = self.tokens.spans(last + text, place)
-        return ids[:own] + joined, own + sum(end <= len(last) for _, end in spans)
+            return ids, "", "behind text" if last and not marked else "behind mark" if last else "first"
+        own = len(ids) - len(runs[-1].token_ids)
+        return ids[:own], last, "first" if len(runs) == 1 else "behind mark"
 
     @property
     def writes_date(self) -> bool:
@@ -319,10 +350,8 @@ class TextFormat:
         script = _Script(self, boundary, list(messages), options or TemplateOptions(), intro)
         if not followed:
             return script.prompt(opening=opening)
-        last = messages[-1]
-        probe = {"role": "tool" if last.get("tool_calls") else _FOLLOWS[last["role"]], "content": "kvshelf_next"}
         try:
-            more = script.followed_by(probe).prompt(opening=False)
+            more = script.followed_by(_next(messages[-1])).prompt(opening=False)
         except InvalidRequest:  # nothing may follow, for all that is known
             return script.prompt(opening=False)
         if (end := more.ends.get(len(messages) - 1)) is None:
@@ -463,6 +492,29 @@ class _Script:
         ends, first = self._ends(signs, text, runs, opening=opening)
         return Prompt([token for run in runs for token in run.token_ids], ends, first)
 
+    def spans(self, wanted: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        """See `TextFormat.message_spans`."""
+        tokens, marked = self.form.tokens, any(map(self.form.tokens.has_marks, self._texts()))
+        breaker, document, start = unused_characters(self._texts(), 3)
+        signs = _Signs(breaker if marked else "", document, start)
+        text, place = self._text(signs, opening=False)
+        runs, begins = list(tokens.runs(text, signs.breaker, place)), self._places(signs, text, opening=False)
+        edges: list[int] = []
+        for at, first, end in wanted:
+            if at not in begins:
+                raise InvalidRequest(
+                    f"the model's chat template does not tell where the text of messages[{at}] is; protect tokens",
+                    param="protect",
+                )
+            content = self.messages[at]["content"]
+            lead = len(content) - len(content.lstrip())
+            said = tokens.broken(content.lstrip(), signs.breaker) if signs.breaker else content.lstrip()
+            behind = [where for where, letter in enumerate(said) if letter != signs.breaker]
+            edges += (begins[at] + behind[min(max(edge - lead, 0), len(behind) - 1)] for edge in (first, end - 1))
+        # The token that holds a character is the one behind those that end before it or with it.
+        counts = tokens.tokens_until(text, runs, edges, signs.breaker)
+        return [(first, last + 1) for first, last in zip(counts[::2], counts[1::2], strict=True)]
+
     def _text(self, signs: _Signs, *, opening: bool) -> tuple[str, Place]:
         """The template's text behind the cache, texts from outside broken, and what it stands behind."""
         broken = self._written(signs, opening=opening)
@@ -571,18 +623,9 @@ class _Script:
         """As of a `Prompt`."""
         if len(self.messages) < 2 and self.boundary is not None:
             return {}, 0
-        for answers_too in (True, False):
-            started, _ = self._written(signs, opening=opening, answers_too=answers_too, started=True)
-            if started.replace(signs.start, "") == text:
-                break
-        else:
+        if not (places := self._places(signs, text, opening=opening)):
             return {}, 0
-        parts = started.split(signs.start)[:-1]
-        with_text = [at for at, message in enumerate(self.messages) if message["content"]]
-        if not parts or len(parts) > len(with_text):  # what the template says of tools stands before an empty text
-            return {}, 0
-        with_text = with_text[len(with_text) - len(parts) :]  # a system message may have become a part of the question
-        places = dict(zip(with_text, accumulate(map(len, parts)), strict=True))
+        with_text = list(places)
         stops: dict[int, int] = {}
         for at in with_text[1:]:
             last, following = self.messages[at - 1], self.messages[at]
@@ -595,6 +638,21 @@ class _Script:
         begins = next(iter(places.values()), 0)
         first, *ends = self.form.tokens.tokens_until(text, runs, [begins, *stops.values()], signs.breaker)
         return dict(zip(stops, ends, strict=True)), first
+
+    def _places(self, signs: _Signs, text: str, *, opening: bool) -> dict[int, int]:
+        """Where the text of each message begins in the template's text; empty where that does not tell."""
+        for answers_too in (True, False):
+            started, _ = self._written(signs, opening=opening, answers_too=answers_too, started=True)
+            if started.replace(signs.start, "") == text:
+                break
+        else:
+            return {}
+        parts = started.split(signs.start)[:-1]
+        with_text = [at for at, message in enumerate(self.messages) if message["content"]]
+        if not parts or len(parts) > len(with_text):  # what the template says of tools stands before an empty text
+            return {}
+        with_text = with_text[len(with_text) - len(parts) :]  # a system message may have become a part of the question
+        return dict(zip(with_text, accumulate(map(len, parts)), strict=True))
 
     def _texts(self) -> list[str]:
         """All texts from outside."""
@@ -610,6 +668,11 @@ class _Script:
         if self.intro is not None:
             self.intro(lambda value: _nested(value, note))
         return found
+
+
+def _next(last: Said) -> Said:
+    """A message that may follow one."""
+    return {"role": "tool" if last.get("tool_calls") else _FOLLOWS[last["role"]], "content": "kvshelf_next"}
 
 
 def _changed(message: Said, change: Callable[[str], str]) -> dict[str, Any]:

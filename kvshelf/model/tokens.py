@@ -92,7 +92,11 @@ class Tokens:
 
     def spans(self, text: str, place: Place = "behind text") -> list[tuple[int, int]]:
         """The first character of each token of a text, and the one behind its last."""
-        return list(_encoding(self._encoder(place), text).offsets)
+        encoding = _encoding(self._encoder(place), text)
+        if self._mark_ids.isdisjoint(encoding.ids):
+            return list(encoding.offsets)
+        both = zip(encoding.ids, encoding.offsets, strict=True)  # a mark is spelled out in several tokens
+        return [span for token, span in both for _ in self._as_text(token)]
 
     def encode_marked(self, text: str, breaker: str = "", place: Place = "first") -> list[int]:
         """Token ids of a template's text: its marks are control tokens. breaker: the character that `broken` put into

@@ -272,6 +272,7 @@ def _spec(manifest: Manifest, source: Source, *, keep: bool, now: float) -> Crea
         compression_ratio=manifest.compression_ratio if takes_budget else None,
         codec=manifest.codec,
         expected_questions=list(identity["expected_questions"]),
+        protect=[f"tokens:{first}-{end}" for first, end in identity.get("protect") or ()],
         **_lifetime(manifest),
         name=manifest.name,
         labels=manifest.labels,

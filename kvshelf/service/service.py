@@ -140,7 +140,11 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
         manifest.model_dump(include=same)
         | {
             "dtype": manifest.identity["model"]["dtype"],
-            "tokens": {"document": manifest.num_tokens, "kept": manifest.kept_tokens},
+            "tokens": {
+                "document": manifest.num_tokens,
+                "kept": manifest.kept_tokens,
+                "protected": sum(end - first for first, end in manifest.identity.get("protect") or ()),
+            },
             "bytes": manifest.bytes,
             "has_source": kept is not None,
             "source": kept and {"form": kept.form, "bytes": kept.nbytes, "expires_at": kept.expires_at},

@@ -7,6 +7,7 @@ they are parsed, every field has one type, and each refusal has one name (docs/i
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import msgpack
@@ -24,7 +25,7 @@ from kvshelf.artifact import positions
 from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.identity import Boundary, Identity, Layout, canonical_msgpack
+from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES, Shape
 from kvshelf.errors import BlobError, InvalidRequest
 
@@ -49,6 +50,19 @@ def _whole(codes: bytes) -> bytes:
 
 
 Codes = Annotated[bytes, Field(min_length=CODE_BYTES, max_length=MAX_CODES * CODE_BYTES), AfterValidator(_whole)]
+
+
+def _apart(spans: list[list[int]]) -> list[list[int]]:
+    edges = [edge for span in spans for edge in span]
+    if any(first >= end for first, end in pairwise(edges)):
+        raise ValueError("the spans do not ascend, or touch")
+    return spans
+
+
+Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
+Spans = Annotated[
+    list[Span], Field(min_length=1, max_length=MAX_PROTECTED_SPANS, fail_fast=True), AfterValidator(_apart)
+]
 
 
 class ModelHeader(Strict):
@@ -83,10 +97,11 @@ class IdentityHeader(Strict):
     parent: Text
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
     variables: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=16)] | None = None
+    protect: Spans | None = None
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A document without a date or variables has no such fields, rather than ones that say so."""
+        """What a document has nothing of, such as a date, has no field, rather than one that says so."""
         said: dict[str, Any] = fields(self)
         return {name: value for name, value in said.items() if value is not None}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from torch import Tensor
 
+from kvshelf.api.options import unmarked
 from kvshelf.artifact.identity import Boundary, Identity, Layout
+from kvshelf.engine.inputs.protect import Rules
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
@@ -25,6 +27,15 @@ from kvshelf.model.text import (
 
 Document = str | Sequence[int] | Sequence[Message] | Tensor
 """A text, token ids (a list or a 1-D integer tensor), or the messages of a conversation."""
+
+
+class EncodingFields(TypedDict, total=False):
+    """How a document becomes tokens, see `Engine.encode_document`."""
+
+    layout: Layout | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    protect: Sequence[str]
+
 
 Prompt = Document
 """A question: a text, messages, or token ids that are appended as they are."""
@@ -79,22 +90,27 @@ class Encoder:
         layout: Layout | None,
         date: str = "",
         variables: Mapping[str, Any] | None = None,
+        protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
-        that writes it; "": today. variables: that the template is told. Raises `InvalidRequest`, `DocumentTooLong` or
-        `DocumentTooShort`."""
-        told = self.options(layout, date, variables)
+        that writes it; "": today. variables: that the template is told. protect: see `Rules`. Raises `InvalidRequest`,
+        `DocumentTooLong` or `DocumentTooShort`."""
+        told, rules, texts, turns = self.options(layout, date, variables), list(protect), list[str](), None
+        if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
+            document, rules = _without_marks(document, rules)
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
         elif isinstance(document, str):
             self._require_fits([document], "document")
+            texts = [document]
             encoded = self.require_text("document").document(document, self._checked_layout(layout), told)
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
             text = self.require_text("messages")
             turns = check_messages(document)  # type: ignore[arg-type]
-            self._require_fits([turn["content"] for turn in turns], "document")
+            texts = [turn["content"] for turn in turns]
+            self._require_fits(texts, "document")
             encoded = text.conversation(document, told)  # type: ignore[arg-type]
         else:
             if layout == "chat":
@@ -109,7 +125,9 @@ class Encoder:
             raise DocumentTooShort("the document is empty; send at least one token of text", param="document")
         self._require_length(len(encoded.token_ids))
         self.require_question(len(encoded.token_ids), encoded.boundary, encoded.told)
-        return encoded
+        if not rules:
+            return encoded
+        return replace(encoded, protect=Rules(rules, encoded, self.text, texts, turns).spans())
 
     def options(
         self, layout: Layout | None, date: str = "", variables: Mapping[str, Any] | None = None
@@ -305,6 +323,7 @@ class Encoder:
             else (),
             text=self.text,
             max_tokens=self.max_tokens,
+            protect=encoded.protect,
         )
 
     def stored_view(self, made: Identity, entries: int) -> DocumentView:
@@ -359,3 +378,15 @@ class Encoder:
                     f"{param}[{i}] is {token!r}; a token id is an integer from 0 to {vocabulary - 1}", param=param
                 )
         return list(ids)
+
+
+def _without_marks(document: Sequence[Any], rules: Sequence[str]) -> tuple[Any, list[str]]:
+    """Blocks of text, or messages with some, as plain text, and with the rules those that say what was marked."""
+    try:
+        if "role" in document[0]:
+            _, plain, marked = unmarked(None, document)
+        else:
+            plain, _, marked = unmarked(document, None)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="document") from error
+    return plain, [*rules, *marked]

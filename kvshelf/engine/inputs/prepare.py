@@ -16,7 +16,9 @@ from kvshelf.engine.requirements import (
     require_observable,
     require_one_pass,
     require_one_rotation,
+    require_protectable,
     require_room,
+    require_room_beside,
     require_soft,
 )
 from kvshelf.methods.method import Needs
@@ -69,16 +71,21 @@ class Preparer:
         document = self.of_model(document)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
+        require_room_beside(document, budget)
         if policy.has_work(budget, document.num_tokens):
             has_text = document.text is not None
             require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
             moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
             require_compressible(policy, self.kinds, self.name, moves=moves)
             document = self.gated(self.calibrated(document, policy), policy)
-            policy = policy.fitted(document, budget, given)
-            passes = tuple(policy.probe_passes(document))
+            judged, left = document.judged, budget.beside(document.num_protected, document.num_tokens)
+            if policy.indexes:  # of all entries, which it keeps
+                judged, left = document, budget
+            policy = policy.fitted(judged, left, given)
+            passes = tuple(policy.probe_passes(judged))
             require_room(passes, self.max_tokens, self.name)
-            absorber = policy.absorber(document, budget)
+            absorber = policy.absorber(judged, left)
+            require_protectable(document, absorber, moves=moves)
             require_one_pass(policy, self.kinds, self.name, document.end, passes, absorber)
             require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
             require_soft(passes, self.model, self.kinds, self.name)
@@ -99,6 +106,7 @@ class Preparer:
             budget_tokens=budget.tokens,
             compression_ratio=budget.compression_ratio,
             probe=policy.probe_text(document) if passes else "",
+            protect=document.protect,
             expected_questions=tuple(questions),
             date=encoded.date,
             variables=encoded.variables,

@@ -17,6 +17,7 @@ from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.prefill.protecting import aside, put_back
 from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
@@ -55,10 +56,16 @@ class LayerReducer:
         self._records: dict[int, Entries] = {}
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
+        # An index is of all entries, in their order: a policy that makes one keeps them all.
+        self._parts = bool(self.document.protect) and not self.policy.indexes
+        self._aside: dict[int, Kept] = {}
+        self._budget = (
+            self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
+        )
         self._cascade: Cascade | None = None
         self._scorer = self._chooser.scorer
         if self._scorer is not None and self._scorer.sharing is not None:
-            self._cascade = Cascade(self._scorer.sharing, self.budget, len(self._places))
+            self._cascade = Cascade(self._scorer.sharing, self._budget, len(self._places))
         self.states: Sequence[States] = ()
         self.compress_s = 0.0
 
@@ -82,9 +89,12 @@ class LayerReducer:
 
     def reduce(self, layer: LayerView, latents: LayerView | None = None) -> None:
         """Take one layer. latents: the layer as it is stored, where its heads share latents."""
+        if self._parts:
+            self._aside[layer.layer_idx] = aside(layer if latents is None else latents)
+            layer, latents = layer.judged, None if latents is None else latents.judged
         self._notes[layer.layer_idx] = self.policy.noted(layer)
         if self._cascade is None:
-            tokens = self.budget.tokens
+            tokens = self._budget.tokens
             self._records[layer.layer_idx] = (
                 self._chooser.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
                 if latents is None
@@ -115,8 +125,10 @@ class LayerReducer:
         records, layers = self.reduced(), attending(self.kinds)
         require_every_layer(records, layers)
         chosen = {layer: records[layer] for layer in self._places}
-        records |= self.policy.finished(chosen, self._notes, self.budget)
+        records |= self.policy.finished(chosen, self._notes, self._budget)
         require_finite_scores(list(records.values()), self.policy)
+        if (places := self.document.judged.places) is not None:
+            records |= {layer: put_back(records[layer], kept, places) for layer, kept in self._aside.items()}
         reduced = {layer: self._shared(layer, records[layer]) for layer in layers}
         states = self.states or [States(())] * len(self.kinds)
         return tuple(_beside(of_layer, reduced.get(layer)) for layer, of_layer in enumerate(states))

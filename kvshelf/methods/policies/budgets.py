@@ -41,6 +41,13 @@ class Budget:
         """Everything stays."""
         return cls(num_tokens, 0.0)
 
+    def beside(self, protected: int, num_tokens: int) -> Budget:
+        """What it leaves for the other tokens of a document of `num_tokens`, of which some are protected."""
+        if not protected:
+            return self
+        tokens = self.tokens - protected
+        return Budget(tokens, 1 - tokens / (num_tokens - protected))
+
     @classmethod
     def _from_tokens(cls, num_tokens: int, budget_tokens: int) -> Budget:
         if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from kvshelf.artifact.packed import in_spans
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
 from kvshelf.methods.policies.segments import MAX_SENTENCE, starts_of
@@ -75,7 +76,8 @@ class DocumentView:
     longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it, and
     `gates` likewise. `first_position`: of its first token, above 0 where the tokens are appended to a stored cache,
     which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
-    KV head; None for a document without a model.
+    KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
+    tokens among the `whole_tokens` of the document that these are a part of (`judged`); None: these are all.
     """
 
     token_ids: Sequence[int]
@@ -89,6 +91,9 @@ class DocumentView:
     first_position: int = 0
     num_layers: int | None = None
     group: int | None = None
+    protect: tuple[tuple[int, int], ...] = ()
+    places: tuple[int, ...] | None = None
+    whole_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +102,32 @@ class DocumentView:
     @property
     def end(self) -> int:
         """Position of what follows its last token."""
-        return self.first_position + self.num_tokens
+        return self.first_position + (self.num_tokens if self.whole_tokens is None else self.whole_tokens)
+
+    @cached_property
+    def judged(self) -> DocumentView:
+        """The document without the tokens of `protect`, which no policy judges: what stays of them is said already."""
+        if not self.protect:
+            return self
+        places = tuple((~self.protected).nonzero()[:, 0].tolist())
+        return replace(
+            self,
+            token_ids=[self.token_ids[place] for place in places],
+            protected_prefix=sum(place < self.protected_prefix for place in places),
+            protect=(),
+            places=places,
+            whole_tokens=self.num_tokens,
+        )
+
+    @cached_property
+    def protected(self) -> Tensor:
+        """Which tokens are in `protect`, `[N]` bool."""
+        return in_spans(torch.arange(self.num_tokens), self.protect)
+
+    @property
+    def num_protected(self) -> int:
+        """Tokens in `protect`."""
+        return sum(end - first for first, end in self.protect)
 
     def cue(self, asked: slice, answer: slice) -> ProbePass:
         """A question that the document answers: its tokens `asked`, what the chat template writes before an answer, and
@@ -161,6 +191,14 @@ class Call:
 
     model: PreTrainedModel
     arguments: Mapping[str, Any]
+
+    def of_tokens(self, rows: Tensor) -> Call:
+        """The call as if the document had these of its tokens alone."""
+        of_tokens = {
+            "hidden_states": self.arguments["hidden_states"][:, rows],
+            "position_embeddings": tuple(each[:, rows] for each in self.arguments["position_embeddings"]),
+        }
+        return replace(self, arguments={**self.arguments, **of_tokens})
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +269,23 @@ class LayerView:
     @cached_property
     def rotated_to(self) -> Tensor:
         """The positions `[N]` that RoPE rotated queries and keys to."""
-        return self.positions + self.document.first_position
+        places = self.document.places
+        own = self.positions if places is None else torch.tensor(places, device=self.keys.device)
+        return own + self.document.first_position
+
+    @property
+    def judged(self) -> LayerView:
+        """The layer without the tokens of `DocumentView.protect`, for the policy to judge."""
+        rows = torch.tensor(self.document.judged.places, device=self.keys.device)
+        return replace(
+            self,
+            keys=self.keys[:, rows],
+            values=self.values[:, rows],
+            queries=None if self.queries is None else self.queries[:, rows],
+            lse=None if self.lse is None else self.lse[:, rows],
+            document=self.document.judged,
+            call=None if self.call is None else self.call.of_tokens(rows),
+        )
 
     @cached_property
     def all_queries(self) -> Tensor:

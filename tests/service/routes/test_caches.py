@@ -297,3 +297,51 @@ def test_ranges_that_are_none_and_etags(http: httpx.Client, cache: dict[str, Any
     assert http.get(url, headers={"if-none-match": etag}).status_code == 304
     assert http.get(url, headers={"range": "bytes=0-9", "if-range": etag}).status_code == 206
     assert http.get(url, headers={"range": "bytes=0-9", "if-range": '"another"'}).status_code == 200
+
+
+def test_protected_text_is_kept_counted_and_made_again(http: httpx.Client) -> None:
+    blocks = [{"text": DOCUMENT}, {"text": "Never open the gate. ", "protect": True}, {"text": DOCUMENT}]
+    body: dict[str, Any] = {"compression_ratio": 0.75, "codec": "int8", "keep_source": True}
+    plain = create(http, document=DOCUMENT + "Never open the gate. " + DOCUMENT, **body)
+    marked = create(http, document=blocks, **body)
+    named = create(
+        http, document=DOCUMENT + "Never open the gate. " + DOCUMENT, protect=["text:Never open the gate."], **body
+    )
+    assert marked["id"] != plain["id"]
+    assert marked["document_id"] == plain["document_id"]
+    assert (plain["tokens"]["protected"], marked["tokens"]["kept"]) == (0, plain["tokens"]["kept"])
+    assert 0 < named["tokens"]["protected"] <= marked["tokens"]["protected"] < 30
+    said = [
+        {"role": "system", "content": [{"text": "Be brief.", "protect": True}]},
+        {"role": "user", "content": DOCUMENT},
+    ]
+    conversation = create(http, messages=said, compression_ratio=0.5)
+    system = create(
+        http, messages=[{"role": "system", "content": "Be brief."}, said[1]], protect=["system"], compression_ratio=0.5
+    )
+    assert 0 < conversation["tokens"]["protected"] <= system["tokens"]["protected"]
+    asked = {"prompt": "Which gate?", "max_new_tokens": 4}
+    answer = http.post(f"/v1/caches/{marked['id']}/query", json=asked).json()["answer"]
+    part = http.post(f"/v1/caches/{marked['id']}/query", json=asked | {"select": {"method": "quest", "tokens": 40}})
+    assert part.status_code == 200, part.text
+    http.delete(f"/v1/caches/{marked['id']}")
+    assert create(http, document=blocks, **body)["id"] == marked["id"]
+    assert http.post(f"/v1/caches/{marked['id']}/query", json=asked).json()["answer"] == answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"document": DOCUMENT, "protect": ["text:zebra"]}, "protect", "zebra"),
+        ({"document": DOCUMENT, "protect": ["system"]}, "protect", "no system message"),
+        ({"document": DOCUMENT, "protect": ["lines:(?=x)"]}, "protect", "cannot be read"),
+        ({"document": DOCUMENT, "protect": ["lines:."], "compression_ratio": 0.5}, "protect", "budget"),
+        ({"document": [{"text": DOCUMENT, "keep": True}]}, "document[0]", "a block is"),
+        ({"document": DOCUMENT, "split": True, "protect": ["first:3"]}, "protect", "split"),
+    ],
+)
+def test_protect_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str, told: str) -> None:
+    response = http.post("/v1/caches", json={"policy": "keydiff", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert told in error["message"]

@@ -103,7 +103,8 @@ function CacheFacts({ cache, onShow }) {
     Model: cache.model,
     Policy: `${cache.policy}, ${percent(cache.compression_ratio)} removed`,
     Codec: cache.codec,
-    Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`,
+    Tokens: `${count(tokens.kept)} of ${count(tokens.document)} per head`
+      + (tokens.protected ? `, ${count(tokens.protected)} protected` : ""),
     Size: kept(cache),
     Quality: measured && quality(measured),
     Warning: cache.warnings.length ? cache.warnings.join(" ") : null,

@@ -145,7 +145,9 @@ def encode(
     elif spec.date is not None:
         _require_dated(engine, spec)
         date = spec.date
-    found = engine.encode_document(document, layout=spec.layout, date=date, chat_template_kwargs=variables)
+    found = engine.encode_document(
+        document, layout=spec.layout, date=date, chat_template_kwargs=variables, protect=spec.protect
+    )
     if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
         raise DocumentTooLong(
             f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "

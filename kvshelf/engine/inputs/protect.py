@@ -1,0 +1,208 @@
+"""The rules of `protect`: which tokens of a document they are about."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+from kvshelf.artifact.identity import MAX_PROTECTED_SPANS
+from kvshelf.errors import InvalidRequest
+from kvshelf.model.text import EncodedDocument, Message, TextFormat
+
+Span = tuple[int, int]
+Chars = tuple[int, int, int]
+"""The place of a message, 0 for a text, and characters of it: from the first up to the one behind the last."""
+
+_MAX_PATTERN: Final = 512
+_FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, message:I, message:I:A-B or tokens:A-B"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one document. texts: what it says, of a conversation that of each message; none where it is token
+    ids. messages: of a conversation."""
+
+    rules: Sequence[str]
+    encoded: EncodedDocument
+    form: TextFormat | None
+    texts: Sequence[str]
+    messages: Sequence[Message] | None
+
+    def spans(self) -> tuple[Span, ...]:
+        """The tokens that the rules are about, as of an `Identity`. Raises `InvalidRequest` that names the rule: for
+        one that cannot be read, that is about nothing in this document, or beyond its end."""
+        found: list[Span] = []
+        for rule in self.rules:
+            name, _, rest = rule.partition(":") if isinstance(rule, str) else ("", "", "")
+            find = _READERS.get(name)
+            if find is None or (name in ("system", "headings") and rest):
+                raise refused(rule, f"it is none of {_FORMS}")
+            own = [(first, end) for first, end in find(self, rule, rest) if first < end]
+            if not own:
+                raise refused(rule, "nothing in the document is that")
+            found += own
+        joined = _joined(found)
+        if len(joined) > MAX_PROTECTED_SPANS:
+            raise InvalidRequest(
+                f"protect holds {len(joined)} spans of the document, and {MAX_PROTECTED_SPANS} are taken; protect "
+                "fewer, or longer ones",
+                param="protect",
+            )
+        return joined
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.encoded.token_ids)
+
+    def of_chars(self, rule: str, chars: Sequence[Chars]) -> list[Span]:
+        """The tokens that hold characters of a text or of messages."""
+        if not self.texts or self.form is None:
+            raise refused(
+                rule, "this document is token ids, of which nobody knows the text; take first:N or tokens:A-B"
+            )
+        for at, first, end in chars:
+            if not first < end <= len(self.texts[at]):
+                where = f"messages[{at}]" if self.messages is not None else "the document"
+                raise refused(rule, f"{where} has {len(self.texts[at])} characters; give some of them, as 10-90")
+        if self.messages is not None:
+            return self.form.message_spans(self.messages, self.encoded, chars)
+        tokens = self.form.spans(self.texts[0], self.encoded)
+        before = self.num_tokens - len(tokens)
+        starts, ends = ([span[side] for span in tokens] for side in (0, 1))
+        return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]
+
+
+def _system(document: Rules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
+    first = document.messages[0] if document.messages else None
+    if first is None or first["role"] != "system":
+        raise refused(rule, "the document has no system message; give messages that begin with one")
+    ((_, end),) = document.of_chars(rule, [(0, 0, len(first["content"]))])
+    return [(0, end)]  # with what the template writes before it
+
+
+def _headings(document: Rules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
+    return document.of_chars(rule, list(_lines(document.texts, _is_heading)))
+
+
+def _first(document: Rules, rule: str, rest: str) -> list[Span]:
+    count = _number(rule, rest)
+    end = document.encoded.protected_prefix + count
+    if not count > 0 or end > document.num_tokens:
+        own = document.num_tokens - document.encoded.protected_prefix
+        raise refused(rule, f"the document has {own} tokens; give from 1 to so many")
+    return [(0, end)]
+
+
+def _text(document: Rules, rule: str, rest: str) -> list[Span]:
+    if not rest:
+        raise refused(rule, "it names no text")
+    return document.of_chars(rule, [chars for at, text in enumerate(document.texts) for chars in _all(at, text, rest)])
+
+
+def _matching(document: Rules, rule: str, rest: str) -> list[Span]:
+    """Lines, because the engine of patterns that takes time in proportion to the text says whether, and not where."""
+    if not 0 < len(rest) <= _MAX_PATTERN:
+        raise refused(rule, f"a pattern has from 1 to {_MAX_PATTERN} characters")
+    try:
+        pattern = SchemaValidator(core_schema.str_schema(pattern=rest, regex_engine="rust-regex"))
+    except SchemaError as error:
+        why = " ".join(str(error).split())
+        raise refused(rule, f"the pattern cannot be read, or is too large: {why:.300}") from error
+
+    def found(line: str, following: str) -> bool:  # noqa: ARG001
+        return pattern.isinstance_python(line)
+
+    return document.of_chars(rule, list(_lines(document.texts, found)))
+
+
+def _chars(document: Rules, rule: str, rest: str) -> list[Span]:
+    if document.messages is not None:
+        raise refused(rule, "a conversation has several texts; take message:I:A-B")
+    return document.of_chars(rule, [(0, *_range(rule, rest))])
+
+
+def _message(document: Rules, rule: str, rest: str) -> list[Span]:
+    place, _, chars = rest.partition(":")
+    at = _number(rule, place)
+    if document.messages is None or at >= len(document.messages):
+        raise refused(rule, f"the document has {len(document.messages or ())} messages; the first is message:0")
+    first, end = _range(rule, chars) if chars else (0, len(document.texts[at]))
+    return document.of_chars(rule, [(at, first, end)])
+
+
+def _tokens(document: Rules, rule: str, rest: str) -> list[Span]:
+    first, end = _range(rule, rest)
+    if not first < end <= document.num_tokens:
+        raise refused(rule, f"the document has {document.num_tokens} tokens; give some of them, as 0-64")
+    return [(first, end)]
+
+
+_READERS: Final[dict[str, Callable[[Rules, str, str], list[Span]]]] = {
+    "system": _system,
+    "headings": _headings,
+    "first": _first,
+    "text": _text,
+    "lines": _matching,
+    "chars": _chars,
+    "message": _message,
+    "tokens": _tokens,
+}
+
+
+def refused(rule: Any, why: str) -> InvalidRequest:
+    """The error about a rule."""
+    return InvalidRequest(f"protect {rule!r:.120}: {why}", param="protect")
+
+
+def _number(rule: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise refused(rule, f"{text!r:.40} is no number of at most nine digits")
+    return int(text)
+
+
+def _range(rule: str, text: str) -> Span:
+    first, _, end = text.partition("-")
+    return _number(rule, first), _number(rule, end)
+
+
+def _all(at: int, text: str, wanted: str) -> Iterator[Chars]:
+    """Each time that a text occurs in another, from left to right."""
+    first = text.find(wanted)
+    while first >= 0:
+        yield at, first, first + len(wanted)
+        first = text.find(wanted, first + len(wanted))
+
+
+def _lines(texts: Sequence[str], wanted: Callable[[str, str], bool]) -> Iterator[Chars]:
+    """The lines that are wanted, by their own text and that of the next."""
+    for at, text in enumerate(texts):
+        lines, first = text.split("\n"), 0
+        for line, following in zip(lines, [*lines[1:], ""], strict=True):
+            if line.strip() and wanted(line, following):
+                yield at, first, first + len(line)
+            first += len(line) + 1
+
+
+def _is_heading(line: str, following: str) -> bool:
+    """Whether a line of Markdown is a heading: behind one to six number signs, or over a line of = or -."""
+    text = line.strip()
+    level = len(text) - len(text.lstrip("#"))
+    if 1 <= level <= 6:
+        return text[level : level + 1] in (" ", "")
+    under = following.strip()
+    return len(under) > 2 and under.strip(under[0]) == "" and under[0] in "=-"
+
+
+def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Ascending, those that touch as one."""
+    made: list[Span] = []
+    for first, end in sorted(spans):
+        if made and first <= made[-1][1]:
+            made[-1] = made[-1][0], max(made[-1][1], end)
+        else:
+            made.append((first, end))
+    return tuple(made)

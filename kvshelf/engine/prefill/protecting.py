@@ -1,0 +1,63 @@
+"""Tokens that every policy keeps: no policy sees them, and they are put back once it has chosen among the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import Entries, Kept, entries_from, parts_of
+from kvshelf.methods.policies.view import LayerView
+
+
+def aside(layer: LayerView) -> Kept:
+    """The entries of a layer's protected tokens. layer: as it is stored."""
+    rows = layer.document.protected.nonzero()[:, 0].to(layer.keys.device)
+    heads, entries = layer.kv_heads, layer.kv_heads * len(rows)
+    return Kept(
+        keys=layer.keys[:, rows].flatten(0, 1),
+        values=layer.values[:, rows].flatten(0, 1),
+        entries_at=rows.to(torch.int32).repeat(heads),
+        offsets=offsets_of([len(rows)] * heads),
+        importance=torch.full((entries,), torch.inf, device=rows.device),
+    )
+
+
+def put_back(chosen: Entries, protected: Kept, places: Sequence[int]) -> Entries:
+    """What a policy chose among the tokens at these places of the document, and the protected entries. In one record
+    where entries are tokens as they are, so that a cache under codec none has the records of any other."""
+    at = torch.tensor(places)
+    parts = [part.at(at) for part in parts_of(chosen)]
+    if len(parts) == 1 and type(parts[0]) is Kept and parts[0].rope_mode == protected.rope_mode:
+        return _one(parts[0], protected)
+    return entries_from([protected, *parts])
+
+
+def _one(chosen: Kept, protected: Kept) -> Kept:
+    """The entries of both, each head's by position."""
+    records = (chosen, protected)
+    positions = torch.cat([record.entry_positions for record in records])
+    heads = torch.cat([_heads(record) for record in records])
+    order = (heads * (int(positions.max()) + 1) + positions).argsort()
+
+    def together(name: str) -> Tensor:
+        rows: Tensor = torch.cat([getattr(record, name) for record in records])[order]
+        return rows
+
+    return Kept(
+        keys=together("keys"),
+        values=together("values"),
+        entries_at=positions[order],
+        offsets=offsets_of([sum(pair) for pair in zip(chosen.lengths, protected.lengths, strict=True)]),
+        rope_mode=chosen.rope_mode,
+        importance=None if chosen.importance is None else together("importance"),
+        precise=chosen.precise,
+    )
+
+
+def _heads(record: Kept) -> Tensor:
+    """The head of each entry, `[entries]` int64."""
+    device = record.entry_positions.device
+    return torch.arange(record.kv_heads, device=device).repeat_interleave(torch.tensor(record.lengths, device=device))

@@ -1,0 +1,225 @@
+"""Tokens that every policy keeps and no codec rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import MAX_PROTECTED_SPANS
+from kvshelf.artifact.records import Packed, entries_of, parts_of
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
+from kvshelf.errors import InvalidRequest
+from kvshelf.methods.policies import POLICIES
+from kvshelf.samples.tasks import make_document
+from kvshelf_bench.models.small import small_model
+
+CODECS = ("int8", "int4", "int2:residual=0", "mixed", "klt", "klt:steps=kl,classes=1.5/4,shares=10/10")
+RULE = "Rule: call every ship by her name."
+RULES = ["system", "headings", f"text:{RULE}"]
+
+
+@pytest.fixture(scope="module")
+def messages(tiny: Engine) -> list[dict[str, str]]:
+    text = make_document("multikey", "prose", 700, 20_261_128, tiny.require_text("document").count_tokens).text
+    said = f"{text[:800]}\n# The harbour\n{text[800:1600]}\n{RULE}\n{text[1600:]}"
+    return [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": said}]
+
+
+def prepared(engine: Engine, document: Any, policy: str, protect: list[str], **options: Any) -> Job:
+    sizes = {"compression_ratio": 0.75} if POLICIES[policy].takes_budget else {}
+    return engine.prepare(document, policy=policy, protect=protect, **sizes, **options)
+
+
+def rows_at(cache: CompressedCache, layer: int, places: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each head at these positions, in the dtype of the records that hold them."""
+    found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+    entries = entries_of(cache.layers[layer])
+    assert entries is not None
+    for part in parts_of(entries):
+        keys, values = part.plain_heads()
+        found = found or [{} for _ in keys]
+        for head, positions in enumerate(part.positions):
+            found[head] |= {int(at): (keys[head][row], values[head][row]) for row, at in enumerate(positions)}
+    return [tuple(torch.stack([each[at][side] for at in places]) for side in (0, 1)) for each in found]  # type: ignore[misc]
+
+
+def inside(job: Job) -> list[int]:
+    return [at for first, end in job.document.protect for at in range(first, end)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_what_is_protected(policy: str, tiny: Engine, messages: list[dict[str, str]]) -> None:
+    job, plain = (prepared(tiny, messages, policy, protect) for protect in (RULES, []))
+    places = inside(job)
+    assert len(places) > 20
+    full = tiny.compress(messages, policy="full")
+    cache, other = tiny.run(job).cache, tiny.run(plain).cache
+    for layer in range(len(cache.layers)):
+        for held, exact in zip(rows_at(cache, layer, places), rows_at(full, layer, places), strict=True):
+            for mine, theirs in zip(held, exact, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)  # last bits, beside other passes
+    # As its granularity allows: the protected tokens are part of the budget, and the bytes are the same.
+    assert abs(cache.kept_tokens - other.kept_tokens) <= 20
+    more = 1.04 if POLICIES[policy].prunes else 1.01  # protected keys have all channels
+    assert len(cache.to_bytes()) <= more * len(other.to_bytes())
+    assert cache.identity != other.identity
+    assert cache.identity.budget_tokens == other.identity.budget_tokens
+    read = CompressedCache.from_bytes(cache.to_bytes())
+    assert read.identity == cache.identity
+    asked = "Which ship?"
+    assert tiny.answer(read, asked, max_new_tokens=3).token_ids == tiny.answer(cache, asked, max_new_tokens=3).token_ids
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", ["full", "keydiff", "kvzip", "ada", "ems", "think", "streaming_llm", "mikv"])
+def test_no_codec_rounds_what_is_protected(
+    codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]
+) -> None:
+    if policy == "think" and codec.startswith("klt"):
+        pytest.skip("klt takes whole keys")
+    job = prepared(tiny, messages, policy, RULES)
+    plain = tiny.run(job).cache
+    cache = tiny.decoded(CompressedCache.from_bytes(tiny.encoded(plain, codec).to_bytes()))
+    places, rounded = inside(job), False
+    for layer in range(len(plain.layers)):
+        for held, exact in zip(rows_at(cache, layer, places), rows_at(plain, layer, places), strict=True):
+            assert torch.equal(held[0], exact[0])
+            assert torch.equal(held[1], exact[1])
+        mine, theirs = (
+            torch.cat([row for part in parts_of(entries_of(each.layers[layer])) for row in part.plain_heads()[0]])  # type: ignore[arg-type]
+            for each in (cache, plain)
+        )
+        rounded |= not torch.equal(mine.sort(0).values, theirs.sort(0).values)
+    assert rounded, "the others are"
+
+
+def test_an_index_keeps_them_as_they_are_or_says_why_not(tiny: Engine, messages: list[dict[str, str]]) -> None:
+    job = prepared(tiny, messages, "infllm", RULES)
+    assert tiny.run(tiny.level(job).job).cache.identity.protect == job.document.protect
+    with pytest.raises(InvalidRequest, match="take codec none, or another policy"):
+        tiny.level(job, "int8")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "falcon_h1"])
+def test_latents_windows_and_states(family: str) -> None:
+    engine = Engine(small_model(family), name="m")
+    ids = list(range(3, 103))
+    for policy in ("keydiff", "kvzip", "pyramidkv"):
+        try:
+            cache = engine.compress(ids, policy=policy, compression_ratio=0.75, protect=["tokens:11-20"])
+        except InvalidRequest as error:
+            assert "protect" not in str(error)  # noqa: PT017  the model's own refusal
+            continue
+        for layer in cache.reduced:
+            for positions in layer.positions:
+                assert set(range(11, 20)) <= set(positions.tolist())
+        assert CompressedCache.from_bytes(cache.to_bytes()).to_bytes() == cache.to_bytes()
+
+
+@pytest.mark.parametrize("codec", ["none", "int4", "klt"])
+def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, messages: list[dict[str, str]]) -> None:
+    document = messages[1]["content"]
+    job = prepared(tiny, document, "keydiff", [f"text:{RULE}"])
+    cache = tiny.encoded(tiny.run(job).cache, codec)
+    before = [rows_at(tiny.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
+    for number in range(14):
+        cache = tiny.extend(cache, f" More of it, part {number}.", policy="full")
+    assert cache.identity.protect == job.document.protect
+    after = [rows_at(tiny.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
+    for old, new in zip(before, after, strict=True):
+        for (keys, values), (same_keys, same_values) in zip(old, new, strict=True):
+            assert torch.equal(keys, same_keys)
+            assert torch.equal(values, same_values)
+
+
+def text_of(job: Job, engine: Engine) -> list[str]:
+    ids, form = job.document.token_ids, engine.require_text("protect")
+    return [form.decode(ids[first:end]) for first, end in job.document.protect]
+
+
+def test_the_rules_find_their_tokens(tiny: Engine) -> None:
+    text = "# One\nred 12 blue\nTwo\n===\nred 34\n" + "Nothing to see here.\n" * 40
+    for rule, spans in {
+        "headings": ["# One", "Two"],
+        "text:red": ["red", "red"],
+        "lines:^red \\d+$": ["red 34"],
+        "chars:6-9": ["red"],
+    }.items():
+        job = tiny.prepare(text, policy="keydiff", compression_ratio=0.5, protect=[rule])
+        assert [found.strip() for found in text_of(job, tiny)] == spans, rule
+    marked = [{"text": text[:6]}, {"text": text[6:17], "protect": True}, {"text": text[17:]}]
+    job = tiny.prepare(marked, policy="keydiff", compression_ratio=0.5)  # type: ignore[arg-type]
+    assert [found.strip() for found in text_of(job, tiny)] == ["red 12 blue"]
+    assert job.identity == tiny.prepare(text, policy="keydiff", compression_ratio=0.5, protect=["chars:6-17"]).identity
+    first = tiny.prepare(text, policy="keydiff", compression_ratio=0.5, protect=["first:5"])
+    assert first.document.protect == ((0, first.document.protected_prefix + 5),)
+
+
+def test_marks_in_messages_and_what_spells_a_mark(tiny: Engine) -> None:
+    said = "Say <|user|> twice, then stop. " + "Nothing to see. " * 60
+    turns: list[Any] = [
+        {"role": "system", "content": [{"text": "Be kind. "}, {"text": "Never say <|user|>.", "protect": True}]},
+        {"role": "user", "content": said},
+    ]
+    job = tiny.prepare(turns, policy="keydiff", compression_ratio=0.5, protect=["message:1:4-12"])
+    assert [found.strip() for found in text_of(job, tiny)] == ["Never say <|user|>.", "<|user|>"]
+    plain = [{"role": "system", "content": "Be kind. Never say <|user|>."}, turns[1]]
+    assert job.document.token_ids == tiny.prepare(plain, policy="full").document.token_ids
+
+
+@pytest.mark.parametrize(
+    ("protect", "told"),
+    [
+        (["system"], "no system message"),
+        (["text:zebra"], "'text:zebra': nothing in the document"),
+        (["headings"], "nothing in the document"),
+        (["lines:(a"], "cannot be read"),
+        (["lines:(a)\\1"], "cannot be read"),
+        (["lines:(\\w|\\s){200}(\\w|\\s){200}"], "too large"),
+        (["lines:" + "a" * 513], "512"),
+        (["chars:3-3"], "characters"),
+        (["chars:0-99999"], "characters"),
+        (["chars:a-3"], "no number"),
+        (["first:0"], "tokens"),
+        (["first:99999"], "tokens"),
+        (["tokens:9-99999"], "tokens"),
+        (["message:0"], "0 messages"),
+        (["sytem"], "none of system"),
+        (["lines:."], "and the budget is"),
+        (["text:."], f"{MAX_PROTECTED_SPANS} are taken"),
+    ],
+)
+def test_what_is_not_there_or_too_much_is_refused_by_name(protect: list[str], told: str, tiny: Engine) -> None:
+    text = "The mill has 12 wheels. " * 60 if protect != ["text:."] else "a. " * 1100
+    with pytest.raises(InvalidRequest, match=told) as error:
+        tiny.prepare(text, policy="keydiff", compression_ratio=0.75, protect=protect)
+    assert error.value.param == "protect"
+
+
+def test_where_tokens_move_or_go_before_the_end_it_is_refused(tiny: Engine) -> None:
+    text = "The mill has 12 wheels. " * 60
+    for policy, params in (("streaming_llm", {"positions": "cache"}), ("lagkv", {"prefill": "chunked"})):
+        with pytest.raises(InvalidRequest, match="or leave protect out"):
+            tiny.prepare(text, policy=policy, policy_params=params, compression_ratio=0.5, protect=["first:8"])
+
+
+def test_records_under_no_codec_are_those_of_any_cache(tiny: Engine, messages: list[dict[str, str]]) -> None:
+    cache = tiny.run(prepared(tiny, messages, "keydiff", RULES)).cache
+    assert all(isinstance(layer, Packed) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm"])
+def test_a_system_message_is_obeyed_when_three_quarters_are_gone(policy: str, tiny: Engine) -> None:
+    """docs/internals/protect.md has more policies. Without `protect` they find 3, 1 and 0 of 6."""
+    count, right = tiny.require_text("protect").count_tokens, []
+    for seed in range(2):
+        made = make_document("needle", "prose", 100, 90_000 + seed, count)
+        prose = make_document("needle", "prose", 700, 91_000 + seed, count).text
+        turns = [{"role": "system", "content": made.text}, {"role": "user", "content": prose}]
+        cache = tiny.compress(turns, policy=policy, compression_ratio=0.75, protect=["system"])
+        right += [one.answer in tiny.answer(cache, one.text, max_new_tokens=12).text for one in made.questions]
+    assert all(right)
