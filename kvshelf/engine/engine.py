@@ -334,10 +334,10 @@ class Engine:
             encoded = self._encoder.document(encoded, layout, variables=chat_template_kwargs)
         require_questions_taken(chosen, expected_questions)
         view = self._encoder.view(encoded, expected_questions)
-        if chosen.takes_budget:
-            budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
+        if chosen.sizes_itself:
+            budget = chosen.own_budget(self._preparer.of_model(view))
         else:
-            budget = Budget.full(view.num_tokens)
+            budget = Budget.resolve(view.num_tokens, compression_ratio=compression_ratio, budget_tokens=budget_tokens)
         job = self._preparer.job(
             view, chosen, budget, encoded=encoded, given=frozenset(given), questions=expected_questions
         )
@@ -432,8 +432,8 @@ class Engine:
         self._require_room(cache, len(token_ids))
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
             self._encoder.require_question(cache.num_tokens, boundary, encoded.told, len(token_ids))
-        if not chosen.takes_budget:
-            budget = Budget.full(view.num_tokens)
+        if chosen.sizes_itself:
+            budget = chosen.own_budget(self._preparer.of_model(view))
         elif same and compression_ratio is None and budget_tokens is None:
             budget = Budget.resolve(view.num_tokens, compression_ratio=made.compression_ratio, budget_tokens=None)
         else:

@@ -154,6 +154,15 @@ class Policy(Method):
         return "during"
 
     @property
+    def sizes_itself(self) -> bool:
+        """Whether `own_budget` says how many entries stay, and a request must not."""
+        return not self.takes_budget
+
+    def own_budget(self, document: DocumentView) -> Budget:
+        """The budget of a policy that sizes itself."""
+        return Budget.full(document.num_tokens)
+
+    @property
     def takes_questions(self) -> bool:
         """Whether expected questions guide it."""
         return False
