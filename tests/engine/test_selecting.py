@@ -193,7 +193,7 @@ def read_positions(selection, document, layer, heads):
 
 
 @pytest.mark.parametrize("page", [5, 16])
-def test_exact_bounds_are_the_least_and_largest_values_of_a_page(llama, caches, page):
+def test_exact_bounds_are_the_least_and_largest_values_of_a_page(caches, page):
     """Section 3.2 of Quest in loops, with fp64 products; rounded bounds are wider."""
     layer = caches[2].layers[0]  # heads of different lengths
     (prefix,) = layer.prefixes()

@@ -260,7 +260,7 @@ def naive_kept(keys, values, *, sink, lag, r, by_norm):
             scores += ((rows - low) / (high - low)).std(dim=1).softmax(dim=0)
         ranked = sorted(range(lag), key=lambda i: (-float(scores[i]), i))
         kept += sorted(own[i] for i in ranked[: int(r * lag + 1e-9)])
-    return kept + [*range(sink + partitions * lag, tokens)]
+    return [*kept, *range(sink + partitions * lag, tokens)]
 
 
 @pytest.mark.parametrize("score", ["lag", "l2"])
