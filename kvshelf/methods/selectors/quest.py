@@ -25,8 +25,8 @@ class Quest(StepSelector):
     that the index costs no byte.
 
     Departures: bounds are rounded outward to bfloat16, unless `bounds` is "exact". The paper chooses for each query
-    head and has no GQA; here a KV head reads the pages with the largest bound of any of its query heads (`over`), as the
-    kernels choose rows of KV heads. The first two of 32 layers are read whole in the paper; here a sixteenth of the
+    head and has no GQA; here a KV head reads the pages with the largest bound of any of its query heads (`over`), as
+    the kernels choose rows of KV heads. The first two of 32 layers are read whole in the paper; here a sixteenth of the
     layers, rounded down (`dense_layers`). The first and the last page of each head are always read.
     """
 
