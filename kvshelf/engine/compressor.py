@@ -77,7 +77,7 @@ class Compressor:
         job = self._preparer.job(
             view,
             policy,
-            options.budget(policy, view.num_tokens),
+            options.budget(policy, self._preparer.of_model(view)),
             encoded=encoded,
             given=options.chosen_params,
             questions=options.expected_questions,
@@ -111,7 +111,7 @@ class Compressor:
         return self._preparer.job(
             view,
             policy,
-            options.budget(policy, view.num_tokens, made.compression_ratio if same else None),
+            options.budget(policy, self._preparer.of_model(view), made.compression_ratio if same else None),
             encoded=encoded,
             given=options.chosen_params,
             questions=options.expected_questions,

@@ -15,6 +15,7 @@ from kvshelf.engine.requirements import require_budget_taken, require_suffix_fie
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.registry import build
+from kvshelf.methods.policies.view import DocumentView
 
 
 class CompressFields(TypedDict, total=False):
@@ -55,14 +56,14 @@ class CompressOptions:
         require_budget_taken(policy, self.compression_ratio, self.budget_tokens)
         return policy
 
-    def budget(self, policy: Policy, num_tokens: int, default_ratio: float | None = None) -> Budget:
-        """What the policy keeps of so many tokens. default_ratio: where no size is given; None: half is removed."""
-        if not policy.takes_budget:
-            return Budget.full(num_tokens)
+    def budget(self, policy: Policy, document: DocumentView, default_ratio: float | None = None) -> Budget:
+        """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed."""
+        if policy.sizes_itself:
+            return policy.own_budget(document)
         ratio = self.compression_ratio
         if ratio is None and self.budget_tokens is None:
             ratio = default_ratio
-        return Budget.resolve(num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        return Budget.resolve(document.num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
 
 
 class AnswerFields(AskFields, total=False):

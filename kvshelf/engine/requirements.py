@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def require_budget_taken(policy: Policy, compression_ratio: float | None, budget_tokens: int | None) -> None:
-    """Refuse a budget for a policy that has none."""
-    if not policy.takes_budget and (compression_ratio is not None or budget_tokens is not None):
+    """Refuse a budget for a policy that has none, or whose parameters say it."""
+    if policy.sizes_itself and (compression_ratio is not None or budget_tokens is not None):
         param = "budget_tokens" if compression_ratio is None else "compression_ratio"
-        raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no {param}", param=param)
+        how = "has its size from its parameters" if policy.takes_budget else "keeps everything"
+        raise InvalidRequest(f"policy {policy.name!r} {how} and takes no {param}", param=param)
 
 
 def require_questions_taken(policy: Policy, expected_questions: Sequence[str]) -> None:

@@ -74,9 +74,11 @@ def parameter(
     maximum: float | None = None,
     choices: tuple[Any, ...] | None = None,
     odd: bool = False,
+    added: bool = False,
 ) -> Any:
-    """A parameter of a method: a dataclass field with its legal range, both ends included."""
-    rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd}
+    """A parameter of a method: a dataclass field with its legal range, both ends included. added: to a method that had
+    been released without it; at its default it is in no identity, so that the ids of earlier caches stay."""
+    rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd, "added": added}
     return field(default=default, metadata=rule)
 
 
@@ -96,8 +98,9 @@ class Method(ABC):
         return Needs.NOTHING
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters as used."""
-        return {f.name: getattr(self, f.name) for f in parameter_fields(type(self))}
+        """The parameters as used, without those that were `added` and have their default."""
+        values = ((f, getattr(self, f.name)) for f in parameter_fields(type(self)))
+        return {f.name: value for f, value in values if not (f.metadata["added"] and value == f.default)}
 
     @classmethod
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:  # noqa: ARG003

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -45,9 +46,15 @@ class LayerKind(NamedTuple):
         return tokens_seen(num_tokens, self.window, self.chunk)
 
 
+def hiding(window: int | None, config: Any) -> int | None:
+    """The window, or None where it hides no token of any sequence that the model takes, as that of Phi-3-mini-128k."""
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    return None if window is None or window >= longest else window
+
+
 def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
     """The layers of a model. Raises `PolicyUnsupported` for kinds that kvshelf does not know."""
-    window = getattr(config, "sliding_window", None)
+    window = hiding(getattr(config, "sliding_window", None), config)
     names = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
     foreign = sorted({*names} - _ATTEND - _HAVE_STATES - _KEEP_NOTHING)
     if foreign:

@@ -263,13 +263,14 @@ def _spec(manifest: Manifest, source: Source, *, keep: bool, now: float) -> Crea
     """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
     source is to be kept once more, as under another id; for as long as it was, from now on."""
     identity, kept = manifest.identity, manifest.source
-    takes_budget = POLICIES[manifest.policy].takes_budget if manifest.policy in POLICIES else True
+    known = manifest.policy in POLICIES
+    sizes_itself = known and POLICIES.build(manifest.policy, manifest.policy_params).sizes_itself
     ends = None if kept is None else kept.expires_at
     return Recreation.model_construct(  # validated when it was a request
         **_document(manifest, source),
         policy=manifest.policy,
         policy_params=manifest.policy_params,
-        compression_ratio=manifest.compression_ratio if takes_budget else None,
+        compression_ratio=None if sizes_itself else manifest.compression_ratio,
         codec=manifest.codec,
         expected_questions=list(identity["expected_questions"]),
         protect=[f"tokens:{first}-{end}" for first, end in identity.get("protect") or ()],

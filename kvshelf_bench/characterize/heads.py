@@ -1,7 +1,7 @@
 """How sparse and how redundant the heads of a model are: by what EMS (arXiv 2412.08521) weighs evicting and merging.
 
-These are the statistics of its equations 3 and 4 in words; the symbols were not at hand, and the constants are ours. A
-head is sparse if few tokens receive its attention, and redundant if many tokens have another one much like them.
+These are the statistics of its equations 3 and 4, with the paper's constants (figure 4): a head is sparse if few tokens
+have most of the score of equation 2, and redundant if many tokens have an earlier one much like them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from kvshelf.engine.engine import Engine
 from kvshelf.kernels.column_sums import column_sums
 
 MASS: Final = 0.95
-"""Of a head's attention: what the fewest tokens receive whose count `sparsity` is about."""
+"""Zeta of equation 3: the part of a head's score that the fewest tokens have whose count `sparsity` is about."""
+
+WINDOW: Final = 32
+"""Last rows of a document whose attention is s_loc of equation 2."""
 
 TAU: Final = 0.6
-"""Similarity from which EMS merges."""
+"""Tau of equation 4: similarity from which a token is redundant."""
 
 _ROWS: Final = 512  # of a similarity matrix at once
 
 
 @dataclass(frozen=True)
 class Head:
-    """One KV head, means over documents. sparsity: share of the tokens outside the smallest set that receives `MASS` of
-    the attention of all rows (s_glo of eq. 2, the mean over the group's query heads). redundancy: mean over tokens of
-    the greatest similarity to another token, cos(k_i, k_j) * cos(v_i, v_j) as in eq. 5. mergeable: share of the tokens
-    for which that is at least `TAU`."""
+    """One KV head, means over documents. sparsity: p of eq. 3, share of the tokens outside the smallest set with `MASS`
+    of the Global-Local score (eq. 2, the mean over the group's query heads, not pooled). redundancy: mean over tokens
+    of the greatest similarity to an earlier token, R = cos(k_i, k_j) * cos(v_i, v_j); 0 for the first token. mergeable:
+    r of eq. 4, share of the tokens for which that is at least `TAU`. A token is not compared with itself, as its 1
+    would make every token redundant."""
 
     layer: int
     kv_head: int
@@ -68,28 +72,35 @@ class _Statistics(ForwardContext):
             return  # policies reduce no such layer
         queries, keys, values = layer.queries[0], layer.keys[0], layer.values[0]
         lse = None if layer.lse is None else layer.lse[0]
-        sums, _ = column_sums(queries, keys, layer.scaling, 0, lse=lse)
+        everywhere, local = column_sums(queries, keys, layer.scaling, min(WINDOW, keys.shape[1]), lse=lse)
+        aligned = everywhere * (local.mean(dim=1, keepdim=True) / everywhere.mean(dim=1, keepdim=True))
+        sums = torch.maximum(aligned, local)  # eq. 2, [q_heads, N]
         nearest = nearest_similarity(keys, values)
         redundancy, mergeable = nearest.mean(dim=1), (nearest >= TAU).float().mean(dim=1)
-        received = sums.view(len(keys), -1, keys.shape[1]).mean(dim=1)
-        self.of_layers[layer.layer_idx] = torch.stack([sparsity(received), redundancy, mergeable]).cpu()
+        scores = sums.view(len(keys), -1, keys.shape[1]).mean(dim=1)
+        self.of_layers[layer.layer_idx] = torch.stack([sparsity(scores), redundancy, mergeable]).cpu()
 
 
-def sparsity(received: Tensor) -> Tensor:
-    """`[kv_heads]`: share of the tokens outside the smallest set with `MASS` of what is `received`, `[kv_heads, N]`."""
-    ranked = received.sort(dim=1, descending=True).values.cumsum(dim=1)
+def sparsity(scores: Tensor) -> Tensor:
+    """p of eq. 3, `[kv_heads]`: share of the tokens outside the smallest set with `MASS` of the scores, `[kv_heads,
+    N]`."""
+    ranked = scores.sort(dim=1, descending=True).values.cumsum(dim=1)
     needed = 1 + (ranked < MASS * ranked[:, -1:]).sum(dim=1)
-    return 1 - needed / received.shape[1]
+    return 1 - needed / scores.shape[1]
 
 
 def nearest_similarity(keys: Tensor, values: Tensor) -> Tensor:
-    """`[kv_heads, N]`: of each token the similarity of the most similar other one. keys: `[kv_heads, N, D]`, values:
-    `[kv_heads, N, Dv]`. Keys that point apart are not similar, whatever their values."""
+    """max(R_k,1:k) of eq. 4, `[kv_heads, N]`: of each token the similarity of the most similar earlier one, 0 of the
+    first. keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`. Keys that point apart are not similar, whatever their
+    values."""
     k, v = (F.normalize(rows.float(), dim=2) for rows in (keys, values))
     found = []
     for start in range(0, k.shape[1], _ROWS):
         rows = slice(start, start + _ROWS)
-        alike = (k[:, rows] @ k.mT).clamp_min(0) * (v[:, rows] @ v.mT)  # [kv_heads, rows, N]
-        alike.diagonal(start, 1, 2).fill_(-torch.inf)
-        found.append(alike.amax(dim=2))
-    return torch.cat(found, dim=1)
+        seen = slice(start + _ROWS)
+        alike = (k[:, rows] @ k[:, seen].mT).clamp_min(0) * (v[:, rows] @ v[:, seen].mT)  # [kv_heads, rows, seen]
+        earlier = torch.ones_like(alike, dtype=torch.bool).tril(start - 1)
+        found.append(alike.masked_fill(~earlier, -torch.inf).amax(dim=2))
+    nearest = torch.cat(found, dim=1)
+    nearest[:, 0] = 0
+    return nearest

@@ -192,6 +192,27 @@ def read_positions(selection, document, layer, heads):
     return [sorted(head) for head in found]
 
 
+@pytest.mark.parametrize("page", [5, 16])
+def test_exact_bounds_are_the_least_and_largest_values_of_a_page(caches, page):
+    """Section 3.2 of Quest in loops, with fp64 products; rounded bounds are wider."""
+    layer = caches[2].layers[0]  # heads of different lengths
+    (prefix,) = layer.prefixes()
+    units, rounded = of_pages(prefix, page, exact=True), of_pages(prefix, page)
+    low, high = units.low.double(), (units.low + units.span).double()
+    unit = 0
+    for (keys, _), length in zip(prefix.heads, prefix.lengths, strict=True):
+        for start in range(0, length, page):
+            rows = keys[start : min(length, start + page)]
+            assert torch.equal(low[unit], rows.amin(dim=0).double())
+            assert torch.allclose(high[unit], rows.amax(dim=0).double(), rtol=1e-6, atol=1e-6)
+            unit += 1
+    assert unit == len(units.low)
+    assert units.scale == 1
+    assert bool((rounded.low.double() <= low).all())
+    assert bool(((rounded.low.float() + rounded.scale * rounded.span.float()).double() > high).any())
+    assert build("quest", {"bounds": "exact"}).bounds == "exact"
+
+
 def test_bounds_of_codes_are_those_of_the_rows_they_stand_for():
     """Of other pages, and of plain rows, they are made. They bound every key, and hardly more."""
     keys, lengths = torch.randn(150, 32, generator=torch.Generator().manual_seed(1)) * 3, (90, 60)

@@ -200,6 +200,18 @@ def test_a_model_of_windows_alone_has_nothing_to_reduce() -> None:
         engine.export(cache)
 
 
+@pytest.mark.parametrize("window", [USUAL["max_position_embeddings"], 1024])
+def test_a_window_as_long_as_the_longest_sequence_is_none(window: int) -> None:
+    """Phi-3-mini-128k has a window of 262,144 tokens and takes 131,072."""
+    windowed, plain = (Engine(made("phi3", sliding_window=each), name="m") for each in (window, None))
+    ours, theirs = (engine.compress(ids(100), policy="snapkv", budget_tokens=40) for engine in (windowed, plain))
+    assert ours.kept_tokens == theirs.kept_tokens == 40
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.entry_positions, other.entry_positions)
+    assert Engine(made("phi3", sliding_window=511), name="m").kinds[0].window == 511
+
+
 def test_a_configuration_that_tells_another_window_than_the_layer_is_refused() -> None:
     engine = Engine(made("olmo3"), name="m")
     engine.model.base_model.layers[2].self_attn.sliding_window = 30

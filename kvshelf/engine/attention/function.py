@@ -30,7 +30,7 @@ from kvshelf.kernels.prefix_attention import (
     prefix_attention,
 )
 from kvshelf.methods.policies.view import Call
-from kvshelf.model.layers import chunk_of
+from kvshelf.model.layers import chunk_of, hiding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +176,8 @@ def logit_rules(module: nn.Module, scale: float, options: dict[str, Any]) -> Log
     """What a call of the attention function by this module says about logits."""
     sinks = options.get("s_aux")
     softcap = options.get("softcap") or 0.0
-    window, config = options.get("sliding_window"), getattr(module, "config", None)
+    config = getattr(module, "config", None)
+    window = hiding(options.get("sliding_window"), config)
     chunk = None if config is None else chunk_of(config, layer_index(module))
     return LogitRules(scale, softcap, None if sinks is None else sinks.float(), window, chunk)
 

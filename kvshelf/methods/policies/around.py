@@ -93,6 +93,13 @@ class Around(Policy):
     def exact(self) -> bool:
         return self.inner.exact
 
+    @property
+    def sizes_itself(self) -> bool:
+        return self.inner.sizes_itself
+
+    def own_budget(self, document: DocumentView) -> Budget:
+        return self.inner.own_budget(document)
+
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         return self.inner.probe_passes(document)
 

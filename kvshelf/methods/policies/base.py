@@ -154,6 +154,15 @@ class Policy(Method):
         return "during"
 
     @property
+    def sizes_itself(self) -> bool:
+        """Whether `own_budget` says how many entries stay, and a request must not."""
+        return not self.takes_budget
+
+    def own_budget(self, document: DocumentView) -> Budget:
+        """The budget of a policy that sizes itself."""
+        return Budget.full(document.num_tokens)
+
+    @property
     def takes_questions(self) -> bool:
         """Whether expected questions guide it."""
         return False
@@ -282,8 +291,8 @@ class ProbedPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class TailPolicy(ProbedPolicy, ScoringPolicy):
-    """Scores by the last `window` rows of the prompt, and keeps those rows that are the document's own tokens."""
+class WindowPolicy(ProbedPolicy):
+    """Observes the last `window` rows of the prompt, and keeps those rows that are the document's own tokens."""
 
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 
@@ -296,7 +305,13 @@ class TailPolicy(ProbedPolicy, ScoringPolicy):
         return self
 
     def protected(self, layer: LayerView) -> Tensor:
-        return super().protected(layer) | layer.window(self.window).protect_tail()
+        """`[N]` bool: tokens kept whatever their score."""
+        return layer.protected | layer.window(self.window).protect_tail()
+
+
+@dataclass(frozen=True)
+class TailPolicy(WindowPolicy, ScoringPolicy):
+    """Scores each entry by itself, by the rows that a `WindowPolicy` observes."""
 
 
 def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:

@@ -16,14 +16,14 @@ from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.policies.base import TailPolicy, keep, pooling_kernel
+from kvshelf.methods.policies.base import WindowPolicy, keep, pooling_kernel
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.merging import MergePlan, nearest
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class EMS(TailPolicy):
+class EMS(WindowPolicy):
     """Evict by global and local attention, then merge the next best tokens into the kept tokens most similar to them.
 
     Score per query head (eq. 2): s = max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo is the attention a
@@ -39,6 +39,9 @@ class EMS(TailPolicy):
     `pos="post"` compares and merges keys as attention sees them. "pre" undoes RoPE first, so more tokens are similar,
     and each slot is rotated to its own position whenever it is read. This is better for gist, worse for retrieval (the
     paper's "w.o. pos" and "w. pos"), and slower to attend to.
+
+    The paper's ablations: `score` "global" is s_glo alone and "local" s_loc alone (its table 4); `similarity` "keys" or
+    "values" joins by one of the two cosines (table 8). With "values", tokens whose keys point apart merge, too.
 
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
@@ -60,6 +63,18 @@ class EMS(TailPolicy):
     tau: float = parameter(0.6, "least similarity at which tokens merge; above 1 none do", minimum=0)
     pos: str = parameter("post", "merge keys with RoPE (post) or without (pre)", choices=("post", "pre"))
     merge: bool = parameter(True, "false: only evict")
+    score: str = parameter(
+        "both",
+        "global: attention from all rows alone; local: from the window alone",
+        choices=("both", "global", "local"),
+        added=True,
+    )
+    similarity: str = parameter(
+        "both",
+        "whose cosine tokens merge by: that of keys times that of values, or one",
+        choices=("both", "keys", "values"),
+        added=True,
+    )
     every: int = parameter(1, "sum every n-th row only for the global score, for 1 / n of its work", minimum=1)
 
     @property
@@ -71,7 +86,8 @@ class EMS(TailPolicy):
         """Whether keys are merged, and stored, without their rotation."""
         return self.merge and self.pos == "pre"
 
-    def score(self, layer: LayerView) -> Tensor:
+    def scores(self, layer: LayerView) -> Tensor:
+        """Equation 2, pooled: `[kv_heads, N]` fp32, higher is kept."""
         window = layer.window(self.window)
         if layer.probes:
             everywhere, _ = layer.column_sums(every=self.every)
@@ -81,11 +97,12 @@ class EMS(TailPolicy):
             everywhere, local = layer.column_sums(self.window, self.every)
             judged = layer.num_tokens
         ratio = local[:, :judged].mean(dim=1, keepdim=True) / everywhere[:, :judged].mean(dim=1, keepdim=True)
-        scores = torch.maximum(everywhere * ratio, local)  # [q_heads, N]
+        aligned = everywhere * ratio  # [q_heads, N]
+        scores = {"both": torch.maximum(aligned, local), "global": aligned, "local": local}[self.score]
         return pooled(layer.grouped(scores).mean(dim=1), self.kernel)
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept | Merged:
-        scores, protected = self.score(layer), self.protected(layer)
+        scores, protected = self.scores(layer), self.protected(layer)
         kept = select(scores, protected, budget.per_head)
         importance = importance_of(scores, protected)
         if not self.merge:
@@ -93,7 +110,8 @@ class EMS(TailPolicy):
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
-        similarity, targets = nearest(keys, layer.values, candidates, kept, kept & ~protected)
+        compared = {"both": (keys, layer.values), "keys": (keys, None), "values": (layer.values, None)}[self.similarity]
+        similarity, targets = nearest(*compared, candidates, kept, kept & ~protected)
         plan = MergePlan.joining(kept, similarity >= self.tau, targets)
         class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
         rope_mode: RopeMode = "pre" if self.unrotated else "baked"

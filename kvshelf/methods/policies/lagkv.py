@@ -21,8 +21,11 @@ class LagKV(PartitionPolicy):
     `score` "local" judges a partition in its own scale (eq. 14 and 15: policy `localkv`), "l2" keeps the shortest keys
     of a partition (eq. 16; the paper leaves the first two layers whole then: `skip_layers` 2).
 
-    Departures: the budget is given and the share per partition follows from it; if it does not divide evenly, the
-    earliest partitions keep one entry more. A channel that is constant over a partition gets a small spread instead of
+    `r` is the paper's retention: each reduced partition keeps r * lag entries, rounded down, and the size follows (eq.
+    12). The layers that `skip_layers` leaves whole then cost the others nothing.
+
+    Departures: without `r` the share per partition follows from the budget; if it does not divide evenly, the earliest
+    partitions keep one entry more. A channel that is constant over a partition gets a small spread instead of
     0/0. The authors' code leaves any list of layers whole, here the first `skip_layers`, and the others pay for them.
     `sink` and `lag` default to kvpress's 4 and 128, not to the authors' 16 and 1024, because documents may be short.
     """

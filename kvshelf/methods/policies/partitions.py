@@ -6,6 +6,7 @@ and while the document is read: one-shot, recursive and streaming selection agre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -21,6 +22,7 @@ from kvshelf.kernels.select import select
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import Absorber, Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
+from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
@@ -42,6 +44,11 @@ class Cut:
     def whole(self) -> int:
         """Tokens that stay: sink, last partition and remainder."""
         return self.num_tokens - self.reduced * self.lag
+
+    def retained(self, r: float) -> int:
+        """Entries that stay where each reduced partition keeps `r` of its tokens, rounded down (eq. 12)."""
+        # 0.29 * 100 is 28.99...; the small term makes it the 29 that was meant.
+        return self.whole + self.reduced * math.floor(r * self.lag + 1e-9)
 
     def shares(self, entries: int) -> list[int]:
         """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If
@@ -69,6 +76,32 @@ class PartitionPolicy(Policy):
         "whole: one pass, then reduce; chunked: lag tokens a pass, each behind what was kept of those before it",
         choices=("whole", "chunked"),
     )
+    r: float | None = parameter(
+        None,
+        "part of each reduced partition that stays, in place of a budget; null: the budget decides",
+        minimum=1e-6,
+        maximum=1,
+        added=True,
+    )
+
+    @property
+    def sizes_itself(self) -> bool:
+        return self.r is not None
+
+    def own_budget(self, document: DocumentView) -> Budget:
+        """The mean over all layers, rounded down: that of equation 12, and all of the first `skip_layers`."""
+        tokens, layers = document.num_tokens, document.num_layers or 1
+        skipped = min(self.skip_layers, layers)
+        mean = (self._retained(document) * (layers - skipped) + tokens * skipped) // layers
+        return Budget(mean, 1 - mean / tokens)
+
+    @property
+    def exact(self) -> bool:
+        return self.r is None
+
+    def _retained(self, document: DocumentView) -> int:
+        assert self.r is not None, "the policy must size itself"
+        return self._cut(document).retained(self.r)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
@@ -82,6 +115,8 @@ class PartitionPolicy(Policy):
                 "score=l2 looks at keys alone, so value_weight says nothing; leave it out, or take score=lag",
                 param="policy_params.value_weight",
             )
+        if self.r is not None:
+            return self
         least = document.protected_prefix + 1
         room = self._whole_layers.fewest(document.num_layers, document.num_tokens, budget.tokens, least, "skip_layers")
         policy = self
@@ -107,7 +142,14 @@ class PartitionPolicy(Policy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         cut = self._cut(layer.document)
-        budget = self._whole_layers.of_layer(layer.place, layer.num_layers, layer.num_tokens, budget)
+        if self.r is None:
+            budget = self._whole_layers.of_layer(layer.place, layer.num_layers, layer.num_tokens, budget)
+        else:
+            whole = layer.place < self.skip_layers
+            count = layer.num_tokens if whole else cut.retained(self.r)
+            budget = LayerBudget.uniform(layer.kv_heads, count)
+        if not cut.reduced:
+            return Full().reduce(layer, budget)
         judged = slice(cut.sink, cut.sink + cut.reduced * self.lag)
         with_next = slice(cut.sink, judged.stop + self.lag)
         scores = self.scores(layer.keys[:, with_next], layer.values[:, with_next])

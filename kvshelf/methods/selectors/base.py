@@ -124,17 +124,18 @@ class StepSelector(UnitSelector):
         return self.every
 
 
-def of_pages(prefix: PackedPrefix, page: int) -> Units:
+def of_pages(prefix: PackedPrefix, page: int, *, exact: bool = False) -> Units:
     """Pages of `page` consecutive entries with bounds of each channel of their keys. The first page of a head, and the
     last, are always read: there are the attention sinks and the most recent tokens.
 
     The bounds are the zeros and scales that quantized keys have in such groups: the least value, rounded down, and the
     range over the largest code, rounded up. Of keys that are quantized in groups of `page` they are there, and these
-    tables are views.
+    tables are views. exact: the least value and the range in fp32, as the paper has them, for twice the bytes.
     """
     keys = prefix.keys
-    there = not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page
-    low, span, codes = (keys.zeros, keys.scales, 2**keys.bits - 1) if there else _bounds(prefix, page)  # type: ignore[union-attr]
+    there = not exact and not isinstance(keys, Tensor) and keys.axis == "tokens" and keys.group == page
+    made = _extremes if exact else _bounds
+    low, span, codes = (keys.zeros, keys.scales, 2**keys.bits - 1) if there else made(prefix, page)  # type: ignore[union-attr]
     counts = tuple(-(-length // page) for length in prefix.lengths)
     ends, forced = [], []
     for length, count in zip(prefix.lengths, counts, strict=True):
@@ -155,6 +156,20 @@ def _bounds(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, int]:
     empty = torch.empty(0, prefix.keys.shape[1], dtype=torch.bfloat16, device=prefix.keys.device)
     _, scales, zeros = zip(*found, strict=True) if found else ((), (empty,), (empty,))
     return torch.cat(zeros), torch.cat(scales), 255
+
+
+def _extremes(prefix: PackedPrefix, page: int) -> tuple[Tensor, Tensor, int]:
+    """The least value and the range of each channel of the pages, `[pages, D]` fp32, and the factor of the range."""
+    pages = [
+        head[start : min(length, start + page)].float()
+        for (head, _), length in zip(prefix.heads, prefix.lengths, strict=True)
+        for start in range(0, length, page)
+    ]
+    if not pages:
+        empty = torch.empty(0, prefix.keys.shape[1], device=prefix.keys.device)
+        return empty, empty, 1
+    low = torch.stack([rows.amin(dim=0) for rows in pages])
+    return low, torch.stack([rows.amax(dim=0) for rows in pages]) - low, 1
 
 
 _AT_ONCE = 64

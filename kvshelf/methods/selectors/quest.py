@@ -24,9 +24,10 @@ class Quest(StepSelector):
     entries; of a quantized cache, as many as share a scale (32), whose zeros and scales are these bounds already, so
     that the index costs no byte.
 
-    Departures: the paper chooses for each query head and has no GQA; here a KV head reads the pages with the largest
-    bound of any of its query heads (`over`). The first two of 32 layers are read whole in the paper; here a sixteenth
-    of the layers, rounded down (`dense_layers`). The first and the last page of each head are always read.
+    Departures: bounds are rounded outward to bfloat16, unless `bounds` is "exact". The paper chooses for each query
+    head and has no GQA; here a KV head reads the pages with the largest bound of any of its query heads (`over`), as
+    the kernels choose rows of KV heads. The first two of 32 layers are read whole in the paper; here a sixteenth of the
+    layers, rounded down (`dense_layers`). The first and the last page of each head are always read.
     """
 
     name: ClassVar[str] = "quest"
@@ -36,6 +37,12 @@ class Quest(StepSelector):
 
     page: int | None = parameter(None, "entries of a page; null: 16, or those that share a scale", minimum=1)
     dense_layers: int | None = parameter(None, "first layers read whole; null: a sixteenth of all", minimum=0)
+    bounds: str = parameter(
+        "rounded",
+        "rounded: outward, to bfloat16; exact: in fp32, for twice the bytes",
+        choices=("rounded", "exact"),
+        added=True,
+    )
     over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
 
     @property
@@ -46,7 +53,7 @@ class Quest(StepSelector):
         return layer >= (num_layers // 16 if self.dense_layers is None else self.dense_layers)
 
     def units(self, stored: StoredLayer) -> list[Units]:
-        return [of_pages(prefix, self._page(prefix)) for prefix in stored.prefixes]
+        return [of_pages(prefix, self._page(prefix), exact=self.bounds == "exact") for prefix in stored.prefixes]
 
     def _page(self, prefix: PackedPrefix) -> int:
         quantized = not isinstance(prefix.keys, Tensor)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from typer.testing import CliRunner
 
-from kvshelf_bench.characterize.heads import MASS, heads, nearest_similarity, sparsity
+from kvshelf.engine.attention.function import Attended
+from kvshelf_bench.characterize.heads import MASS, TAU, WINDOW, _Statistics, heads, nearest_similarity, sparsity
 from kvshelf_bench.cli import app
 from tests.kernels.references.column_sums import column_sums
 
@@ -21,20 +23,21 @@ def test_a_head_whose_attention_few_tokens_receive_is_sparse():
     assert sparsity(torch.stack([even, one])).tolist() == pytest.approx([1 - MASS, 0.99], abs=0.011)
 
 
-def test_a_token_s_nearest_is_another_one_with_key_and_value_alike():
+def test_a_token_s_nearest_is_an_earlier_one_with_key_and_value_alike():
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, 700, 8, generator=draw) for _ in range(2))
     keys[1, 600], values[1, 600] = 3 * keys[1, 5], 0.5 * values[1, 5]  # as similar as can be, of other lengths
     keys[0, 9], values[0, 9] = -keys[0, 8], -values[0, 8]  # apart in both: a product of 1, and nothing in common
     found = nearest_similarity(keys, values)
-    assert found[1, [5, 600]].tolist() == pytest.approx([1, 1])
+    assert found[1, 600].item() == pytest.approx(1)
+    assert found[1, 5] < 1, "the one like it comes later"
+    assert found[:, 0].tolist() == [0, 0]
     assert found[0, [8, 9]].max() < 1
     for head, token in ((0, 3), (1, 650)):  # by hand, over the boundary of a block of rows
         others = [
             max(0.0, float(F.cosine_similarity(keys[head, token], keys[head, other], dim=0)))
             * float(F.cosine_similarity(values[head, token], values[head, other], dim=0))
-            for other in range(700)
-            if other != token
+            for other in range(token)
         ]
         assert found[head, token] == pytest.approx(max(others), abs=1e-5)
 
@@ -48,6 +51,39 @@ def test_heads_of_a_model_are_means_over_documents(tiny):
             each = [getattr(head, name) for head in (first, second, mean)]
             assert each[2] == pytest.approx((each[0] + each[1]) / 2)
             assert 0 <= each[2] <= 1
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_the_statistics_are_equations_3_and_4_in_loops(group):
+    draw = torch.Generator().manual_seed(group)
+    queries = torch.randn(2 * group, 50, 8, generator=draw)
+    keys, values = (torch.randn(2, 50, 8, generator=draw) + 0.7 for _ in range(2))
+    statistics = _Statistics()
+    states = (part.unsqueeze(0) for part in (queries, keys, values))
+    statistics.after_attention(Attended(SimpleNamespace(layer_idx=0), *states, scaling=1.0))
+    for head in range(2):
+        scores = torch.zeros(50).double()
+        for query in queries[head * group : (head + 1) * group].double():
+            rows = torch.zeros(50, 50).double()
+            for i in range(50):
+                rows[i, : i + 1] = (keys[head, : i + 1].double() @ query[i]).softmax(dim=0)
+            everywhere, local = rows.sum(dim=0), rows[-WINDOW:].sum(dim=0)
+            scores += torch.maximum(everywhere * local.sum() / everywhere.sum(), local) / group
+        ranked, needed, mass = sorted(scores.tolist(), reverse=True), 0, 0.0
+        while mass < MASS * sum(ranked):
+            mass, needed = mass + ranked[needed], needed + 1
+        redundant = 0
+        for k in range(50):
+            cosines = [
+                float(F.cosine_similarity(keys[head, k], keys[head, j], dim=0).clamp_min(0))
+                * float(F.cosine_similarity(values[head, k], values[head, j], dim=0))
+                for j in range(k)
+            ]
+            redundant += max(cosines, default=0.0) >= TAU
+        sparse, _, mergeable = statistics.of_layers[0][:, head].tolist()
+        assert sparse == pytest.approx(1 - needed / 50)
+        assert mergeable == pytest.approx(redundant / 50)
+        assert 0 < redundant < 50
 
 
 def test_sparsity_is_of_the_attention_of_all_rows():

@@ -94,14 +94,15 @@ def column_sums(layer, head, window):
     return everywhere, local, judged, tail
 
 
-def naive_scores(layer, kv_head, window, kernel):
+def naive_scores(layer, kv_head, window, kernel, by="both"):
     group, end = len(layer.queries) // KV_HEADS, layer.num_tokens
     mean = [0.0] * end
     for head in range(kv_head * group, (kv_head + 1) * group):
         everywhere, local, judged, _ = column_sums(layer, head, window)
         ratio = float(local[:judged].sum() / everywhere[:judged].sum())
         for j in range(end):
-            mean[j] += max(float(everywhere[j]) * ratio, float(local[j])) / group
+            glo, loc = float(everywhere[j]) * ratio, float(local[j])
+            mean[j] += {"both": max(glo, loc), "global": glo, "local": loc}[by] / group
     reach = kernel // 2
     return [sum(mean[max(0, j - reach) : j + reach + 1]) / kernel for j in range(end)]
 
@@ -110,9 +111,9 @@ def cosine(a, b):
     return float(a.double() @ b.double()) / math.sqrt(float(a.double() @ a.double()) * float(b.double() @ b.double()))
 
 
-def naive_classes(layer, kv_head, budget, window, kernel, gamma, tau):
+def naive_classes(layer, kv_head, budget, window, kernel, gamma, tau, score="both", similarity="both"):
     """center position -> positions of its members; and the scores."""
-    scores, end = naive_scores(layer, kv_head, window, kernel), layer.num_tokens
+    scores, end = naive_scores(layer, kv_head, window, kernel, score), layer.num_tokens
     *_, tail = column_sums(layer, 0, window)
     always = {*range(layer.protected_prefix), *range(end - tail, end)}
     ranked = sorted((j for j in range(end) if j not in always), key=lambda j: (-scores[j], j))
@@ -121,9 +122,10 @@ def naive_classes(layer, kv_head, budget, window, kernel, gamma, tau):
     classes = {j: [] for j in [*always, *important]}
     keys, values = layer.keys[kv_head], layer.values[kv_head]
     for i in candidates:
-        similarity = {j: cosine(keys[i], keys[j]) * cosine(values[i], values[j]) for j in important}
-        nearest = max(similarity, key=lambda j: (similarity[j], -j))
-        if similarity[nearest] >= tau and cosine(keys[i], keys[nearest]) > 0:
+        cosines = {j: (cosine(keys[i], keys[j]), cosine(values[i], values[j])) for j in important}
+        alike = {j: {"both": k * v, "keys": k, "values": v}[similarity] for j, (k, v) in cosines.items()}
+        nearest = max(alike, key=lambda j: (alike[j], -j))
+        if alike[nearest] >= tau and (similarity != "both" or cosines[nearest][0] > 0):
             classes[nearest].append(i)
     return classes, scores
 
@@ -154,6 +156,27 @@ def test_is_the_method_written_out_in_loops(seed, probes):
             assert torch.allclose(value, mean, atol=1e-5)
 
 
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize(
+    "ablation", [{"score": "global"}, {"score": "local"}, {"similarity": "keys"}, {"similarity": "values"}]
+)
+def test_the_paper_s_ablations_are_those_written_out_in_loops(group, ablation):
+    """Tables 4 and 8 of the paper."""
+    layer, budget, sizes = view(90, group=group, protected=1, seed=group), 24, {"window": 6, "kernel": 3, "gamma": 2.5}
+    record, whole = (reduced(layer, budget, tau=0.7, **sizes, **chosen) for chosen in (ablation, {}))
+    for head in range(KV_HEADS):
+        classes, _ = naive_classes(layer, head, budget, tau=0.7, **sizes, **ablation)
+        assert record.positions[head].tolist() == sorted(classes)
+        slots = slice(*record.slot_offsets[head : head + 2])
+        owner = {i: center for center, members in classes.items() for i in [center, *members]}
+        assert record.slot_positions[slots].tolist() == sorted(owner)
+        assert [sorted(classes)[i] for i in record.slot_classes[slots].tolist()] == [owner[i] for i in sorted(owner)]
+    assert record.slot_positions.tolist() != whole.slot_positions.tolist(), "the ablation changed nothing"
+    everything = reduced(layer, 90, **ablation)
+    assert torch.equal(everything.keys, layer.keys.flatten(0, 1))
+    assert torch.equal(everything.values, layer.values.flatten(0, 1))
+
+
 # The invariants
 
 
@@ -165,7 +188,7 @@ def test_without_a_probe_the_ratio_of_the_means_is_window_over_n(tokens, seed, d
     layer = view(tokens, group=1, seed=seed)
     everywhere, local = layer.column_sums(window)
     expected = torch.maximum(everywhere * (window / tokens), local)
-    scores = build("ems", {"window": window, "kernel": 1}).score(layer)
+    scores = build("ems", {"window": window, "kernel": 1}).scores(layer)
     assert torch.allclose(scores, expected, rtol=1e-5, atol=0)
 
 
@@ -274,7 +297,7 @@ def test_merging_is_by_weight():
     layer = view(40, group=1, seed=1)
     record = reduced(layer, 10, window=2, kernel=1, tau=0.0)
     policy = build("ems", {"window": 2, "kernel": 1})
-    scores = policy.score(layer)
+    scores = policy.scores(layer)
     pairs = 0
     for head in range(KV_HEADS):
         slots = slice(*record.slot_offsets[head : head + 2])

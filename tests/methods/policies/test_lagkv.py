@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.engine.prefill.chunked import ChunkedLayer
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -238,3 +238,79 @@ def test_a_constant_channel_does_not_poison_the_choice(name):
     record = one_shot(build(name, {"lag": 32}), keys, values, 150)
     assert [len(head) for head in record.positions] == [150, 150]
     assert not record.importance.isnan().any()
+
+
+def naive_kept(keys, values, *, sink, lag, r, by_norm):
+    """Equations 7 to 12 and 16 in fp64 loops: the positions that one head keeps."""
+    tokens = len(keys)
+    partitions = (tokens - sink) // lag
+    kept = [*range(sink)]
+    for part in range(partitions):
+        own = [*range(sink + part * lag, sink + (part + 1) * lag)]
+        if part == partitions - 1:
+            kept += own
+            continue
+        scores = torch.zeros(lag).double()
+        for states in [keys] if by_norm else [keys, values]:
+            rows, following = states[own].double(), states[[i + lag for i in own]].double()
+            if by_norm:
+                scores -= rows.norm(dim=1)
+                continue
+            low, high = following.min(dim=0).values, following.max(dim=0).values
+            scores += ((rows - low) / (high - low)).std(dim=1).softmax(dim=0)
+        ranked = sorted(range(lag), key=lambda i: (-float(scores[i]), i))
+        kept += sorted(own[i] for i in ranked[: int(r * lag + 1e-9)])
+    return [*kept, *range(sink + partitions * lag, tokens)]
+
+
+@pytest.mark.parametrize("score", ["lag", "l2"])
+@pytest.mark.parametrize(
+    ("tokens", "lag", "r"), [(1040, 512, 1 / 6), (600, 64, 0.25), (300, 100, 0.29), (150, 128, 0.5)]
+)
+def test_a_retention_stands_in_place_of_a_budget(score, tokens, lag, r):
+    """Also where the mean over layers is no integer: N = 1040, L = 512 and r = 1/6 with two of four layers whole."""
+    skip = 2 if score == "l2" else 0
+    policy = build("lagkv", {"sink": 16, "lag": lag, "r": r, "score": score, "skip_layers": skip})
+    document = DocumentView(range(tokens), num_layers=4)
+    budget = policy.own_budget(document)
+    policy = policy.fitted(document, budget, frozenset({"r"}))
+    total = 0
+    for place in range(4):
+        keys, values = random_states(2, tokens, 8, place)
+        layer = LayerView(place, keys, values, None, 1.0, document, num_layers=4, place=place)
+        record = policy.reduce(layer, LayerBudget.uniform(2, budget.tokens))
+        for head, positions in enumerate(record.positions):
+            naive = naive_kept(keys[head], values[head], sink=16, lag=lag, r=r, by_norm=score == "l2")
+            assert positions.tolist() == ([*range(tokens)] if place < skip else naive)
+        total += len(record.positions[0])
+    assert budget.tokens == total // 4
+
+
+@pytest.mark.parametrize("r", [0, -0.5, 1.01, "half"])
+def test_a_retention_outside_0_to_1_is_refused_by_name(r):
+    with pytest.raises(InvalidRequest, match="'r'") as refused:
+        build("lagkv", {"r": r})
+    assert refused.value.param == "policy_params.r"
+
+
+@pytest.mark.parametrize("prefill", ["whole", "chunked"])
+def test_a_retention_is_taken_by_an_engine_and_a_size_beside_it_is_refused(llama, prefill):
+    engine, document = llama.engine, [5 + i % 90 for i in range(300)]
+    params = {"r": 0.25, "lag": 32, "sink": 4, "prefill": prefill}
+    cache = engine.compress(document, policy="lagkv", **params)
+    same = engine.compress(document, policy="lagkv", **{**params, "r": None}, budget_tokens=300 - 8 * 24)
+    for ours, theirs in zip(cache.layers, same.layers, strict=True):
+        assert torch.equal(ours.entry_positions, theirs.entry_positions)
+    whole, full = (engine.compress(document, policy=p, **q) for p, q in [("lagkv", {"r": 1.0}), ("full", {})])
+    for ours, theirs in zip(whole.layers, full.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    with pytest.raises(InvalidRequest, match="takes no budget_tokens"):
+        engine.prepare(document, policy="lagkv", policy_params=params, budget_tokens=100)
+
+
+def test_a_parameter_that_was_added_is_in_an_identity_only_where_it_is_used() -> None:
+    assert "r" not in build("lagkv", {}).parameters()
+    assert build("lagkv", {"r": 0.5}).parameters()["r"] == 0.5
+    assert not {"score", "similarity"} & build("ems", {}).parameters().keys()
+    assert build("ems", {"score": "global"}).parameters()["score"] == "global"

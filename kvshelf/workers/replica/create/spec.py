@@ -106,8 +106,9 @@ def require_policy(spec: CreateCache) -> None:
         return
     policy = build(spec.policy, spec.policy_params)
     require_budget_taken(policy, spec.compression_ratio, spec.budget_tokens)
-    if spec.levels and not policy.takes_budget:
-        raise InvalidRequest(f"policy {policy.name!r} keeps everything and takes no levels", param="levels")
+    if spec.levels and policy.sizes_itself:
+        how = "has its size from its parameters" if policy.takes_budget else "keeps everything"
+        raise InvalidRequest(f"policy {policy.name!r} {how} and takes no levels", param="levels")
 
 
 def first_date(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
