@@ -90,7 +90,7 @@ class Breakpoint(RequestBody):
     ttl: CacheTtl | None = None
 
 
-class CacheOptions(RequestBody):
+class PromptCacheOptions(RequestBody):
     """`ttl`: how long what a breakpoint makes lives from its last use on. `mode` has no effect: a cache is made for a
     breakpoint alone."""
 
@@ -180,7 +180,7 @@ class OpenAIRequest(AskShelf):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @model_validator(mode="after")
     def _about_caches(self) -> Self:
@@ -294,7 +294,7 @@ class ChatCompletionRequest(OpenAIRequest):
         )
 
 
-class PrewarmOptions(CacheOptions):
+class PrewarmOptions(PromptCacheOptions):
     """`prewarm`: the cache is made, and nothing is answered."""
 
     prewarm: bool = False

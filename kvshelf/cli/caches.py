@@ -559,18 +559,18 @@ def _break_even(cache: CacheObject, prices: Prices | None) -> str:
     """After how many questions the cache has paid: in the model's seconds, or in money over the life it has."""
     from kvshelf.api.usage.prices import DAY_S, made_s, worth
 
-    asked = f"{cache.uses} asked so far"
+    uses = f"{cache.uses} asked so far"
     if prices is None:
         least = math.ceil(made_s(cache) / cache.timings.prefill_s)
-        return f"after {least} questions ({asked}), in seconds of the model"
+        return f"after {least} questions ({uses}), in seconds of the model"
     one = worth(cache, prices)
     days = 0.0 if cache.expires_at is None else (cache.expires_at - cache.created_at) / DAY_S
     least_paid = one.answers(days)
     if least_paid is None:
-        return f"never: a question saves nothing by these prices ({asked})"
+        return f"never: a question saves nothing by these prices ({uses})"
     idle = "" if math.isinf(one.most_idle_days) else f"; keep it while it is asked every {one.most_idle_days:,.1f} days"
     costs = f"made for {one.made:.2g} {prices.currency}, kept for {one.a_day:.2g} a day, saves {one.an_answer:.2g} each"
-    return f"after {least_paid} questions ({asked}): {costs}{idle}"
+    return f"after {least_paid} questions ({uses}): {costs}{idle}"
 
 
 def _source(cache: CacheObject) -> str:

@@ -14,7 +14,7 @@ from kvshelf.cli import _options
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
-    from kvshelf.api.usage import Cost, LabelUse, TtlUse, UsageReport, UsageRow
+    from kvshelf.api.usage import LabelUse, MoneyCost, TtlUse, UsageReport, UsageRow
     from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
     from kvshelf.service.access.keyfile import KeyFile
@@ -140,13 +140,13 @@ def _print(report: UsageReport) -> None:
     _table([*map(str.upper, groups), *headings], rows, len(groups))
     for stored in report.stored:
         month = "" if stored.month is None else f", {stored.month:,.2f} {money} a month"
-        told = f"{stored.tenant} stores {stored.caches} caches, {common.megabytes(stored.bytes)}{month}"
-        common.notes.print(told, style="dim")
+        line = f"{stored.tenant} stores {stored.caches} caches, {common.megabytes(stored.bytes)}{month}"
+        common.notes.print(line, style="dim")
     if report.labels:
         _print_labels(report.labels, money)
     for use in report.ttls:
-        if told := _told(use, money or ""):
-            common.notes.print(told, style="yellow", soft_wrap=True)
+        if line := _told(use, money or ""):
+            common.notes.print(line, style="yellow", soft_wrap=True)
 
 
 def _print_labels(labels: Sequence[LabelUse], money: str | None) -> None:
@@ -182,7 +182,7 @@ def _told(use: TtlUse, money: str) -> str:
     return f"{said}; {use.unused} were never asked"
 
 
-def _money(cost: Cost | None, money: str | None) -> list[str]:
+def _money(cost: MoneyCost | None, money: str | None) -> list[str]:
     if money is None:
         return []
     return ["-", "-"] if cost is None else [f"{amount:,.2f}" for amount in (cost.worker, cost.saved)]

@@ -214,9 +214,9 @@ class Asker:
         caches = [cache] if isinstance(cache, CompressedCache) else cache
         if route != "nearest":
             raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
-        for each in caches:
-            self._attachments.require_own(each)
-        place = self.nearest([each.identity.policy_params for each in caches], prompt)
+        for cache in caches:
+            self._attachments.require_own(cache)
+        place = self.nearest([cache.identity.policy_params for cache in caches], prompt)
         (answer,) = self.answers([(caches[place], prompt)], options)
         return replace(answer, sources=tuple(float(at == place) for at in range(len(caches))))
 
@@ -225,14 +225,14 @@ class Asker:
         batch, rows = self.batch(), []
         for cache, prompt in asked:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
-            document = self._attachments.joined([self._attachments.of(each) for each in caches])
+            document = self._attachments.joined([self._attachments.of(part) for part in caches])
             query = self._encoder.behind(document.identity, prompt)
             selection = self.selection(document, options.select, len(query))
             reducer = None if options.suffix is None else self.reducer(options.suffix, len(query))
             rows.append(self.start(document, query, options.sampling, selection, reducer=reducer))
         with kvshelf_attention(self._facts.model):  # otherwise each step would select and restore it
             while open_ones := [row for row in rows if not row.finished]:
-                for told in batch.step(open_ones):
-                    if isinstance(told, Exception):
-                        raise told
+                for outcome in batch.step(open_ones):
+                    if isinstance(outcome, Exception):
+                        raise outcome
         return [row.answer() for row in rows]

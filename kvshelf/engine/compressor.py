@@ -60,7 +60,7 @@ class Compressor:
         self,
         document: Document | EncodedDocument,
         options: CompressOptions,
-        **told: Unpack[EncodingFields],
+        **encoding: Unpack[EncodingFields],
     ) -> Job:
         """See `Engine.prepare`."""
         policy = options.built(options.default_policy)
@@ -68,9 +68,9 @@ class Compressor:
         if not isinstance(encoded, EncodedDocument):
             encoded = self._encoder.document(
                 encoded,
-                told.get("layout"),
-                variables=told.get("chat_template_kwargs"),
-                protect=told.get("protect", ()),
+                encoding.get("layout"),
+                variables=encoding.get("chat_template_kwargs"),
+                protect=encoding.get("protect", ()),
             )
         require_questions_taken(policy, options.expected_questions)
         view = self._encoder.view(encoded, options.expected_questions)
@@ -195,8 +195,8 @@ class Compressor:
         """
         done: dict[int, Compression] = {}
         for group in shared(levels):
-            asked = min(cues, 1) if all(level.loses_nothing for level in group) else cues
-            made = self.prefill(group, cues=asked, checkpoint=checkpoint, progress=progress)
+            num_cues = min(cues, 1) if all(level.loses_nothing for level in group) else cues
+            made = self.prefill(group, cues=num_cues, checkpoint=checkpoint, progress=progress)
             for number, (level, compression) in enumerate(zip(group, made.compressions, strict=True)):
                 if made.reference is not None:
                     (progress or nothing)("quality", number, len(group))

@@ -177,19 +177,14 @@ class Engine:
         return self.compressor.prepare(document, CompressOptions(**options), **told)
 
     def episodes(
-        self,
-        document: Document,
-        count: int = 4,
-        *,
-        prefill: str = "chunked",
-        **options: Any,
+        self, document: Document, count: int = 4, *, prefill: str = "chunked", **options: Any
     ) -> list[CompressedCache]:
         """One cache of the whole document for each of its episodes, by policy `epicache`: `compress`
         for each with these options. Each cache has the whole budget: `count` of them take `count` times the
         bytes. `answer` with route "nearest" asks the one that a question is about."""
-        given = {"policy": EPISODES_POLICY, "prefill": prefill, **options}
+        options = {"policy": EPISODES_POLICY, "prefill": prefill, **options}
         episodes = self.compressor.episodes(document, count)
-        return [self.compress(document, probe=each.text, centroid=each.centroid, **given) for each in episodes]
+        return [self.compress(document, probe=one.text, centroid=one.centroid, **options) for one in episodes]
 
     def extend(
         self,
@@ -203,8 +198,7 @@ class Engine:
         **policy_params: Any,
     ) -> CompressedCache:
         """`cache` with more text, token ids or messages appended to its document; `cache` itself stays as it is. The
-        arguments are those of
-        `prepare_append`."""
+        arguments are those of `prepare_append`."""
         options = CompressOptions(policy, compression_ratio, budget_tokens, policy_params, expected_questions)
         level = self.compressor.level(self.compressor.prepare_append(cache, more, options))
         return self.compressor.prefill([level]).compressions[0].cache

@@ -19,7 +19,7 @@ from kvshelf.cli import app
 from kvshelf.cli.output import harmless
 from kvshelf.cli.output.common import megabytes
 from kvshelf.store.bundles.bundle import push
-from kvshelf.store.bundles.places import Folder
+from kvshelf.store.bundles.places import BundleFolder
 from kvshelf.store.erasure.signing import Signer
 from tests.store.caches import make_cache
 
@@ -461,7 +461,7 @@ def test_a_bundle_of_the_service(report: Path, tmp_path: Path) -> None:
         assert after[same] == before[same]
     blob = make_cache().to_bytes()
     foreign = blob + about_part(inspect(blob).root, b'{"name": "foreign"}', b"")
-    push(Folder(place), "other", [foreign], Signer(key))
+    push(BundleFolder(place), "other", [foreign], Signer(key))
     refused = run("pull", place, "--bundle", "other", "--trust", trust, code=2)
     assert "which is not served here" in refused.stderr
 

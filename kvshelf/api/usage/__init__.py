@@ -50,15 +50,15 @@ class Metered(ResponseBody):
         return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})
 
 
-class Cost(ResponseBody):
+class MoneyCost(ResponseBody):
     """In the currency of the prices. worker: of the seconds that workers spent. saved: what the tokens that answers
     read from the shelf would have cost without it."""
 
     worker: float = 0.0
     saved: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(worker=self.worker + other.worker, saved=self.saved + other.saved)
+    def __add__(self, other: MoneyCost) -> MoneyCost:
+        return MoneyCost(worker=self.worker + other.worker, saved=self.saved + other.saved)
 
 
 class UsageRow(Metered):
@@ -67,7 +67,7 @@ class UsageRow(Metered):
     day: datetime.date | None = None
     model: str | None = None
     tenant: str | None = None
-    cost: Cost | None = None
+    cost: MoneyCost | None = None
 
 
 class TenantStored(ResponseBody):
@@ -91,7 +91,7 @@ class LabelUse(ResponseBody):
     uses: int
     made_s: float
     saved_s: float
-    cost: Cost | None = None
+    cost: MoneyCost | None = None
     month: float | None = None
 
 

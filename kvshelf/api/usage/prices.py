@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvshelf.api.caches import CacheObject
 from kvshelf.api.strict import parse_json
-from kvshelf.api.usage import Cost, LabelUse, Metered, TtlUse, UsageReport, UsageRow
+from kvshelf.api.usage import LabelUse, Metered, MoneyCost, TtlUse, UsageReport, UsageRow
 from kvshelf.errors import InvalidRequest
 
 DAY_S: Final = 86_400.0
@@ -94,15 +94,15 @@ def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | No
         group = {name: getattr(row, name) for name in ("day", "model", "tenant") if name in groups}
         key = tuple(map(str, group.values()))
         before = sums.get(key, UsageRow())
-        cost = None if prices is None else (before.cost or Cost()) + _cost(row, prices)
+        cost = None if prices is None else (before.cost or MoneyCost()) + _cost(row, prices)
         amounts = Metered.model_validate(dict(before)) + Metered.model_validate(dict(row))
         sums[key] = UsageRow.model_validate(dict(amounts) | group | {"cost": cost})
     return [sums[key] for key in sorted(sums)]
 
 
-def _cost(row: UsageRow, prices: Prices) -> Cost:
+def _cost(row: UsageRow, prices: Prices) -> MoneyCost:
     saved = prices.saved(row.model, row.cache_read_tokens, row.saved_s)
-    return Cost(worker=row.worker_s * prices.second(row.model), saved=saved)
+    return MoneyCost(worker=row.worker_s * prices.second(row.model), saved=saved)
 
 
 class Worth(NamedTuple):
@@ -143,18 +143,18 @@ def by_label(caches: Iterable[CacheObject], tenant: str, label: str, prices: Pri
     members: dict[str | None, list[CacheObject]] = {}
     for cache in caches:
         members.setdefault(cache.labels.get(label), []).append(cache)
-    found = [_label_use(tenant, value, own, prices) for value, own in members.items()]
-    return sorted(found, key=lambda use: (-use.bytes, use.value or ""))
+    rows = [_label_use(tenant, value, own, prices) for value, own in members.items()]
+    return sorted(rows, key=lambda use: (-use.bytes, use.value or ""))
 
 
 def _label_use(tenant: str, value: str | None, caches: Sequence[CacheObject], prices: Prices | None) -> LabelUse:
     nbytes = sum(cache.bytes.stored for cache in caches)
     priced: dict[str, Any] = {}
     if prices is not None:
-        each = [worth(cache, prices) for cache in caches]
-        saved = sum(one.an_answer * cache.uses for one, cache in zip(each, caches, strict=True))
+        worths = [worth(cache, prices) for cache in caches]
+        saved = sum(one.an_answer * cache.uses for one, cache in zip(worths, caches, strict=True))
         priced = {
-            "cost": Cost(worker=sum(one.made for one in each), saved=saved),
+            "cost": MoneyCost(worker=sum(one.made for one in worths), saved=saved),
             "month": _month(nbytes, prices),
         }
     return LabelUse(
@@ -178,8 +178,8 @@ def by_ttl(caches: Iterable[CacheObject], tenant: str, prices: Prices, now: floa
         judged = lifetime is not None and cache.timings.prefill_s and now - cache.created_at >= _JUDGED * lifetime
         if lifetime is not None and judged:
             members.setdefault(f"{lifetime:.1e}", []).append(cache)
-    found = [_ttl_use(tenant, own, prices) for own in members.values()]
-    return sorted(found, key=lambda use: (-use.lost, use.ttl_s))
+    rows = [_ttl_use(tenant, own, prices) for own in members.values()]
+    return sorted(rows, key=lambda use: (-use.lost, use.ttl_s))
 
 
 def _lifetime_s(cache: CacheObject) -> float | None:
@@ -207,7 +207,7 @@ def _ttl_use(tenant: str, caches: Sequence[CacheObject], prices: Prices) -> TtlU
 
 def priced(report: UsageReport, groups: Sequence[str], prices: Prices) -> UsageReport:
     """A report whose rows name their models, in money, and grouped anew."""
-    stored = [each.model_copy(update={"month": _month(each.bytes, prices)}) for each in report.stored]
+    stored = [amount.model_copy(update={"month": _month(amount.bytes, prices)}) for amount in report.stored]
     data = grouped(report.data, groups, prices)
     return report.model_copy(update={"data": data, "stored": stored, "currency": prices.currency})
 

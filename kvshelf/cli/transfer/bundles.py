@@ -45,7 +45,7 @@ class Signing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelf:
+class BundledShelf:
     """The shelf of caches: that of a service, or a store."""
 
     store: _options.Store = None
@@ -56,7 +56,7 @@ class Shelf:
 def push(
     place: Place,
     signing: Signing,
-    shelf: Shelf,
+    shelf: BundledShelf,
     caches: Annotated[list[str] | None, typer.Argument(metavar="[CACHE]...", help="Ids or names of caches.")] = None,
     label: _options.Labels = None,
     as_json: _options.AsJson = False,
@@ -92,7 +92,7 @@ def pull(
     place: Place,
     trust: TrustFile,
     fields: Annotated[dict[str, Any], _forms.IMPORTED],
-    shelf: Shelf,
+    shelf: BundledShelf,
     bundle: Annotated[str | None, typer.Option(help="Which bundle, where the place has several.")] = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -107,18 +107,18 @@ def pull(
             from kvshelf.store.bundles.places import place_at
             from kvshelf.store.bundles.trust import Trust
 
-        found = opened(place_at(place), Trust(trust), bundle)
-        with _importing(found, shelf) as put:
-            found.verify()
-            for export in found.exports():
+        signed = opened(place_at(place), Trust(trust), bundle)
+        with _importing(signed, shelf) as put:
+            signed.verify()
+            for export in signed.exports():
                 cache = put(export, fields)
                 if as_json:
                     common.print_object(cache)
                 else:
                     say(cache.id)
-        found.taken()
-    told = f"{found.about.name} number {found.about.sequence}, signed by {found.producer}"
-    common.notes.print(told, style="dim", soft_wrap=True)
+        signed.taken()
+    summary = f"{signed.about.name} number {signed.about.sequence}, signed by {signed.producer}"
+    common.notes.print(summary, style="dim", soft_wrap=True)
 
 
 def trust(
@@ -139,7 +139,9 @@ def trust(
     say(key)
 
 
-def _exports(stack: ExitStack, shelf: Shelf, references: Sequence[str], labels: Mapping[str, str]) -> Iterator[bytes]:
+def _exports(
+    stack: ExitStack, shelf: BundledShelf, references: Sequence[str], labels: Mapping[str, str]
+) -> Iterator[bytes]:
     """The exports of caches, each once, as they are asked for."""
     if shelf.store is None:
         client = stack.enter_context(_client(shelf))
@@ -162,18 +164,18 @@ def _exports(stack: ExitStack, shelf: Shelf, references: Sequence[str], labels: 
 
 
 @contextmanager
-def _importing(found: Bundle, shelf: Shelf) -> Iterator[Callable[[bytes, Mapping[str, Any]], CacheObject]]:
+def _importing(signed: Bundle, shelf: BundledShelf) -> Iterator[Callable[[bytes, Mapping[str, Any]], CacheObject]]:
     """What puts an export on the shelf."""
     if shelf.store is not None:
         with stores.opened(shelf.store, shelf.encryption_key_file) as store:
             yield partial(put_export, store)
         return
     with _client(shelf) as client:
-        found.require_models(model.fingerprint for model in client.models.list())
+        signed.require_models(model.fingerprint for model in client.models.list())
         yield lambda export, fields: client.caches.import_blob(export, **fields)
 
 
-def _client(shelf: Shelf) -> Client:
+def _client(shelf: BundledShelf) -> Client:
     from kvshelf.client import Client
 
     return Client(shelf.url)

@@ -21,9 +21,9 @@ from kvshelf.engine.attention.attachment import Attached, Wait
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.hooks import RowHook, Shown, Told, Wants
+from kvshelf.engine.decode.hooks import AnswerParts, RowHook, Shown, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
-from kvshelf.engine.decode.passages import Passages, Sources
+from kvshelf.engine.decode.passages import Passages, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import SeenDocument, Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
@@ -59,7 +59,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as of
-    `Sources`. passages: as of `Passages`, if asked for. turn: question and answer, or why they could
+    `SourceShares`. passages: as of `Passages`, if asked for. turn: question and answer, or why they could
     not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
     text that ended it, if one did."""
 
@@ -101,7 +101,7 @@ class Generation:
         come; None: all. logprobs: takes what the model gives the tokens."""
         self.document = document
         self._selection = selection
-        sources = Sources(len(document.parts)) if len(document.parts) > 1 else None
+        sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
         made = selection, Passages(document, selection) if passages else None, sources, reducer
         self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
         self.pending = list(query)
@@ -233,7 +233,7 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        told: Told = {}
+        told: AnswerParts = {}
         for hook in self._hooks:
             told |= hook.close()
         return Answer(

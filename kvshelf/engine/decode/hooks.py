@@ -47,7 +47,7 @@ NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
 """For rows whose hooks want nothing: most of them, at each step."""
 
 
-class Told(TypedDict, total=False):
+class AnswerParts(TypedDict, total=False):
     """What a hook tells of a finished answer: fields of an `Answer`."""
 
     sources: tuple[float, ...]
@@ -75,6 +75,6 @@ class RowHook:
         """Drop entries of the suffix, if it is time; after `took`. Returns how many entries need room from now on."""
         return None
 
-    def close(self) -> Told:
+    def close(self) -> AnswerParts:
         """What the answer is told, which is finished."""
         return {}

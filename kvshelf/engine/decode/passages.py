@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvshelf.artifact.records import PackedRecord, Recent
 from kvshelf.engine.attention.attachment import Attached
-from kvshelf.engine.decode.hooks import RowHook, Shown, Told, Wants
+from kvshelf.engine.decode.hooks import AnswerParts, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
 from kvshelf.kernels.prefix_attention import SelectedPrefix
 
 
-class Sources(RowHook):
+class SourceShares(RowHook):
     """The share of each document in the attention that a question's last token gave to documents, in their order:
     means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to all
     documents much alike."""
@@ -30,7 +30,7 @@ class Sources(RowHook):
         for masses in shown.masses:
             self._total += masses.cpu()
 
-    def close(self) -> Told:
+    def close(self) -> AnswerParts:
         return {"sources": tuple((self._total / self._total.sum()).tolist())}
 
 
@@ -54,7 +54,7 @@ class Passages(RowHook):
         if shown.complete and selected:
             self._count(self._document if self._selection is None else self._selection.seen)
 
-    def close(self) -> Told:
+    def close(self) -> AnswerParts:
         return {"passages": self._shares()}
 
     def _count(self, seen: Attached | Selection) -> None:

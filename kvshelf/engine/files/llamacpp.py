@@ -44,7 +44,7 @@ def llama_file(
     keys: Callable[[Tensor], Tensor] = _side_by_side if permuted else lambda states: states
     about = as_json(prefix.about).encode()
     head, tail = _head(prefix), about + _TRAILER.pack(len(about), _TRAILER_MAGIC)
-    rows = sum(_ROWS.size + each.nbytes for layer in prefix.layers for each in layer)
+    rows = sum(_ROWS.size + row.nbytes for layer in prefix.layers for row in layer)
     return EngineFile(len(head) + rows + len(tail), _pieces(prefix, keys, head, tail))
 
 

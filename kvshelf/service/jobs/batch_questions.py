@@ -24,7 +24,7 @@ from kvshelf.workers.replica.calls import Caller
 
 
 @dataclass(frozen=True)
-class Asker:
+class BatchAsker:
     """Asks a question of the replicas, behind the questions of users. identities: of served models."""
 
     identities: Mapping[str, ModelIdentity]

@@ -21,7 +21,7 @@ from kvshelf.corpus.run.stored import QuestionShard, StoredJournal, StoredShard
 from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
-from kvshelf.service.jobs.batch_questions import Asker
+from kvshelf.service.jobs.batch_questions import BatchAsker
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.service.storage import store_config
@@ -118,7 +118,7 @@ class BatchWork:
     engines: Mapping[str, RemoteEngine]
     settings: Settings
     metrics: Metrics
-    asks: Asker
+    asks: BatchAsker
     others_wait: Callable[[], bool]
     outranked: Callable[[], str]
     _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest

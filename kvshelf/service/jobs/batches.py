@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvshelf.artifact.identity import ModelIdentity
-from kvshelf.service.jobs.batch_questions import Asker
+from kvshelf.service.jobs.batch_questions import BatchAsker
 from kvshelf.service.jobs.batch_work import LEASE_S, BatchWork, outranked, rest_reason
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
@@ -45,7 +45,7 @@ class BatchRunner:
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
-        self._asks = Asker(identities)
+        self._asks = BatchAsker(identities)
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
         self._unfinished: list[BatchRecord] = []
         self._idle: list[BatchRecord] = []

@@ -48,14 +48,14 @@ def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: s
     used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
     tenants = sorted({amount.tenant for amount in used}) if tenant is None else [tenant]
     stored = {name: store.usage(tenant=name) for name in tenants}
-    count = sum(each.caches for each in stored.values())
+    count = sum(amount.caches for amount in stored.values())
     if (wanted.label or wanted.cost) and count > MOST_CACHES:
         raise InvalidRequest(
             f"labels and lifetimes are read cache by cache, at most {MOST_CACHES:,} at once, and {count:,} are stored; "
             "leave label and cost out, or ask for one tenant alone",
             param="label" if wanted.label else "cost",
         )
-    rows = [row for each in used for row in _rows(each)]
+    rows = [row for record in used for row in _rows(record)]
     report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,

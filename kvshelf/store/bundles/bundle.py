@@ -15,18 +15,28 @@ from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.store.about import about_of
 from kvshelf.store.bundles import layout
-from kvshelf.store.bundles.layout import About, Descriptor, Entry, Index, Manifest, Said, Signed, refused
-from kvshelf.store.bundles.places import Place
+from kvshelf.store.bundles.layout import (
+    NAME,
+    BundleAbout,
+    Descriptor,
+    ImageIndex,
+    ImageManifest,
+    IndexEntry,
+    Said,
+    Signed,
+    refused,
+)
+from kvshelf.store.bundles.places import BundlePlace
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.erasure.signing import Signer, signed_by
 
 
 def push(
-    place: Place, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "", software: str = ""
-) -> Entry:
+    place: BundlePlace, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "", software: str = ""
+) -> IndexEntry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
     written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
-    if not re.fullmatch(layout.NAME, name):
+    if not re.fullmatch(NAME, name):
         raise InvalidRequest(
             f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
             param="--name",
@@ -42,7 +52,7 @@ def push(
         layers.append(_add(place, export, layout.EXPORT_TYPE))
     if not layers:
         raise InvalidRequest("no cache was named; a bundle has one at least", param="CACHE")
-    described = About(
+    described = BundleAbout(
         name=name,
         sequence=_next_sequence(place, index, name),
         made_at=time.time(),
@@ -52,14 +62,14 @@ def push(
         caches=said,
     )
     config = _add(place, layout.written(described), layout.ABOUT_TYPE)
-    manifest = layout.written(Manifest(config=config, layers=layers))
+    manifest = layout.written(ImageManifest(config=config, layers=layers))
     digest = _keep(place, manifest)
     signature = signer.signature(layout.signed_text(digest))
     annotations = Signed(name=name, key=signature["public_key"], signature=signature["signature"])
-    entry = Entry(digest=digest, size=len(manifest), annotations=annotations)
-    others = [each for each in index.manifests if each.annotations.name != name]
+    entry = IndexEntry(digest=digest, size=len(manifest), annotations=annotations)
+    others = [entry for entry in index.manifests if entry.annotations.name != name]
     place.write(layout.LAYOUT_FILE, layout.LAYOUT)
-    place.write(layout.INDEX_FILE, layout.written(Index(manifests=[*others, entry])))
+    place.write(layout.INDEX_FILE, layout.written(ImageIndex(manifests=[*others, entry])))
     return entry
 
 
@@ -70,11 +80,11 @@ class Bundle:
     producer: the name of the key in the file of trusted keys.
     """
 
-    entry: Entry
-    about: About
+    entry: IndexEntry
+    about: BundleAbout
     layers: tuple[Descriptor, ...]
     producer: str
-    place: Place
+    place: BundlePlace
     trust: Trust
 
     def exports(self) -> Iterator[bytes]:
@@ -84,13 +94,13 @@ class Bundle:
             what = f"cache {number}"
             export = _blob(self.place, layer, what)
             try:
-                found, model = _said(export)
+                about, model = _said(export)
                 CompressedCache.from_bytes(export)
             except KvshelfError as error:
                 raise refused("malformed", f"{what} is no sound export ({error.message})") from error
             if said.model >= len(self.about.models) or model != self.about.models[said.model]:
                 raise refused("other_model", f"{what} was made under another model than the bundle says")
-            if found.model_copy(update={"model": said.model}) != said:
+            if about.model_copy(update={"model": said.model}) != said:
                 raise refused("malformed", f"the bundle says of {what} what its export does not")
             yield export
 
@@ -116,7 +126,7 @@ class Bundle:
         self.trust.take(self.entry.annotations.key, self.about.name, self.about.sequence, self.entry.digest)
 
 
-def opened(place: Place, trust: Trust, name: str | None = None) -> Bundle:
+def opened(place: BundlePlace, trust: Trust, name: str | None = None) -> Bundle:
     """The bundle of a name at a place, or the only one there. Raises `InvalidRequest` with a reason: `malformed`,
     `digest_mismatch`, `bad_signature`, `untrusted_key`, `newer_format` or `rollback`."""
     version = place.read(layout.LAYOUT_FILE, layout.MAX_JSON)
@@ -129,8 +139,8 @@ def opened(place: Place, trust: Trust, name: str | None = None) -> Bundle:
     producer = trust.require(signed.key)
     if not signed_by(signed.key, signed.signature, layout.signed_text(entry.digest)):
         raise refused("bad_signature", f"the signature is not that of {producer}")
-    manifest = layout.read(Manifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
-    about = layout.read(About, _blob(place, manifest.config, "what is said"), "what is said of it")
+    manifest = layout.read(ImageManifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
+    about = layout.read(BundleAbout, _blob(place, manifest.config, "what is said"), "what is said of it")
     if about.name != signed.name:
         raise refused("malformed", f"it is called {signed.name!r}, and signed as {about.name!r}")
     if len(about.caches) != len(manifest.layers):
@@ -139,19 +149,23 @@ def opened(place: Place, trust: Trust, name: str | None = None) -> Bundle:
     return Bundle(entry, about, tuple(manifest.layers), producer, place, trust)
 
 
-def _index(place: Place) -> Index:
+def _index(place: BundlePlace) -> ImageIndex:
     data = place.read(layout.INDEX_FILE, layout.MAX_JSON)
-    return Index(manifests=[]) if data is None else layout.read(Index, data, layout.INDEX_FILE)
+    return ImageIndex(manifests=[]) if data is None else layout.read(ImageIndex, data, layout.INDEX_FILE)
 
 
-def _next_sequence(place: Place, index: Index, name: str) -> int:
+def _next_sequence(place: BundlePlace, index: ImageIndex, name: str) -> int:
     """Seconds since 1970, so that a bundle at a new place is newer than one at an old place, and above that of the one
     it replaces."""
     before = 0
     for entry in index.manifests:
         if entry.annotations.name == name:
-            manifest = layout.read(Manifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
-            before = layout.read(About, _blob(place, manifest.config, "what is said"), "what is said of it").sequence
+            manifest = layout.read(
+                ImageManifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest"
+            )
+            before = layout.read(
+                BundleAbout, _blob(place, manifest.config, "what is said"), "what is said of it"
+            ).sequence
     return max(before + 1, int(time.time()))
 
 
@@ -174,11 +188,11 @@ def _said(export: bytes) -> tuple[Said, ModelHeader]:
     return said, identity.model
 
 
-def _add(place: Place, data: bytes, media_type: str) -> Descriptor:
+def _add(place: BundlePlace, data: bytes, media_type: str) -> Descriptor:
     return Descriptor.model_validate({"mediaType": media_type, "digest": _keep(place, data), "size": len(data)})
 
 
-def _keep(place: Place, data: bytes) -> str:
+def _keep(place: BundlePlace, data: bytes) -> str:
     """Write a file under its digest unless it is there, and read it back."""
     digest = layout.digest_of(data)
     name = layout.blob_name(digest)
@@ -189,18 +203,18 @@ def _keep(place: Place, data: bytes) -> str:
     return digest
 
 
-def _holds(place: Place, name: str, data: bytes) -> bool:
+def _holds(place: BundlePlace, name: str, data: bytes) -> bool:
     try:
         return place.read(name, len(data)) == data
     except InvalidRequest:  # it is longer
         return False
 
 
-def _blob(place: Place, descriptor: Descriptor, what: str) -> bytes:
+def _blob(place: BundlePlace, descriptor: Descriptor, what: str) -> bytes:
     return _checked(place, descriptor.digest, descriptor.size, what)
 
 
-def _checked(place: Place, digest: str, size: int, what: str) -> bytes:
+def _checked(place: BundlePlace, digest: str, size: int, what: str) -> bytes:
     data = place.read(layout.blob_name(digest), size)
     if data is None:
         raise refused("malformed", f"{what} is missing, {digest}")

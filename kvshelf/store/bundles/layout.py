@@ -55,8 +55,8 @@ class Descriptor(_Part):
     size: Size
 
 
-class Manifest(_Part):
-    """An OCI image manifest. config: what is said about the bundle (`About`). layers: the exports, in its order."""
+class ImageManifest(_Part):
+    """An OCI image manifest. config: what is said of the bundle (`BundleAbout`). layers: the exports, in its order."""
 
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
@@ -73,7 +73,7 @@ class Signed(_Part):
     signature: Annotated[str, Field(alias="org.kvshelf.signature", pattern="^[0-9a-f]{128}$")]
 
 
-class Entry(_Part):
+class IndexEntry(_Part):
     """One bundle of an index."""
 
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
@@ -83,15 +83,15 @@ class Entry(_Part):
     annotations: Signed
 
 
-class Index(_Part):
+class ImageIndex(_Part):
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.index.v1+json"] = "application/vnd.oci.image.index.v1+json"
-    manifests: Annotated[list[Entry], Field(max_length=MOST_CACHES)]
+    manifests: Annotated[list[IndexEntry], Field(max_length=MOST_CACHES)]
 
 
 class Said(_Part):
-    """One cache. root: the root digest of its blob, in hex. model: its place among `About.models`. quality: measured
-    when it was made, None if it was not."""
+    """One cache. root: the root digest of its blob, in hex. model: its place among `BundleAbout.models`. quality: as
+    measured when it was made, None if it was not."""
 
     root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     model: Annotated[int, Field(ge=0)]
@@ -104,7 +104,7 @@ class Said(_Part):
     quality: Quality | None
 
 
-class About(_Part):
+class BundleAbout(_Part):
     """What is said about a bundle. sequence: a later bundle of the same name and key has a higher one. made_at: Unix
     seconds. producer: who made it, in their own words; software: with what."""
 
@@ -147,8 +147,8 @@ def read(kind: type[PartT], data: bytes, what: str) -> PartT:
 def _require_known(values: Any, what: str) -> None:
     """Before anything else in it: fields of a later version are unknown here."""
     for part in _with_versions(values):
-        found = _NEWER.fullmatch(str(part.get("artifactType", "")))
-        version = int(found[1]) if found else part.get("format", FORMAT)
+        newer = _NEWER.fullmatch(str(part.get("artifactType", "")))
+        version = int(newer[1]) if newer else part.get("format", FORMAT)
         if isinstance(version, int) and version > FORMAT:
             raise refused(
                 "newer_format",
@@ -160,7 +160,7 @@ def _with_versions(values: Any) -> Iterable[dict[str, Any]]:
     if isinstance(values, dict):
         yield values
         listed = values.get("manifests")
-        yield from (each for each in listed if isinstance(each, dict)) if isinstance(listed, list) else ()
+        yield from (entry for entry in listed if isinstance(entry, dict)) if isinstance(listed, list) else ()
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -177,23 +177,23 @@ def signed_text(manifest: str) -> str:
     return f"kvshelf.bundle {manifest}"
 
 
-def entry_of(index: Index, name: str | None) -> Entry:
+def entry_of(index: ImageIndex, name: str | None) -> IndexEntry:
     """The bundle of a name, or the only one. Raises `InvalidRequest`."""
-    found = [entry for entry in index.manifests if name in (None, entry.annotations.name)]
-    if len(found) != 1:
+    entries = [entry for entry in index.manifests if name in (None, entry.annotations.name)]
+    if len(entries) != 1:
         names = ", ".join(sorted(entry.annotations.name for entry in index.manifests)[:20]) or "none"
-        asked = "it is not said which" if name is None else f"not {name!r} once"
-        raise InvalidRequest(f"the place has the bundles {names}, and {asked}; name one of them", param="--name")
-    return found[0]
+        problem = "it is not said which" if name is None else f"not {name!r} once"
+        raise InvalidRequest(f"the place has the bundles {names}, and {problem}; name one of them", param="--name")
+    return entries[0]
 
 
 def models_of(headers: Sequence[ModelHeader]) -> list[ModelHeader]:
     """Each once, in order."""
-    found: list[ModelHeader] = []
+    distinct: list[ModelHeader] = []
     for header in headers:
-        if header not in found:
-            found.append(header)
-    return found
+        if header not in distinct:
+            distinct.append(header)
+    return distinct
 
 
 def refused(reason: str, problem: str) -> InvalidRequest:

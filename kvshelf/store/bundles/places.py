@@ -14,7 +14,7 @@ from kvshelf.store.objects.blobs import connect
 from kvshelf.store.objects.faults import translated
 
 
-class Place(Protocol):
+class BundlePlace(Protocol):
     """Files by name. A file appears whole or not at all."""
 
     def read(self, name: str, most: int) -> bytes | None:
@@ -24,18 +24,18 @@ class Place(Protocol):
     def write(self, name: str, data: bytes) -> None: ...
 
 
-def place_at(where: str) -> Place:
+def place_at(where: str) -> BundlePlace:
     """The place of a path, or of a URL such as s3://bucket/prefix. Raises `InvalidRequest`."""
     scheme, separator, _ = where.partition("://")
     if separator and scheme not in SCHEMES:
         raise InvalidRequest(
-            f"a bundle lies in a folder or at {', '.join(f'{each}://' for each in SCHEMES)}, not at {scheme[:40]}://",
+            f"a bundle lies in a folder or at {', '.join(f'{known}://' for known in SCHEMES)}, not at {scheme[:40]}://",
             param="PLACE",
         )
-    return Bucket(where) if separator else Folder(Path(where))
+    return Bucket(where) if separator else BundleFolder(Path(where))
 
 
-class Folder:
+class BundleFolder:
     """On disk. Raises `InvalidRequest` for what cannot be read, `StorageFull` for what cannot be written."""
 
     def __init__(self, path: Path) -> None:
@@ -71,10 +71,10 @@ class Bucket:
     def read(self, name: str, most: int) -> bytes | None:
         try:
             with translated(self._place):
-                found = obstore.get(self._store, name)
-                if found.meta["size"] > most:
+                stored = obstore.get(self._store, name)
+                if stored.meta["size"] > most:
                     raise _too_long(name, most)
-                return _bounded(bytes(found.bytes()), most, name)
+                return _bounded(bytes(stored.bytes()), most, name)
         except FileNotFoundError:
             return None
 

@@ -29,7 +29,7 @@ class Taken(_Strict):
     manifest: str
 
 
-class _Content(_Strict):
+class _TrustedKeys(_Strict):
     """keys: public keys of Ed25519 in hex, by the name of who has the other half. taken: by key and bundle."""
 
     keys: dict[KeyName, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict)
@@ -46,7 +46,7 @@ class Trust:
         """Trust a key, in hex, under a name. Makes the file if it is missing. Raises `InvalidRequest` for a name that
         another key has."""
         with locked(self._path, param=PARAM):
-            content = self._read() if self._path.exists() else _Content()
+            content = self._read() if self._path.exists() else _TrustedKeys()
             if content.keys.get(name, key) != key:
                 raise InvalidRequest(
                     f"{self._path} has another key of {name!r} already; take its line out first, or give another name",
@@ -81,20 +81,20 @@ class Trust:
             taken = content.taken | {_place(key, bundle): Taken(sequence=sequence, manifest=manifest)}
             self._write(content.model_copy(update={"taken": taken}))
 
-    def _read(self) -> _Content:
+    def _read(self) -> _TrustedKeys:
         try:
             values = parse_json(read_private(self._path, param=PARAM))
         except ValueError as error:
             raise file_refused(self._path, "it is no JSON", param=PARAM) from error
         return _checked(self._path, values)
 
-    def _write(self, content: _Content) -> None:
+    def _write(self, content: _TrustedKeys) -> None:
         write_private(self._path, content.model_dump_json(indent=1).encode(), param=PARAM)
 
 
-def _checked(path: Path, values: object) -> _Content:
+def _checked(path: Path, values: object) -> _TrustedKeys:
     try:
-        return _Content.model_validate(values)
+        return _TrustedKeys.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"

@@ -21,7 +21,7 @@ from kvshelf.corpus.row import Row, RowError
 from kvshelf.errors import StateConflict
 from kvshelf.service.jobs import batch_work
 from kvshelf.service.jobs.batch_files import write_results
-from kvshelf.service.jobs.batch_questions import Asker
+from kvshelf.service.jobs.batch_questions import BatchAsker
 from kvshelf.service.jobs.batch_work import BatchWork, rest_reason
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.observe.metrics import Metrics
@@ -281,7 +281,7 @@ def test_a_bug_in_renewing_a_lease_is_logged_and_keeps_the_lease(
         monkeypatch.setattr(store.batches.table, "renew", broken)
         with capture_logs() as said:
             asyncio.run(
-                Waiting(batch, term, store, {}, Settings(), Metrics(), Asker({}), lambda: False, lambda: "").run()
+                Waiting(batch, term, store, {}, Settings(), Metrics(), BatchAsker({}), lambda: False, lambda: "").run()
             )
         assert [line["event"] for line in said] == ["a batch failed unexpectedly"]
         assert store.batches.table.take(batch.id, lease_s=1.0) is None, "another process would take it up at once"

@@ -20,7 +20,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.store.about import About
 from kvshelf.store.bundles import layout
 from kvshelf.store.bundles.bundle import Bundle, opened, push
-from kvshelf.store.bundles.places import Folder, place_at
+from kvshelf.store.bundles.places import BundleFolder, place_at
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.erasure.signing import Signer
 from tests.store.caches import make_cache
@@ -49,7 +49,7 @@ def trust(tmp_path: Path) -> Trust:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    push(Folder(tmp_path / "place"), "handbooks", EXPORTS, SIGNER, "Acme's librarians")
+    push(BundleFolder(tmp_path / "place"), "handbooks", EXPORTS, SIGNER, "Acme's librarians")
     return tmp_path / "place"
 
 
@@ -91,7 +91,7 @@ def test_the_files_are_those_of_an_oci_image(place: Path) -> None:
 
 
 def test_bundles_of_several_names_lie_side_by_side(place: Path, trust: Trust) -> None:
-    push(Folder(place), "letters", EXPORTS[:1], SIGNER)
+    push(BundleFolder(place), "letters", EXPORTS[:1], SIGNER)
     assert pulled(place, trust, "letters") == EXPORTS[:1]
     assert pulled(place, trust, "handbooks") == EXPORTS
     for name in (None, "minutes"):
@@ -186,13 +186,13 @@ def test_an_older_bundle_is_refused_once_a_newer_one_was_taken(place: Path, trus
     old = shutil.copytree(place, tmp_path / "old")
     before = taken(place, trust)
     assert taken(place, trust).entry == before.entry, "the same again is no rollback"
-    push(Folder(place), "handbooks", EXPORTS[:2], SIGNER)
+    push(BundleFolder(place), "handbooks", EXPORTS[:2], SIGNER)
     after = taken(place, trust)
     assert after.about.sequence > before.about.sequence
     require_refused(old, trust, "rollback", "this is an older one")
     said_anew(place, lambda _, about: about.update(producer="someone"))
     require_refused(place, trust, "rollback", "another one with the same number")
-    push(Folder(place), "letters", EXPORTS[:2], SIGNER)
+    push(BundleFolder(place), "letters", EXPORTS[:2], SIGNER)
     assert len(pulled(place, trust, "letters")) == 2, "another name has numbers of its own"
 
 
@@ -206,16 +206,16 @@ def taken(place: Path, trust: Trust) -> Bundle:
 def test_a_bundle_appears_whole_or_not_at_all(place: Path, trust: Trust) -> None:
     """Killed at any write, the one before it is there, and a second push completes the new one."""
     for number in range(4):
-        folder = Folder(place)
+        folder = BundleFolder(place)
         with pytest.raises(KeyboardInterrupt):
             push(Dying(folder, number), "handbooks", [export(9), export(10)], SIGNER)
         assert pulled(place, trust) == EXPORTS
-    push(Folder(place), "handbooks", [export(9), export(10)], SIGNER)
+    push(BundleFolder(place), "handbooks", [export(9), export(10)], SIGNER)
     assert pulled(place, trust) == [export(9), export(10)]
 
 
 class Dying:
-    def __init__(self, folder: Folder, writes: int) -> None:
+    def __init__(self, folder: BundleFolder, writes: int) -> None:
         self._folder, self._left = folder, writes
 
     def read(self, name: str, most: int) -> bytes | None:
@@ -266,7 +266,7 @@ def test_no_bundle_and_no_place(trust: Trust, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="not at https://"):
         place_at("https://example.org/bundle")
     with pytest.raises(InvalidRequest, match="a bundle has one at least"):
-        push(Folder(tmp_path), "handbooks", [], SIGNER)
+        push(BundleFolder(tmp_path), "handbooks", [], SIGNER)
     for name in ("", "Handbooks", "../x", "a/b"):
         with pytest.raises(InvalidRequest, match="a bundle is called by"):
-            push(Folder(tmp_path), name, EXPORTS[:1], SIGNER)
+            push(BundleFolder(tmp_path), name, EXPORTS[:1], SIGNER)
