@@ -130,7 +130,7 @@ def parameters_of(cls: type) -> dict[str, ParameterInfo]:
             type=" or ".join("null" if kind is type(None) else kind.__name__ for kind in types[f.name]),
             default=f.default,
             legal=legal_values(types[f.name], f.metadata),
-            **f.metadata,
+            **{name: rule for name, rule in f.metadata.items() if name != "added"},
         )
         for f in parameter_fields(cls)
     }

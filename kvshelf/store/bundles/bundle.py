@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from kvshelf.errors import InvalidRequest, KvshelfError, StoreUnavailable
 from kvshelf.store.about import about_of
 from kvshelf.store.bundles import layout
 from kvshelf.store.bundles.layout import (
-    NAME,
     BundleAbout,
     Descriptor,
     ImageIndex,
@@ -36,7 +34,7 @@ def push(
 ) -> IndexEntry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
     written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
-    if not re.fullmatch(NAME, name):
+    if not layout.is_name(name):
         raise InvalidRequest(
             f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
             param="--name",

@@ -177,6 +177,11 @@ def signed_text(manifest: str) -> str:
     return f"kvshelf.bundle {manifest}"
 
 
+def is_name(text: str) -> bool:
+    """Whether a bundle can have this name."""
+    return re.fullmatch(NAME, text) is not None
+
+
 def entry_of(index: ImageIndex, name: str | None) -> IndexEntry:
     """The bundle of a name, or the only one. Raises `InvalidRequest`."""
     entries = [entry for entry in index.manifests if name in (None, entry.annotations.name)]
