@@ -178,7 +178,9 @@ def _ensure_transforms(subject: Subject) -> None:
     if random_layers(engine.name) is not None and not engine.coders.has_own:
         count, tokens = _CALIBRATED
         data = find_transforms(engine, [subject.tokens(tokens, seed=20 + index) for index in range(count)])
-        calibration.paths(engine.identity.weights, Path(subject.source)).transforms.write_bytes(data)
+        path = calibration.paths(engine.identity.weights, Path(subject.source)).transforms
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
 
 
 def _document(subject: Subject, tokens: int) -> tuple[str, list[int]]:

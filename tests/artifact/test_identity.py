@@ -55,6 +55,7 @@ CHANGES: dict[str, Any] = {
     "parent": "0e" * 20,
     "date": "2031-03-07",
     "variables": {"reasoning_effort": "low"},
+    "protect": ((0, 4),),
 }
 
 

@@ -171,7 +171,6 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("ask", "", "hello"), "not an id"),
         (("ls", "--columns", "id,agee"), "did you mean 'age'?"),
         (("ls", "--columns", "id", "--wide"), "--wide"),
-        (("export", "kvs_1"), "--output"),
         (("import", "no-such-file.kvshelf"), "no-such-file.kvshelf"),
         (("import", __file__, "--ttl", "soon"), "--ttl"),
         (("import", __file__, "--label", "x"), "--label"),

@@ -177,7 +177,7 @@ def test_shapes_are_those_of_the_published_models() -> None:
     assert shape_of("qwen2.5-7b").full_bytes(1) == 28 * 4 * 128 * 2 * 2
     config = AutoConfig.from_pretrained(bundled_folder("kvshelf-tiny"))
     tiny = shape_of("kvshelf-tiny")
-    assert (tiny.layers, tiny.facts.kv_heads) == (config.num_hidden_layers, config.num_key_value_heads)
+    assert (tiny.layers, tiny.kv_heads) == (config.num_hidden_layers, config.num_key_value_heads)
     assert shape_of(bundled_folder("kvshelf-tiny")) == tiny
     with pytest.raises(InvalidRequest, match="does not exist"):
         shape_of("/nowhere")

@@ -32,7 +32,7 @@ def test_a_cache_reads_as_the_same_without_it(engine, policy, options):
     coded = engine.encoded(cache, "lossless")
     assert all(isinstance(part.keys, PlaneRows) for layer in coded.layers for part in parts_of(layer))
     read = CompressedCache.from_bytes(coded.to_bytes())
-    require_equal(engine.decoded(read), replace(cache, codec="lossless"))
+    require_equal(engine.coders.decoded(read), replace(cache, codec="lossless"))
     asked = {"max_new_tokens": 6}
     assert engine.answer(read, "What?", **asked) == engine.answer(cache, "What?", **asked)
 
@@ -54,7 +54,7 @@ def test_it_is_appended_to_without_end(engine):
         plain, coded = engine.extend(plain, more, policy="full"), engine.extend(coded, more, policy="full")
     assert coded.codec == "lossless"
     assert max(len(parts_of(layer)) for layer in coded.layers) <= 12
-    decoded = engine.decoded(CompressedCache.from_bytes(coded.to_bytes()))
+    decoded = engine.coders.decoded(CompressedCache.from_bytes(coded.to_bytes()))
     for ours, exact in zip(decoded.layers, plain.layers, strict=True):
         for one, other in zip(ours.dense(), exact.dense(), strict=True):
             assert torch.equal(one, other)

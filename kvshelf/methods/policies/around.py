@@ -95,10 +95,10 @@ class Around(Policy):
 
     @property
     def sizes_itself(self) -> bool:
-        return self.inner.sizes_itself
+        return super().sizes_itself or (self.inner.takes_budget and self.inner.sizes_itself)
 
     def own_budget(self, document: DocumentView) -> Budget:
-        return self.inner.own_budget(document)
+        return self.inner.own_budget(document) if self.takes_budget else super().own_budget(document)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         return self.inner.probe_passes(document)

@@ -406,14 +406,14 @@ def test_a_random_model_has_a_row_for_each_codec_and_number_of_threads(random_su
     assert torch.get_num_threads() == threads
     assert (costs.document, costs.tokens, costs.symbols_per_token) == ("random token ids", 400, 2 * 2 * 2 * 64)
     rows = codec_rows(costs)
-    assert list(rows) == [(codec, n) for codec in ("none", "int8", "int4", "klt", "zstd") for n in (1, 2)]
+    assert list(rows) == [(codec, n) for codec in ("none", "int8", "int4", "lossless", "klt", "zstd") for n in (1, 2)]
     sizes = [rows[codec, 1].bytes_per_token for codec in ("none", "int8", "int4", "klt")]
     assert sizes == sorted(sizes, reverse=True)
     for row in costs.rows:
         assert row.smaller == pytest.approx(2 * costs.symbols_per_token / row.bytes_per_token)
         assert (row.encode_mb_s is None) == (row.decode_mb_s is None) == (row.codec == "none")
         assert (row.of_prefill is None) == (row.codec == "none" or row.threads == 2)
-        assert (row.first_s is None) == (row.over_int4 is None) == (row.codec in ("int8", "zstd"))
+        assert (row.first_s is None) == (row.over_int4 is None) == (row.codec in ("int8", "lossless", "zstd"))
         assert (row.symbols_s is None) == (row.decoding is None) == (row.codec != "klt")
     assert 0.5 < rows["none", 1].smaller + rows["none", 2].smaller < 1.0  # fp32, and a header
 
@@ -453,7 +453,7 @@ def test_a_model_without_transforms_is_measured_without_klt(tmp_path):
     engine = Engine(load_random_model(tmp_path / "model", torch.device("cpu"), "bfloat16"), name="mine")
     with closing(open_store(f"disk://{tmp_path}/home")) as home:
         costs = codec_costs(Subject(engine, str(tmp_path / "model")), home, 300, 1)
-    assert {row.codec for row in costs.rows} == {"none", "int8", "int4", "zstd"}
+    assert {row.codec for row in costs.rows} == {"none", "int8", "int4", "lossless", "zstd"}
     assert 0.9 < codec_rows(costs)["none", 1].smaller < 1  # bf16, and a header
     assert "klt: not measured" in codecs_table(costs).caption
 

@@ -24,7 +24,7 @@ RULES = ["system", "headings", f"text:{RULE}"]
 
 @pytest.fixture(scope="module")
 def messages(tiny: Engine) -> list[dict[str, str]]:
-    text = make_document("multikey", "prose", 700, 20_261_128, tiny.require_text("document").count_tokens).text
+    text = make_document("multikey", "prose", 700, 20_261_128, tiny.encoder.require_text("document").count_tokens).text
     said = f"{text[:800]}\n# The harbour\n{text[800:1600]}\n{RULE}\n{text[1600:]}"
     return [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": said}]
 
@@ -83,7 +83,7 @@ def test_no_codec_rounds_what_is_protected(
         pytest.skip("klt takes whole keys")
     job = prepared(tiny, messages, policy, RULES)
     plain = tiny.run(job).cache
-    cache = tiny.decoded(CompressedCache.from_bytes(tiny.encoded(plain, codec).to_bytes()))
+    cache = tiny.coders.decoded(CompressedCache.from_bytes(tiny.encoded(plain, codec).to_bytes()))
     places, rounded = inside(job), False
     for layer in range(len(plain.layers)):
         for held, exact in zip(rows_at(cache, layer, places), rows_at(plain, layer, places), strict=True):
@@ -99,9 +99,9 @@ def test_no_codec_rounds_what_is_protected(
 
 def test_an_index_keeps_them_as_they_are_or_says_why_not(tiny: Engine, messages: list[dict[str, str]]) -> None:
     job = prepared(tiny, messages, "infllm", RULES)
-    assert tiny.run(tiny.level(job).job).cache.identity.protect == job.document.protect
+    assert tiny.run(tiny.compressor.level(job).job).cache.identity.protect == job.document.protect
     with pytest.raises(InvalidRequest, match="take codec none, or another policy"):
-        tiny.level(job, "int8")
+        tiny.compressor.level(job, "int8")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "falcon_h1"])
@@ -125,11 +125,11 @@ def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, mess
     document = messages[1]["content"]
     job = prepared(tiny, document, "keydiff", [f"text:{RULE}"])
     cache = tiny.encoded(tiny.run(job).cache, codec)
-    before = [rows_at(tiny.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
+    before = [rows_at(tiny.coders.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
     for number in range(14):
         cache = tiny.extend(cache, f" More of it, part {number}.", policy="full")
     assert cache.identity.protect == job.document.protect
-    after = [rows_at(tiny.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
+    after = [rows_at(tiny.coders.decoded(cache), layer, inside(job)) for layer in range(len(cache.layers))]
     for old, new in zip(before, after, strict=True):
         for (keys, values), (same_keys, same_values) in zip(old, new, strict=True):
             assert torch.equal(keys, same_keys)
@@ -137,7 +137,7 @@ def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, mess
 
 
 def text_of(job: Job, engine: Engine) -> list[str]:
-    ids, form = job.document.token_ids, engine.require_text("protect")
+    ids, form = job.document.token_ids, engine.encoder.require_text("protect")
     return [form.decode(ids[first:end]) for first, end in job.document.protect]
 
 
@@ -215,7 +215,7 @@ def test_records_under_no_codec_are_those_of_any_cache(tiny: Engine, messages: l
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm"])
 def test_a_system_message_is_obeyed_when_three_quarters_are_gone(policy: str, tiny: Engine) -> None:
     """docs/internals/protect.md has more policies. Without `protect` they find 3, 1 and 0 of 6."""
-    count, right = tiny.require_text("protect").count_tokens, []
+    count, right = tiny.encoder.require_text("protect").count_tokens, []
     for seed in range(2):
         made = make_document("needle", "prose", 100, 90_000 + seed, count)
         prose = make_document("needle", "prose", 700, 91_000 + seed, count).text

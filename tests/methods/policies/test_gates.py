@@ -27,7 +27,7 @@ from tests.methods.policies.gates import GATED, header, random_gates, with_gates
 from tests.methods.policies.test_policies import view
 
 TOKEN_GATES = [name for name in GATED if name != "lookaheadkv"]
-SHIPPED = {name: f"{bundled_folder('kvshelf-tiny')}/gates/{name}.safetensors" for name in GATED}
+SHIPPED = {name: f"{bundled_folder('kvshelf-tiny')}/kvshelf/gates/{name}.safetensors" for name in GATED}
 FACTS = load_file(Path(__file__).parents[2] / "oracles" / "kvpress_gates.safetensors")
 TEXT = "The clerk kept a note of every parcel that came in by the night train. " * 24
 

@@ -38,7 +38,7 @@ CHILD = """
 import asyncio, os, sys
 from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer
-from kvshelf.service.process.supervisor import Place
+from kvshelf.service.http.place import ServerPlace
 
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":
@@ -53,7 +53,7 @@ async def app(scope, receive, send):
         await send({"type": "http.response.body", "body": b"%d " % os.getpid(), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
-with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
+with ServerPlace.inherited(sys.argv[1].removeprefix("--place=")) as place:
     HttpServer(app, place, limits=ConnectionLimits(99, 99, 15), grace_s=20).run(sockets=[place.listener])
 """
 
@@ -157,7 +157,7 @@ from fastapi.responses import StreamingResponse
 from kvshelf.service.http import errors
 from kvshelf.service.http.connections import ConnectionLimits
 from kvshelf.service.http.server import HttpServer
-from kvshelf.service.process.supervisor import Place
+from kvshelf.service.http.place import ServerPlace
 
 app = FastAPI()
 errors.install(app, [])
@@ -174,7 +174,7 @@ async def streamed():
         await asyncio.sleep(600)
     return StreamingResponse(pieces())
 
-with Place.inherited(sys.argv[1].removeprefix("--place=")) as place:
+with ServerPlace.inherited(sys.argv[1].removeprefix("--place=")) as place:
     HttpServer(app, place, limits=ConnectionLimits(99, 99, 15), grace_s=1).run(sockets=[place.listener])
 """
 

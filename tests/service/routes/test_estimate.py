@@ -52,7 +52,9 @@ FIXED = [codec for codec in CODECS if codec != "klt"]
 def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float) -> None:
     cache = reduced(tiny, DOCUMENT, removed)
     said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
-    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
+    # What no codec rounds is as large as its numbers are alike, which no estimate knows.
+    within = 0.1 if codec == "lossless" else 0.05
+    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=within)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "int4"])

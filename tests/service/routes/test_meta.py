@@ -81,7 +81,7 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
         "/v1/caches", "/v1/caches/{cache_id}", "/v1/caches/{cache_id}/blob", "/v1/caches/{cache_id}/query",
         "/v1/caches/{cache_id}/append", "/v1/caches/{cache_id}/turns",
         "/v1/caches/import", "/v1/caches/{cache_id}/verify", "/v1/caches/{cache_id}/kept", "/v1/estimate",
-        "/v1/caches/{cache_id}/prompt",
+        "/v1/caches/{cache_id}/prompt", "/v1/caches/{cache_id}/export",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
         "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/batches/{batch_id}/pause",
         "/v1/batches/{batch_id}/resume", "/v1/batches/{batch_id}/retry", "/v1/batches/{batch_id}/events",
