@@ -322,7 +322,7 @@ def test_protected_text_is_kept_counted_and_made_again(http: httpx.Client) -> No
     assert 0 < conversation["tokens"]["protected"] <= system["tokens"]["protected"]
     asked = {"prompt": "Which gate?", "max_tokens": 4}
     answer = http.post(f"/v1/caches/{marked['id']}/query", json=asked).json()["text"]
-    part = http.post(f"/v1/caches/{marked['id']}/query", json=asked | {"select": {"method": "quest", "tokens": 40}})
+    part = http.post(f"/v1/caches/{marked['id']}/query", json=asked | {"select": {"method": "quest", "tokens": 100}})
     assert part.status_code == 200, part.text
     http.delete(f"/v1/caches/{marked['id']}")
     assert create(http, document=blocks, **body)["id"] == marked["id"]
