@@ -366,6 +366,12 @@ class MarkedCompletionRequest(ChatCompletionRequest):
         )
 
     @property
+    def may_be_refused(self) -> bool:
+        """Whether the question asks for what a model may be unable to do."""
+        shaped = self.response_format or self.grammar or self.choices
+        return bool(self.tools or shaped or self.chat_template_kwargs or self.reasoning_effort)
+
+    @property
     def _has_beginning(self) -> bool:
         return bool(self._marks)
 

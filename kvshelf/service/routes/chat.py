@@ -37,7 +37,7 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     together = body.cache_ids is not None
     cache_ids, written = body.cache_ids or [str(body.cache_id)], 0
     if body.document is not None:
-        needs = body.asking if body.tools or body.response_format or body.grammar or body.choices else None
+        needs = body.asking if body.may_be_refused else None
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
     question = await question_to(service, caller, cache_ids, body.asking, body.model)

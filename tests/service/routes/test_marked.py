@@ -149,13 +149,23 @@ def test_bad_marks_are_refused(
     assert told in refusal.value.message
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+            ]
+        },
+        {"extra_body": {"chat_template_kwargs": {"no_such_variable": True}}},
+    ],
+)
 def test_what_a_model_cannot_do_is_refused_before_its_cache_is_made(
-    client: openai.OpenAI, http: httpx.Client, model: str
+    client: openai.OpenAI, http: httpx.Client, model: str, fields: dict[str, Any]
 ) -> None:
     before = http.get("/v1/caches", params={"limit": 1}).json()["data"]
-    tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
     with pytest.raises(openai.BadRequestError):
-        ask(client, model, conversation(marked(unique())), tools=[tool])
+        ask(client, model, conversation(marked(unique())), **fields)
     assert http.get("/v1/caches", params={"limit": 1}).json()["data"] == before
 
 
