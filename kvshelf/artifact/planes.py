@@ -34,8 +34,9 @@ _WORTH: Final = 0.97
 _ENTROPY: Final = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
-"""As little search for repetitions as Zstandard allows, which leaves its Huffman coder: 1.7 GB/s of a cache in 16 bits,
-and 2 % fewer bytes than level 1, which takes three times as long. Level 19 takes 4 % fewer again at 5 MB/s."""
+"""As little search for repetitions as Zstandard allows, which leaves its Huffman coder. SmolLM2 in bfloat16, the plane
+with the exponents alone: 1.7 GB/s of the cache, and 3 % fewer bytes than level 1, which takes 2.3 times as long. Level
+19 has 17 % fewer again (tried on 8 of the 60 arrays), at 9 MB/s."""
 
 
 @dataclass(frozen=True, eq=False)
