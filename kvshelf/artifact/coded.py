@@ -57,8 +57,26 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 """Applies a rotation, or undoes it: states `[..., N, D]` fp32 and positions `[N]` to the same shape."""
 
 
+class ByteRows:
+    """Rows held as the bytes of a blob's array, which the CPU decodes."""
+
+    data: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def to(self, device: torch.device | str) -> Self:  # noqa: ARG002
+        """Itself: it is decoded on the CPU."""
+        return self
+
+
 @dataclass(frozen=True, eq=False)
-class CodedRows:
+class CodedRows(ByteRows):
     """The keys or the values of a record, as bytes. Head h has `lengths[h]` rows of `num_channels` numbers.
 
     data: `[bytes]` uint8, the array of a blob. dtype: of the rows once decoded.
@@ -72,18 +90,6 @@ class CodedRows:
     @property
     def shape(self) -> tuple[int, int]:
         return sum(self.lengths), self.num_channels
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    def to(self, device: torch.device | str) -> Self:  # noqa: ARG002
-        """Itself: it is decoded on the CPU."""
-        return self
 
     @cached_property
     def _words(self) -> Any:

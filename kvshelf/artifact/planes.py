@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import torch
 import zstandard
 from torch import Tensor
 
+from kvshelf.artifact.coded import ByteRows
 from kvshelf.errors import BlobError
 
 _UNSIGNED: Final = {2: "<u2", 4: "<u4"}
@@ -40,7 +41,7 @@ with the exponents alone: 1.7 GB/s of the cache, and 3 % fewer bytes than level 
 
 
 @dataclass(frozen=True, eq=False)
-class PlaneRows:
+class PlaneRows(ByteRows):
     """The keys or the values of a record, as bytes: `entries` rows of `num_channels` numbers.
 
     data: `[bytes]` uint8, the array of a blob. dtype: of the rows once decoded.
@@ -54,18 +55,6 @@ class PlaneRows:
     @property
     def shape(self) -> tuple[int, int]:
         return self.entries, self.num_channels
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    def to(self, device: torch.device | str) -> Self:  # noqa: ARG002
-        """Itself: it is decoded on the CPU."""
-        return self
 
     def require_sound(self, where: str) -> None:
         """Raise `BlobError` unless the array has the planes that its sizes promise, each of as many bytes as the rows
