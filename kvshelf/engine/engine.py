@@ -150,8 +150,8 @@ class Engine:
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
-        `api.options.Protecting`; a text or the content of a message may be blocks instead, `{"text": ..., "protect":
-        True}` for those that every policy keeps. Thread-safe. Raises as `prepare` does."""
+        `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`. Thread-safe. Raises as
+        `prepare` does."""
         return self.encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def prepare(
@@ -213,8 +213,7 @@ class Engine:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk
         where the policy asks for it.
 
-        `checkpoint` is called between layers. It may raise to end the work, and it may use this engine: run a step of a
-        `Generation`, say.
+        `checkpoint` is called between layers. It may raise to end the work, and run a step of a `Generation` meanwhile.
         """
         return self.compressor.prefill([Level(job)], checkpoint=checkpoint).compressions[0]
 
@@ -236,6 +235,10 @@ class Engine:
     def encoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
         """`cache` under a codec, klt among them: see `Coders.encoded`."""
         return self.coders.encoded(cache, codec)
+
+    def decoded(self, cache: CompressedCache) -> CompressedCache:
+        """A cache under codec klt or lossless with plain keys and values: see `Coders.decoded`."""
+        return self.coders.decoded(cache)
 
     def attached(self, cache: CompressedCache) -> AbstractContextManager[AttachedCache]:
         """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's

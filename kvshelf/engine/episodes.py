@@ -56,7 +56,7 @@ class Episode:
 
 
 def episodes_in(document: Document, count: int, encode: Callable[[str], Sequence[int]]) -> list[Episode]:
-    """See `Engine.find_episodes`. encode: gives the token ids of a text by itself."""
+    """See `Compressor.episodes`. encode: gives the token ids of a text by itself."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_EPISODES:
         raise InvalidRequest(
             f"episodes.count is {count!r}; it must be from 1 to {MAX_EPISODES}", param="episodes.count"
@@ -71,7 +71,7 @@ def windows_of(utterances: Sequence[str]) -> list[str]:
 
 
 def nearest_episode(params: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> int:
-    """See `Engine.nearest`: the number of the centroid that has the largest dot product with the question's tokens,
+    """See `Asker.nearest`: the number of the centroid that has the largest dot product with the question's tokens,
     each counted once; of equal ones the first."""
     if len(params) < 2:
         raise InvalidRequest("route chooses among several caches, and one was given; leave route out", param="route")

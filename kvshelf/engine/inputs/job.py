@@ -100,7 +100,7 @@ class Job:
 class Level:
     """One compressed form of a document: a job and the codec of its cache (see `kvshelf.artifact.codecs`).
 
-    transforms: those of codec klt. Made by `Engine.level`.
+    transforms: those of codec klt. Made by `Compressor.level`.
     """
 
     job: Job

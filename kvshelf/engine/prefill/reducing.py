@@ -185,7 +185,7 @@ class Scorer(LayerReducer):
 
     def after_attention(self, attended: Attended) -> None:
         policy = self._scorer
-        assert policy is not None, "see `Engine.scores`"
+        assert policy is not None, "see `Compressor.scores`"
         if not self.kinds[attended.layer_idx].reducible:
             return
         layer = self._view(attended)

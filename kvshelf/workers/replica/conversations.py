@@ -182,7 +182,7 @@ class Conversations:
         for a plain text. said: the answer as the next request has it. turn: of the answer. What was stored before an
         error stays.
 
-        Raises as `Store.put` and `Engine.with_turns`, and the error that kept the turn from being whole.
+        Raises as `Store.put` and `Turns.caches`, and the error that kept the turn from being whole.
         """
         if isinstance(turn, KvshelfError):
             raise turn

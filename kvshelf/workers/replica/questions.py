@@ -289,7 +289,7 @@ class Questions:
             raise
 
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a turn, as `Engine.turn_ids` has them."""
+        """The tokens of a turn, as `Turns.ids` has them."""
         if loaded.line is None:
             return self.engine.turns.ids(document, prompt_of(loaded.query), text, token_ids)
         if loaded.read(text).is_empty:

@@ -36,7 +36,7 @@ log = logging.getLogger("kvshelf.workers")
 
 Attach = Callable[[ArrivingCache], Attachment]
 AttachPart = Callable[[PartialCache], PartialAttachment | None]
-"""As `Engine.attach_part`."""
+"""As `Attachments.of_part`."""
 
 
 @dataclass(frozen=True)
