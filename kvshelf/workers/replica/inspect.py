@@ -64,8 +64,8 @@ def kept_tokens(
     """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
 
     `document` None stands for the kept source. Raises as `Store.open_cache`, `Engine.prepare` and
-    `Attachments.require_own` do; also `SourceNotKept`, `StateConflict` for a document other than the cache's, and `InvalidRequest` for a missing
-    layer.
+    `Attachments.require_own` do; also `SourceNotKept`, `StateConflict` for a document other than the cache's, and
+    `InvalidRequest` for a missing layer.
     """
     manifest = store.stat(cache_id, tenant=tenant)
     identity = Identity.from_dict(manifest.identity)
