@@ -44,8 +44,8 @@ class Packed:
     can still be viewed as `[kv_heads, kept, D]` without a copy.
 
     keys: `[entries, D]` and values: `[entries, Dv]`, in the model's dtype, contiguous, each head's rows in ascending
-    position; or the same as `QuantizedRows`; or as the other
-    kinds of `Stored`, which have to be decoded before anything reads them.
+    position; or the same as `QuantizedRows`; or as the other kinds of `Stored`, which have to be decoded before
+    anything reads them.
     entries_at: `[entries]` int32, the value of `entry_positions`, or a function that computes it on first use and
     cannot fail: expanding the bitmaps of a 64 MB cache takes half as long as receiving it, and attention needs no
     positions. Two threads may both call it; the results are equal. `rope_mode` says whether the rotation of RoPE is in

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.api.options import unmarked
 from kvshelf.artifact.identity import Boundary, Identity, Layout
-from kvshelf.engine.inputs.protect import ProtectRules
+from kvshelf.engine.inputs.protect import DocumentRules
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
@@ -93,7 +93,7 @@ class Encoder:
         protect: Sequence[str] = (),
     ) -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
-        that writes it; "": today. variables: that the template is told. protect: see `ProtectRules`. Raises
+        that writes it; "": today. variables: that the template is told. protect: see `DocumentRules`. Raises
         `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
         told, rules, texts, turns = self.options(layout, date, variables), list(protect), list[str](), None
         if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
@@ -127,7 +127,7 @@ class Encoder:
         self.require_question(len(encoded.token_ids), encoded.boundary, encoded.told)
         if not rules:
             return encoded
-        return replace(encoded, protect=ProtectRules(rules, encoded, self.text, texts, turns).spans())
+        return replace(encoded, protect=DocumentRules(rules, encoded, self.text, texts, turns).spans())
 
     def options(
         self, layout: Layout | None, date: str = "", variables: Mapping[str, Any] | None = None

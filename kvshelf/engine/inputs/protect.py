@@ -22,7 +22,7 @@ _FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, me
 
 
 @dataclass(frozen=True)
-class ProtectRules:
+class DocumentRules:
     """The rules of one document. texts: what it says, of a conversation that of each message; none where it is token
     ids. messages: of a conversation."""
 
@@ -76,7 +76,7 @@ class ProtectRules:
         return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]
 
 
-def _system(document: ProtectRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
+def _system(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
     first = document.messages[0] if document.messages else None
     if first is None or first["role"] != "system":
         raise refused(rule, "the document has no system message; give messages that begin with one")
@@ -84,11 +84,11 @@ def _system(document: ProtectRules, rule: str, rest: str) -> list[Span]:  # noqa
     return [(0, end)]  # with what the template writes before it
 
 
-def _headings(document: ProtectRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
+def _headings(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
     return document.of_chars(rule, list(_lines(document.texts, _is_heading)))
 
 
-def _first(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     count = _number(rule, rest)
     end = document.encoded.protected_prefix + count
     if not count > 0 or end > document.num_tokens:
@@ -97,13 +97,13 @@ def _first(document: ProtectRules, rule: str, rest: str) -> list[Span]:
     return [(0, end)]
 
 
-def _text(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _text(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     if not rest:
         raise refused(rule, "it names no text")
     return document.of_chars(rule, [chars for at, text in enumerate(document.texts) for chars in _all(at, text, rest)])
 
 
-def _matching(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _matching(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     """Lines, because the engine of patterns that takes time in proportion to the text says whether, and not where."""
     if not 0 < len(rest) <= _MAX_PATTERN:
         raise refused(rule, f"a pattern has from 1 to {_MAX_PATTERN} characters")
@@ -119,13 +119,13 @@ def _matching(document: ProtectRules, rule: str, rest: str) -> list[Span]:
     return document.of_chars(rule, list(_lines(document.texts, matches)))
 
 
-def _chars(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _chars(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     if document.messages is not None:
         raise refused(rule, "a conversation has several texts; take message:I:A-B")
     return document.of_chars(rule, [(0, *_range(rule, rest))])
 
 
-def _message(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _message(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     place, _, chars = rest.partition(":")
     at = _number(rule, place)
     if document.messages is None or at >= len(document.messages):
@@ -134,14 +134,14 @@ def _message(document: ProtectRules, rule: str, rest: str) -> list[Span]:
     return document.of_chars(rule, [(at, first, end)])
 
 
-def _tokens(document: ProtectRules, rule: str, rest: str) -> list[Span]:
+def _tokens(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     first, end = _range(rule, rest)
     if not first < end <= document.num_tokens:
         raise refused(rule, f"the document has {document.num_tokens} tokens; give some of them, as 0-64")
     return [(first, end)]
 
 
-_READERS: Final[dict[str, Callable[[ProtectRules, str, str], list[Span]]]] = {
+_READERS: Final[dict[str, Callable[[DocumentRules, str, str], list[Span]]]] = {
     "system": _system,
     "headings": _headings,
     "first": _first,
