@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -18,6 +19,10 @@ Chars = tuple[int, int, int]
 """The place of a message, 0 for a text, and characters of it: from the first up to the one behind the last."""
 
 _MAX_PATTERN: Final = 512
+MAX_PLACES: Final = 20_000
+"""Places of a document that one rule may be about, before those that touch are joined."""
+_MAX_READINGS: Final = 16
+"""Rules that look at every line: a million short lines take half a second each."""
 _FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, message:I, message:I:A-B or tokens:A-B"
 
 
@@ -35,6 +40,13 @@ class DocumentRules:
     def spans(self) -> tuple[Span, ...]:
         """The tokens that the rules are about, as of an `Identity`. Raises `InvalidRequest` that names the rule: for
         one that cannot be read, that is about nothing in this document, or beyond its end."""
+        readings = sum(isinstance(rule, str) and rule.startswith(("lines", "headings")) for rule in self.rules)
+        if readings > _MAX_READINGS:
+            raise InvalidRequest(
+                f"protect has {readings} rules of lines and headings, and {_MAX_READINGS} are taken; join patterns "
+                "with |",
+                param="protect",
+            )
         spans: list[Span] = []
         for rule in self.rules:
             name, _, rest = rule.partition(":") if isinstance(rule, str) else ("", "", "")
@@ -58,8 +70,11 @@ class DocumentRules:
     def num_tokens(self) -> int:
         return len(self.encoded.token_ids)
 
-    def of_chars(self, rule: str, chars: Sequence[Chars]) -> list[Span]:
+    def of_chars(self, rule: str, places: Iterable[Chars]) -> list[Span]:
         """The tokens that hold characters of a text or of messages."""
+        chars = list(islice(places, MAX_PLACES + 1))
+        if len(chars) > MAX_PLACES:
+            raise refused(rule, f"it is about more than {MAX_PLACES} places; protect fewer, or longer ones")
         if not self.texts or self.form is None:
             raise refused(
                 rule, "this document is token ids, of which nobody knows the text; take first:N or tokens:A-B"
@@ -85,7 +100,7 @@ def _system(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noq
 
 
 def _headings(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
-    return document.of_chars(rule, list(_lines(document.texts, _is_heading)))
+    return document.of_chars(rule, _lines(document.texts, _is_heading))
 
 
 def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
@@ -100,7 +115,7 @@ def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
 def _text(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     if not rest:
         raise refused(rule, "it names no text")
-    return document.of_chars(rule, [chars for at, text in enumerate(document.texts) for chars in _all(at, text, rest)])
+    return document.of_chars(rule, (chars for at, text in enumerate(document.texts) for chars in _all(at, text, rest)))
 
 
 def _matching(document: DocumentRules, rule: str, rest: str) -> list[Span]:
@@ -116,7 +131,7 @@ def _matching(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     def matches(line: str, following: str) -> bool:  # noqa: ARG001
         return pattern.isinstance_python(line)
 
-    return document.of_chars(rule, list(_lines(document.texts, matches)))
+    return document.of_chars(rule, _lines(document.texts, matches))
 
 
 def _chars(document: DocumentRules, rule: str, rest: str) -> list[Span]:

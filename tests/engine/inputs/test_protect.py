@@ -13,6 +13,7 @@ from kvshelf.artifact.records import Packed, entries_of, parts_of
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.attention.states import SUPPORTED
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs import protect
 from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies import POLICIES
@@ -230,3 +231,12 @@ def test_a_system_message_is_obeyed_when_three_quarters_are_gone(policy: str, ti
         cache = tiny.compress(turns, policy=policy, compression_ratio=0.75, protect=["system"])
         right += [one.answer in tiny.answer(cache, one.text, max_new_tokens=12).text for one in made.questions]
     assert all(right)
+
+
+def test_the_work_of_rules_is_bounded(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protect, "MAX_PLACES", 99)
+    assert tiny.encode_document("a b " * 99, protect=["text:a"]).protect
+    with pytest.raises(InvalidRequest, match="more than 99 places"):
+        tiny.encode_document("a b " * 100, protect=["text:a"])
+    with pytest.raises(InvalidRequest, match="17 rules of lines and headings, and 16 are taken"):
+        tiny.encode_document("Keep this.\n" * 9, protect=[f"lines:{number}|Keep" for number in range(17)])
