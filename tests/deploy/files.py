@@ -1,4 +1,4 @@
-"""What is in deploy/, read as data."""
+"""What is in deploy/, read as data, and what Helm makes of its chart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -16,7 +17,8 @@ COMPOSE = DEPLOY / "compose.yaml"
 COMPOSE_CUDA = DEPLOY / "compose.cuda.yaml"
 COMPOSE_VLLM = DEPLOY / "compose.vllm.yaml"
 DOCKERFILE = DEPLOY / "Dockerfile"
-KUBERNETES = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
+CHART = DEPLOY / "chart"
+EXAMPLES = tuple(path.stem for path in sorted((CHART / "examples").glob("*.yaml")))
 RAY_UP = DEPLOY / "ray-cluster.yaml"
 UNIT = DEPLOY / "systemd" / "kvshelf.service"
 
@@ -29,19 +31,33 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(path.read_text()) if found]
 
 
-def objects(kind: str) -> list[dict[str, Any]]:
-    """The Kubernetes objects of a kind."""
-    return [found for path in KUBERNETES for found in documents(path) if found["kind"] == kind]
+def example(name: str) -> dict[str, Any]:
+    """The values of an example of the chart."""
+    (values,) = documents(CHART / "examples" / f"{name}.yaml")
+    return values
 
 
-def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects that `helm install kvshelf` makes of the chart with these values.
+
+    Raises:
+        helm_python.HelmError: The values contradict the schema or each other.
+    """
+    texts = helm_python.Chart.load(CHART).render(values, name="kvshelf", namespace="shelf")
+    manifests = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
+    return [manifest for text in manifests for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def of_kind(objects: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    return [manifest for manifest in objects if manifest["kind"] in kinds]
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The templates of all pods, by the name of what makes them."""
-    for kind in ("Deployment", "StatefulSet"):
-        for found in objects(kind):
-            yield found["metadata"]["name"], found["spec"]["template"]
-    for cluster in objects("RayCluster"):
-        groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-        for group in groups:
+    for manifest in of_kind(objects, "Deployment", "StatefulSet"):
+        yield manifest["metadata"]["name"], manifest["spec"]["template"]
+    for cluster in of_kind(objects, "RayCluster"):
+        for group in [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]:
             yield group.get("groupName", "head"), group["template"]
 
 

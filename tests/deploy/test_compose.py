@@ -27,7 +27,8 @@ from tests.deploy.files import (
     documents,
     environment_of,
     image_of,
-    objects,
+    of_kind,
+    rendered,
 )
 from tests.store.redis.servers import binary, free_port, wait_until
 
@@ -132,7 +133,7 @@ def test_only_the_proxy_reaches_a_vllm_that_believes_the_tenant_of_a_request() -
 
 
 def valkey_commands() -> dict[str, list[str]]:
-    (server,) = objects("StatefulSet")
+    (server,) = of_kind(rendered({}), "StatefulSet")
     (container,) = server["spec"]["template"]["spec"]["containers"]
     return {"compose": compose()["services"]["valkey"]["command"], "kubernetes": container["command"]}
 

@@ -59,6 +59,6 @@ def test_the_words_are_found_where_they_stand() -> None:
     found = {(path.name, name) for path in every_file() for name, _ in KVSHELF.findall(shell_lines(path))}
     assert {("kvshelf.service", "serve"), ("front-end.sh", "serve"), ("compose.yaml", "keys")} <= found
     assert ("compose.vllm.yaml", "vllm-proxy") in found
-    assert {("ray-cluster.yaml", "serve"), ("kustomization.yaml", "keys")} <= found
+    assert {("ray-cluster.yaml", "serve"), ("values.yaml", "keys")} <= found
     head = [rest for name, rest in RAY.findall(shell_lines(DEPLOY / "compose.yaml")) if name == "start"]
     assert any("--object-store-memory" in rest and "--head" in rest for rest in head)
