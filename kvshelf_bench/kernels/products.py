@@ -22,7 +22,7 @@ from kvshelf.kernels.rowwise import (
     pack_weight,
     plain_linear,
 )
-from kvshelf.model.int8 import as_int8
+from kvshelf.model.weights.int8 import as_int8
 from kvshelf_bench.kernels.kernels import Ceilings
 
 SHAPES: Final = {

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.devices import chosen_dtype
-from kvshelf.model.int8 import require_int8, round_to_int8
 from kvshelf.model.loading import chosen_device, readable
 from kvshelf.model.prepacking import prepack
 from kvshelf.model.source import source_of
+from kvshelf.model.weights.int8 import require_int8, round_to_int8
 from kvshelf_bench.engines import EngineOptions
 
 QUESTION_TOKENS = 32

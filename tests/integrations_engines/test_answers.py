@@ -60,8 +60,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     from kvshelf.engine.engine import Engine
     from kvshelf.engine.files.export import export_file
-    from kvshelf.model.gguf import converted
     from kvshelf.model.source import source_of
+    from kvshelf.model.weights.gguf import converted
 
     folder, gguf = tmp_path_factory.mktemp("engines"), Path(source_of("smollm2"))
     weights = converted(gguf)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from kvshelf import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.model import devices, loading, source
-from kvshelf.model.gguf import models_folder
+from kvshelf.model.weights.gguf import models_folder
 from kvshelf.workers.cluster.deployment import served_name
 
 TEXT = "The depot opens at seven and closes at four; on Fridays it closes at noon. " * 3

@@ -23,8 +23,8 @@ from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.kernels.rowwise import available
 from kvshelf.model import loading as models
 from kvshelf.model import prepacking
-from kvshelf.model.int8 import as_int8, round_to_int8
 from kvshelf.model.prepacking import Int8Linear, PackedLinear, prepack
+from kvshelf.model.weights.int8 import as_int8, round_to_int8
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 
