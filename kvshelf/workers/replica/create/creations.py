@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import structlog
 
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
+from kvshelf.api.answers import Phase, in_sequence, rounded
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
@@ -28,7 +29,7 @@ from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
+from kvshelf.workers.replica.results import Created, Stored
 from kvshelf.workers.replica.scheduler import Scheduler, Work
 from kvshelf.workers.replica.singleflight import SingleFlight
 from kvshelf.workers.replica.ticket import Ticket
