@@ -128,13 +128,11 @@ class CacheQuestion:
 
     async def answers(self) -> list[Answer]:
         """The answers to each prompt."""
-        deadline_s = self.service.settings.request_deadline_s
-        return await self.engine.query(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
+        return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
 
     def stream(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole."""
-        deadline_s = self.service.settings.request_deadline_s
-        return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
+        return self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
 
     async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
@@ -175,8 +173,7 @@ class CacheQuestion:
                 )
             fields = _document(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
-            deadline_s = self.service.settings.request_deadline_s
-            full_cache = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
+            full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
         return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
@@ -226,8 +223,7 @@ async def _made_again(
     spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
         update={"model": engine.model}
     )
-    deadline_s = service.settings.request_deadline_s
-    created = await engine.create(spec, caller=caller.within(deadline_s))
+    created = await engine.create(spec, caller=service.within(caller))
     made = created.manifest
     if made.id != cache.requested_id and not moved:
         raise errors.ModelMismatch(
@@ -339,7 +335,6 @@ async def beginning(service: Service, caller: KeyCaller, spec: CreateCache, *, n
     caller.require("write")
     require_policy(spec)
     engine = service.engine(spec.model, errors.NotFound)
-    within = caller.within(service.settings.request_deadline_s)
     if needs is not None:
-        await engine.count(needs, None, "document", {}, caller=within)
-    return await engine.create(spec, caller=within)
+        await engine.count(needs, None, "document", {}, caller=service.within(caller))
+    return await engine.create(spec, caller=service.within(caller))

@@ -21,7 +21,7 @@ from kvshelf.engine.attention.attachment import Attached, Wait
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.hooks import AnswerParts, RowHook, Shown, Wants
+from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Passages, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
@@ -215,18 +215,15 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        told: AnswerParts = {}
-        for hook in self._hooks:
-            told |= hook.close()
-        return Answer(
+        answer = Answer(
             self._text.text,
             list(self.token_ids),
             self.finish_reason,
             self.usage(),
             logprobs=None if self.logprobs is None else self.logprobs.told(),
             stop=self._text.stopped,
-            **told,
         )
+        return reduce(lambda told, hook: hook.close(told), self._hooks, answer)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""

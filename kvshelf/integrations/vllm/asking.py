@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import structlog
 
 from kvshelf.api import Usage
 from kvshelf.api.answers import Answer, Piece
@@ -19,7 +18,7 @@ from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
 from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.observe.logs import note
+from kvshelf.service.observe.logs import note, request_id
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 
@@ -127,7 +126,7 @@ class CacheAsker:
     @asynccontextmanager
     async def sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
-        headers = {"content-type": "application/json", "x-request-id": _request_id()}
+        headers = {"content-type": "application/json", "x-request-id": request_id()}
         content = json.dumps(ask.body).encode()
         try:
             async with self._upstreams.answer(
@@ -149,7 +148,7 @@ class CacheAsker:
             return error
         return CacheUnusable(
             f"vLLM failed the request on cache {cache.id} ({failed}), and the store still has the cache; vLLM's log "
-            f"says why, in a line with code= and the request id {_request_id()}"
+            f"says why, in a line with code= and the request id {request_id()}"
         )
 
 
@@ -168,7 +167,3 @@ def _parsed(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         return None
-
-
-def _request_id() -> str:
-    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))

@@ -1,4 +1,9 @@
-"""`kvshelf vllm-proxy`: OpenAI's API before vLLM servers; a request may name a stored cache."""
+"""`kvshelf vllm-proxy`: OpenAI's API before vLLM servers; a request may name a stored cache.
+
+An application of its own: it passes on whatever names no cache, with fields, headers, models and errors that are
+vLLM's, and needs neither Ray nor a model. As a backend of the service it would lose that, and gain routes that it has
+nothing to answer with. What it does with a cache is the service's: keys, limits, errors and shapes of answers.
+"""
 
 from __future__ import annotations
 

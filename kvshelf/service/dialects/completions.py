@@ -61,7 +61,8 @@ async def completed(
     `Completion`."""
     completion = Completion(backend.model, written, together=body.cache_ids is not None)
     if body.stream:
-        return await event_stream(request, completion.chunks(backend.pieces(), with_usage=_wants_usage(body)))
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return await event_stream(request, completion.chunks(backend.pieces(), with_usage=with_usage))
     answers = await until_hangup(request, backend.answers())
     return await computing.run(lambda: JSONResponse(completion.whole(answers)))
 
@@ -172,11 +173,6 @@ def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> N
     """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served."""
     if model not in (None, *names):
         raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
-
-
-def _wants_usage(body: openai.ChatCompletionRequest) -> bool:
-    """Whether a stream is to end with its usage."""
-    return body.stream_options is not None and body.stream_options.include_usage
 
 
 def _closing(index: int, answer: Answer, sent_tokens: int) -> openai.ChunkChoice:

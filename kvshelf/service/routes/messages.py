@@ -56,9 +56,8 @@ async def _counted(service: Service, caller: KeyCaller, body: CountTokensRequest
         manifest = question.caches[0].manifest
         cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
         variables = manifest.identity.get("variables", {})
-    within = caller.within(service.settings.request_deadline_s)
-    added = await engine.count(body.asking, body.document, boundary, variables, caller=within)
-    return cached + added
+    within = service.within(caller)
+    return cached + await engine.count(body.asking, body.document, boundary, variables, caller=within)
 
 
 class _Begun(NamedTuple):

@@ -68,8 +68,7 @@ async def search(request: Request, service: InService, caller: Reader) -> api.Se
     question alone. The caches of one model are searched, those with all `labels`."""
     body = await read_json(request, api.SearchCaches, service)
     engine = service.engine(body.model)
-    work = engine.search(body, caller=caller.within(service.settings.request_deadline_s))
-    return await until_hangup(request, work)
+    return await until_hangup(request, engine.search(body, caller=service.within(caller)))
 
 
 async def _answered(request: Request, service: Service, question: CacheQuestion, shape: Shape) -> Response:

@@ -139,7 +139,8 @@ class Questions:
                 def put(piece: Piece | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                thoughts, held = loaded.thought_stream(), HeldPieces(loaded.settled)
+                thoughts = ThoughtStream(loaded.shape.thoughts, opened=loaded.shape.opened)
+                held = HeldPieces(loaded.settled)
                 ticket = await self._begun(loaded, caller, on_text=put)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
@@ -278,8 +279,9 @@ class Questions:
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
-        sampling = _sampling(query, loaded.shape.grammar)  # another thread: its grammar may have to be compiled again
-        generate = self.scheduler.generate
+        logprobs = (query.top_logprobs or 0) if query.logprobs else None
+        sampling = Sampling(query.max_tokens, query, loaded.shape.grammar, logprobs)
+        generate = self.scheduler.generate  # on a thread: its grammar may have to be compiled again
         beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
         try:
             return await asyncio.shield(beginning)
@@ -436,9 +438,6 @@ class _Loaded:
         """An answer as the message that a client's next request has."""
         return {"role": "assistant", "content": text} if self.line is None else self.read(text).said
 
-    def thought_stream(self) -> ThoughtStream:
-        return ThoughtStream(self.shape.thoughts, opened=self.shape.opened)
-
     @property
     def settled(self) -> Callable[[str], int]:
         """How much of a beginning of the answer is text and no call, whatever follows it."""
@@ -521,10 +520,6 @@ def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[
             break
         before, first = before - len(token.bytes or ()), first + 1
     return logprobs[first:]
-
-
-def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:
-    return Sampling(query.max_tokens, query, grammar, (query.top_logprobs or 0) if query.logprobs else None)
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
