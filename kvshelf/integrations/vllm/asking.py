@@ -25,28 +25,24 @@ from kvshelf.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class CacheAsk:
-    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it. A `ChatBackend`, too."""
+    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it."""
 
     asker: CacheAsker
     cache: Manifest
     request: ShelfRequest
     body: dict[str, Any]
 
-    @property
-    def model(self) -> str:
-        return self.cache.model
-
     async def whole(self) -> dict[str, Any]:
         """vLLM's answer."""
         with self.asker.counted(self):
             return await self._whole()
 
-    async def answers(self) -> list[Answer]:
+    async def answer(self) -> Answer:
         """vLLM's only answer."""
         with self.asker.counted(self):
             answer = await self._whole()
             (choice,) = answer["choices"]
-            return [self._answer(choice["text"], choice["finish_reason"], answer["usage"])]
+            return self._answered(choice["text"], choice["finish_reason"], answer["usage"])
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of vLLM's stream, without its end."""
@@ -67,7 +63,7 @@ class CacheAsk:
                         if choice["text"]:
                             text += choice["text"]
                             yield 0, Piece(choice["text"])
-            yield 0, self._answer(text, reason, usage)
+            yield 0, self._answered(text, reason, usage)
 
     async def _whole(self) -> dict[str, Any]:
         async with self.asker.sent(self) as response:
@@ -83,7 +79,7 @@ class CacheAsk:
                         raise _Failed(500, event)
                     yield event
 
-    def _answer(self, text: str, finish_reason: Any, usage: dict[str, Any] | None) -> Answer:
+    def _answered(self, text: str, finish_reason: Any, usage: dict[str, Any] | None) -> Answer:
         """The answer, with the document's tokens as read from the shelf, not the entries that are left of them. usage:
         as vLLM counts. Raises `WorkerCrashed` for an answer that did not come to its end."""
         if finish_reason not in ("stop", "length") or usage is None:

@@ -30,7 +30,7 @@ from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.dialects.completions import completed
+from kvshelf.service.dialects.completions import Completion
 from kvshelf.service.front import guard, rereading
 from kvshelf.service.http import server
 from kvshelf.service.http.events import event_stream
@@ -94,7 +94,12 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     turns = [message.model_dump() for message in query.messages or ()]
     ask = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
-    return await completed(request, body, ask, request.app.state.computing)
+    completion = Completion(ask.cache.model)
+    computing: Computing = request.app.state.computing
+    if body.stream:
+        return await event_stream(request, completion.chunks(ask.pieces(), with_usage=body.wants_usage))
+    answer = await until_hangup(request, ask.answer())
+    return await computing.run(lambda: JSONResponse(completion.whole([answer])))
 
 
 @router.post("/v1/completions")

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, over whatever answers them. Needs no Ray."""
+"""OpenAI's chat completions: answers as a whole, and as chunks. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
-
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from typing import Any, Final
 
 from kvshelf.api import Usage, openai
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.shapes import Logprob
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.http.events import event_stream
-from kvshelf.service.http.waiting import until_hangup
-from kvshelf.workers.replica.calls import Computing
 
 OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
 """The fields of an answer that are not OpenAI's, see `ours_of`."""
@@ -39,32 +33,6 @@ def ours_of(answer: Answer, *, together: bool) -> dict[str, Any]:
         "recomputed": list(served.remade) or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-class ChatBackend(Protocol):
-    """What answers one chat completion: replicas, or vLLM servers. model: its name in the answer."""
-
-    @property
-    def model(self) -> str: ...
-
-    def pieces(self) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        """The pieces of each choice, by its index, and its answer."""
-
-    async def answers(self) -> list[Answer]:
-        """The answer of each choice."""
-
-
-async def completed(
-    request: Request, body: openai.ChatCompletionRequest, backend: ChatBackend, computing: Computing, written: int = 0
-) -> Response:
-    """The answer to a chat completion: as a whole, or as events. computing: makes what may be long. written: see
-    `Completion`."""
-    completion = Completion(backend.model, written, together=body.cache_ids is not None)
-    if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return await event_stream(request, completion.chunks(backend.pieces(), with_usage=with_usage))
-    answers = await until_hangup(request, backend.answers())
-    return await computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +76,7 @@ class Completion:
     async def chunks(
         self, pieces: AsyncGenerator[tuple[int, Piece | Answer], None], *, with_usage: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Each `ChatCompletionChunk` as JSON. pieces: as of a `ChatBackend`."""
+        """Each `ChatCompletionChunk` as JSON. pieces: of each choice, by its index, and its answer."""
         # If usage is requested, every chunk but the last has a null `usage`, as in OpenAI's streams.
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
         sent_tokens: dict[int, int] = {}  # of each choice that has begun, the tokens whose logprobs went out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,9 +13,10 @@ from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.completions import Completion, completed
+from kvshelf.service.dialects.completions import Completion
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
+from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.questions import CacheQuestion, beginning, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
@@ -41,27 +41,14 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
     question = await question_to(service, caller, cache_ids, body.asking, body.model)
+    completion = Completion(question.caches[0].manifest.model, written, together=body.cache_ids is not None)
     if body.prewarm:
-        completion = Completion(question.caches[0].manifest.model, written)
         return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))
-    return await completed(request, body, _Replicas(question), service.computing, written)
-
-
-@dataclass(frozen=True)
-class _Replicas:
-    """See `ChatBackend`."""
-
-    question: CacheQuestion
-
-    @property
-    def model(self) -> str:
-        return self.question.caches[0].manifest.model
-
-    def pieces(self) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        return _pieces(self.question.each_alone())
-
-    async def answers(self) -> list[Answer]:
-        return (await self.question.answered())[1]
+    if body.stream:
+        pieces = _pieces(question.each_alone())
+        return await event_stream(request, completion.chunks(pieces, with_usage=body.wants_usage))
+    _, answers = await until_hangup(request, question.answered())
+    return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
 def _pieces(questions: Sequence[CacheQuestion]) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
