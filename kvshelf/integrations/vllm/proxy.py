@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.shapes import SHAPES
+from kvshelf.api.strict import RequestT
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.asking import CacheAsker
 from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
@@ -79,11 +80,9 @@ InAsking = Annotated[CacheAsker, Depends(_asking)]
 @router.post("/v1/chat/completions")
 async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A chat completion; with `cache_id` its messages are the question, as in kvshelf's service."""
-    data = await _read(request)
-    parser: Parser = request.app.state.parser
-    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Forwarded(request, data)
-    body = await parser.parsed(ChatCompletionRequest, data, caller.tenant)
+    body = await _body(request, ChatCompletionRequest, caller.tenant)
+    if isinstance(body, _Forwarded):
+        return body
     assert body.cache_id is not None
     for name in _SHAPES:
         if getattr(body, name) not in (None, False, 1):
@@ -105,11 +104,9 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
 @router.post("/v1/completions")
 async def complete(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A completion; with `cache_id` its prompt is the question. The answer is vLLM's."""
-    data = await _read(request)
-    parser: Parser = request.app.state.parser
-    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Forwarded(request, data)
-    body = await parser.parsed(CacheCompletion, data, caller.tenant)
+    body = await _body(request, CacheCompletion, caller.tenant)
+    if isinstance(body, _Forwarded):
+        return body
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
@@ -137,9 +134,14 @@ async def metrics(request: Request, _caller: Admin, accept: Annotated[str, Heade
     return Response(content, media_type=media_type)
 
 
-async def _read(request: Request) -> bytes:
+async def _body(request: Request, model: type[RequestT], tenant: str) -> RequestT | _Forwarded:
+    """The body of a request that names a cache; others are passed on."""
     require_type(request, JSON_TYPE)
-    return bytes(await read_body(request, request.app.state.settings))
+    data = bytes(await read_body(request, request.app.state.settings))
+    parser: Parser = request.app.state.parser
+    if not (await parser.parsed(Directions, data, tenant)).names_cache:
+        return _Forwarded(request, data)
+    return await parser.parsed(model, data, tenant)
 
 
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
