@@ -14,8 +14,9 @@ from typing import Any
 
 import jsonschema
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.engine import Engine
 from kvshelf.samples.suite import Case, make_case, score

@@ -259,11 +259,11 @@ class Subject:
             for cache_id in [cache.id] if store else []:
                 self._note_turns(cache_id, expected)
             reply = await self.ask(cache.id, messages, store=store, **self.answer(number))
-            self.require_ran(reply.cache_id, expected, f"turn {number + 1}")
+            self.require_ran(reply.served.cache_id, expected, f"turn {number + 1}")
             read.append(reply.usage.cache_read_tokens > cache.num_tokens)
             messages.append({"role": "assistant", "content": reply.text})
-            if store and reply.stored_cache_id is None:
-                raise Wrong(f"turn {number + 1} was not kept: {reply.not_stored}")
+            if store and reply.served.stored_cache_id is None:
+                raise Wrong(f"turn {number + 1} was not kept: {reply.served.not_stored}")
         if store and sum(read) < TURNS - 1:
             return f"yes, {sum(read)} of {TURNS - 1} kept turns read"
         return "yes"
@@ -287,12 +287,12 @@ class Subject:
             expected = self.whole(messages, **kwargs)
             self._note_turns(cache.id, expected)
             reply = await self.ask(at, [asked], store=True, **self.answer(number))
-            self.require_ran(reply.cache_id, expected, f"turn {number + 1}")
+            self.require_ran(reply.served.cache_id, expected, f"turn {number + 1}")
             read.append(reply.usage.cache_read_tokens > cache.num_tokens)
             messages.append({"role": "assistant", "content": reply.text})
-            if reply.stored_cache_id is None:
-                raise Wrong(f"turn {number + 1} was not kept: {reply.not_stored}")
-            at = reply.stored_cache_id
+            if reply.served.stored_cache_id is None:
+                raise Wrong(f"turn {number + 1} was not kept: {reply.served.not_stored}")
+            at = reply.served.stored_cache_id
         return "yes" if sum(read) == TURNS - 1 else f"yes, {sum(read)} of {TURNS - 1} kept turns read"
 
     async def tools(self) -> str:
@@ -377,14 +377,14 @@ class Subject:
             return "none"
         cache, (before, between) = await self.put(), close
         reply = await self.ask(cache.id, [question], grammar=self.exactly(f"{before}{THOUGHT}{between}There"))
-        thought = getattr(reply, "reasoning_content", None)
+        thought = reply.thought
         if (reply.text, thought) != ("There", THOUGHT):
             raise Wrong(f"on: content is {reply.text[:40]!r}, thoughts are {thought!r}")
         if not self.quiet:
             return "yes, always on"
         reply = await self.ask(cache.id, [question], **self.quiet, grammar=self.exactly("There"))
-        self.require_ran(reply.cache_id, self.whole([question], enable_thinking=False), "off")
-        if (reply.text, getattr(reply, "reasoning_content", None)) != ("There", None):
+        self.require_ran(reply.served.cache_id, self.whole([question], enable_thinking=False), "off")
+        if (reply.text, reply.thought) != ("There", None):
             raise Wrong(f"off: content is {reply.text[:40]!r}")
         return "yes"
 
@@ -419,7 +419,7 @@ class Subject:
                 raise Wrong(f"{name}: the cache keeps {made.identity.get('variables')}")
             again = {} if made.id != usual else {"chat_template_kwargs": given}
             reply = await self.ask(made.id, question, max_tokens=2, **again)
-            self.require_ran(reply.cache_id, expected, f"{name} {value}")
+            self.require_ran(reply.served.cache_id, expected, f"{name} {value}")
             if made.id != usual:
                 self._require_refused(await self._tried(usual, question, given), name)
             told += 1

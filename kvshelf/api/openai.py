@@ -266,6 +266,11 @@ class ChatCompletionRequest(OpenAIRequest):
         return self
 
     @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
     def _asked(self) -> list[ChatMessage]:
         return self.messages
 

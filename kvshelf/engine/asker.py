@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvshelf.api import Select, SuffixOptions
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
-from kvshelf.engine.decode.generation import Answer, Generation, Sampling
+from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import (

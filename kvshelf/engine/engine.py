@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from kvshelf.api import Select, SuffixOptions
+from kvshelf.api.answers import Answer
 from kvshelf.api.creation import EPISODES_POLICY
 from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.artifact.cache import CompressedCache
@@ -21,7 +22,7 @@ from kvshelf.engine.coders import Coders
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
-from kvshelf.engine.decode.generation import Answer, Generation, Sampling
+from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.shown import built_prompt
@@ -262,8 +263,7 @@ class Engine:
         return self.attachments.joined(documents)
 
     def encode_query(self, cache: CompressedCache | Attached, prompt: Prompt) -> list[int]:
-        """Token ids that ask `prompt` (a text, messages, or ids to append as they are) after this cache.
-        Thread-safe."""
+        """Token ids that ask `prompt` (a text, messages, or ids as they are) after this cache. Thread-safe."""
         return self.encoder.behind(cache.identity, prompt)
 
     def prompt(self, cache: CompressedCache, prompt: Prompt, document: Document | None = None) -> BuiltPrompt:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from opentelemetry.trace import Status, StatusCode, Tracer
 
 from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
+from kvshelf.api.answers import Answer, Phase, Piece
 from kvshelf.artifact.identity import Boundary, ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, RequestTimeout
 from kvshelf.service.observe.logs import note
@@ -28,7 +29,7 @@ from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
-from kvshelf.workers.replica.results import Created, Found, Phase, Reply
+from kvshelf.workers.replica.results import Created, Found
 
 PieceT = TypeVar("PieceT")
 Trace = Callable[[Sequence[Phase]], None]
@@ -170,11 +171,11 @@ class EngineClient:
         note(searched=hits.searched, prefill_tokens=hits.prefill_tokens)
         return hits
 
-    async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Reply]:
+    async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Answer]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
         turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
         error ends all."""
-        tasks: list[asyncio.Task[Reply]] = []
+        tasks: list[asyncio.Task[Answer]] = []
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
@@ -184,51 +185,51 @@ class EngineClient:
                         await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            replies = [task.result() for task in tasks]
-            self._answered(replies)
-        return replies
+            answers = [task.result() for task in tasks]
+            self._answered(answers)
+        return answers
 
-    async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Reply:
+    async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Answer:
         """begun: is set when it has its turn, or has failed."""
         try:
             self.remote.require_bounded(query)
             async with self._turn("query", caller) as (left_s, trace):
                 begun.set()
-                reply = await self.remote.call(ReplicaApi.query, caches, query, caller=caller.within(left_s))
-                trace(reply.phases)
+                answer = await self.remote.call(ReplicaApi.query, caches, query, caller=caller.within(left_s))
+                trace(answer.served.phases)
         finally:
             begun.set()
-        self.spend(caller.tenant, _used(reply))
-        return reply
+        self.spend(caller.tenant, _used(answer))
+        return answer
 
     def stream(
         self, caches: str | Sequence[str], query: Asking, *, caller: Caller
-    ) -> AsyncGenerator[str | Reply, None]:
+    ) -> AsyncGenerator[Piece | Answer, None]:
         """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
         self.remote.require_bounded(query)
 
-        async def fetch(pieces: asyncio.Queue[str | Reply | None]) -> None:
+        async def fetch(pieces: asyncio.Queue[Piece | Answer | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._turn("stream", caller) as (left_s, trace),
-                aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as answer,
+                aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as told,
             ):
                 try:
-                    async for piece in answer:
-                        used = used + 1 if isinstance(piece, str) else _used(piece)
+                    async for piece in told:
+                        used = used + 1 if isinstance(piece, Piece) else _used(piece)
                         if pieces.qsize() >= MAX_UNREAD_PIECES:
                             raise RequestTimeout(
                                 f"{MAX_UNREAD_PIECES} pieces of the answer wait to be read, as many as may; read the "
                                 "stream faster, or ask without streaming"
                             )
-                        if isinstance(piece, Reply):
-                            trace(piece.phases)
+                        if isinstance(piece, Answer):
+                            trace(piece.served.phases)
                             self._answered([piece])
                         pieces.put_nowait(piece)
                 finally:
                     self.spend(caller.tenant, used)
 
-        async def counted(pieces: asyncio.Queue[str | Reply | None]) -> None:
+        async def counted(pieces: asyncio.Queue[Piece | Answer | None]) -> None:
             with self.metrics.asking():
                 await fetch(pieces)
 
@@ -246,23 +247,23 @@ class EngineClient:
             with self._observed(name) as trace:
                 yield left_s, trace
 
-    def _answered(self, replies: Sequence[Reply]) -> None:
-        self.metrics.answered(self.model, replies)
-        if len(replies[0].sources) > 1:
-            note(caches=len(replies[0].sources))
+    def _answered(self, answers: Sequence[Answer]) -> None:
+        self.metrics.answered(self.model, answers)
+        if len(answers[0].sources) > 1:
+            note(caches=len(answers[0].sources))
         note(
-            cache_id=replies[0].cache_id,
-            read_from=replies[0].read_from,
-            cache_read_tokens=sum(reply.usage.cache_read_tokens for reply in replies),
-            read_tokens=sum(reply.usage.read_tokens for reply in replies),
-            prefill_tokens=sum(reply.usage.prefill_tokens for reply in replies),
-            completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
-            suffix_tokens=sum(reply.usage.suffix_tokens or 0 for reply in replies),
+            cache_id=answers[0].served.cache_id,
+            read_from=answers[0].served.read_from,
+            cache_read_tokens=sum(answer.usage.cache_read_tokens for answer in answers),
+            read_tokens=sum(answer.usage.read_tokens for answer in answers),
+            prefill_tokens=sum(answer.usage.prefill_tokens for answer in answers),
+            completion_tokens=sum(answer.usage.completion_tokens for answer in answers),
+            suffix_tokens=sum(answer.usage.suffix_tokens or 0 for answer in answers),
         )
 
     @contextmanager
     def _observed(self, name: str) -> Iterator[Trace]:
-        """One call, in flight for the length of the block. Gives what adds the phases of its reply to its span.
+        """One call, in flight for the length of the block. Gives what adds the phases of its answer to its span.
 
         The span is not made the current one: a stream may end in another context than it began in.
         """
@@ -300,9 +301,9 @@ def each_alone(query: Asking) -> Iterator[Asking]:
             yield query.model_copy(update={"prompt": prompt, "n": 1, "seed": seed})
 
 
-def _used(reply: Reply) -> int:
+def _used(answer: Answer) -> int:
     """Tokens that went through the model for an answer, and those that came out."""
-    return reply.usage.prefill_tokens + reply.usage.completion_tokens
+    return answer.usage.prefill_tokens + answer.usage.completion_tokens
 
 
 def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) -> str:

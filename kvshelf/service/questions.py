@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from kvshelf import errors
 from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.methods.policies import POLICIES
 from kvshelf.service.access.keys import KeyCaller
-from kvshelf.service.dialects.completions import Ending, ending_of, require_model
+from kvshelf.service.dialects.completions import require_model
 from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.questions import miss_reason
@@ -24,7 +25,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.replica.create.spec import Recreation, require_policy
-from kvshelf.workers.replica.results import Created, Reply, Stored
+from kvshelf.workers.replica.results import Created, Stored
 
 UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
@@ -90,32 +91,31 @@ class CacheQuestion:
         """The caches that answer."""
         return [cache.manifest.id for cache in self.caches]
 
-    @property
-    def remade(self) -> list[Remade] | None:
-        """The caches of the query that were made again, None if there are none."""
+    def _told(self, answer: Answer) -> Answer:
+        """An answer that names the caches of the query that were made again."""
         remade = [
             Remade(cache_id=cache.requested_id, reason=cache.recomputed) for cache in self.caches if cache.recomputed
         ]
-        return remade or None
+        return answer.also(remade=tuple(remade)) if remade else answer
 
-    async def answered(self) -> tuple[CacheQuestion, list[Reply]]:
+    async def answered(self) -> tuple[CacheQuestion, list[Answer]]:
         """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
         question = self
         while True:
             try:
-                return question, await question.answers()
+                return question, list(map(question._told, await question.answers()))
             except UNUSABLE as miss:
                 question = await question.again(miss)
 
-    async def pieces(self) -> AsyncGenerator[tuple[CacheQuestion, str | Reply], None]:
+    async def pieces(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
         question, begun = self, False
         while True:
             try:
-                async with aclosing(question.stream()) as replies:
-                    async for piece in replies:
+                async with aclosing(question.stream()) as pieces:
+                    async for piece in pieces:
                         begun = True
-                        yield question, piece
+                        yield question._told(piece) if isinstance(piece, Answer) else piece
                 return
             except UNUSABLE as miss:
                 if begun:
@@ -126,15 +126,13 @@ class CacheQuestion:
         """A question for each answer of this one."""
         return [replace(self, asking=asking) for asking in each_alone(self.asking)]
 
-    async def answers(self) -> list[Reply]:
+    async def answers(self) -> list[Answer]:
         """The answers to each prompt."""
-        deadline_s = self.service.settings.request_deadline_s
-        return await self.engine.query(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
+        return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
 
-    def stream(self) -> AsyncGenerator[str | Reply, None]:
+    def stream(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole."""
-        deadline_s = self.service.settings.request_deadline_s
-        return self.engine.stream(self.cache_ids, self.asking, caller=self.caller.within(deadline_s))
+        return self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
 
     async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
@@ -175,8 +173,7 @@ class CacheQuestion:
                 )
             fields = _document(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
-            deadline_s = self.service.settings.request_deadline_s
-            full_cache = (await self.engine.create(spec, caller=self.caller.within(deadline_s))).manifest
+            full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
         return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
@@ -226,8 +223,7 @@ async def _made_again(
     spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
         update={"model": engine.model}
     )
-    deadline_s = service.settings.request_deadline_s
-    created = await engine.create(spec, caller=caller.within(deadline_s))
+    created = await engine.create(spec, caller=service.within(caller))
     made = created.manifest
     if made.id != cache.requested_id and not moved:
         raise errors.ModelMismatch(
@@ -339,14 +335,6 @@ async def beginning(service: Service, caller: KeyCaller, spec: CreateCache, *, n
     caller.require("write")
     require_policy(spec)
     engine = service.engine(spec.model, errors.NotFound)
-    within = caller.within(service.settings.request_deadline_s)
     if needs is not None:
-        await engine.count(needs, None, "document", {}, caller=within)
-    return await engine.create(spec, caller=within)
-
-
-async def pieces_of(question: CacheQuestion, *, together: bool) -> AsyncGenerator[str | Ending, None]:
-    """The pieces of the answer's text, and its ending. together: whether several caches were asked together."""
-    async with aclosing(question.pieces()) as pieces:
-        async for answering, piece in pieces:
-            yield piece if isinstance(piece, str) else ending_of(piece, answering.remade, together=together)
+        await engine.count(needs, None, "document", {}, caller=service.within(caller))
+    return await engine.create(spec, caller=service.within(caller))

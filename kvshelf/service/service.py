@@ -28,7 +28,7 @@ from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import Computing
+from kvshelf.workers.replica.calls import Caller, Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
 
@@ -69,6 +69,10 @@ class Service:
     listing: Computing
     readiness: SingleFlight[Readiness]
     limits: TenantLimits
+
+    def within(self, caller: KeyCaller) -> Caller:
+        """The caller, with the time that one request may take."""
+        return caller.within(self.settings.request_deadline_s)
 
     def engine(self, model: str | None, unknown: type[KvshelfError] = InvalidRequest) -> EngineClient:
         """The engine of a model by name; for None, that of the first model served. unknown: raised for another name."""

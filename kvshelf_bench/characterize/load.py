@@ -16,8 +16,9 @@ from itertools import product
 from statistics import fmean, quantiles
 from typing import Any, Final
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.engine.decode.generation import Sampling
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.methods.policies import POLICIES
 from kvshelf.model.source import BUNDLED

@@ -303,7 +303,7 @@ def test_windows_move_on_and_records_of_the_parent_are_the_same_objects() -> Non
 
 
 def kept_turn(engine: Engine, cache: CompressedCache, prompt: Any, beside: int = 0, count: int = 12) -> Any:
-    """The answer to a prompt, with its turn, in a batch with others."""
+    """The finished answer to a prompt, with its turn, in a batch with others."""
     document, batch = engine.attach(cache), engine.batch()
     query = engine.encode_query(document, prompt)
     made = engine.start(document, query, Sampling(count))
@@ -316,7 +316,7 @@ def kept_turn(engine: Engine, cache: CompressedCache, prompt: Any, beside: int =
         batch.step([made, *(other for other in others if not other.finished)])
     batch.keep(made)
     batch.leave(made)
-    return made.answer()
+    return made
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,8 +11,9 @@ from llguidance import LLMatcher, LLTokenizer
 from kvshelf.api.tools import Tool
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.tools.harmony import HarmonyCalls
+from kvshelf.engine.tools.pieces import HeldPieces
 from kvshelf.engine.tools.pythonic import PythonCalls
-from kvshelf.engine.tools.tools import HeldPieces, ToolFormat
+from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import TextFormat
 from tests.tokenizers import byte_level

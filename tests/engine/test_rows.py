@@ -17,13 +17,14 @@ import torch
 from tokenizers import decoders
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvshelf.api.answers import Answer
 from kvshelf.api.options import Ask
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.decode.batch import DecodeBatch
-from kvshelf.engine.decode.generation import Answer, Generation, Sampling
+from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, Cancelled, DeadlineExceeded, InternalError
 from kvshelf.workers.replica.calls import named_errors

@@ -31,12 +31,12 @@ import structlog
 from kvshelf.corpus.input.reading import read_rows
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks, RowCaller
-from kvshelf.corpus.run.control import Order, Report
+from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import StoreError
 from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
-from kvshelf.workers.cluster.remote import RemoteEngine, watch
+from kvshelf.workers.cluster.remote import RemoteEngine, called, watch
 
 log = structlog.get_logger("kvshelf.corpus")
 
@@ -133,7 +133,7 @@ class _Pipeline:
             return None
         rows_at = Counter(self._settling.values())
         caller = min(self._callers, key=rows_at.__getitem__)
-        self._settling[caller.settled.remote(ref)] = caller
+        self._settling[called(caller, Callers.settled, ref)] = caller
         return None
 
     def end(self) -> None:
@@ -199,7 +199,7 @@ class Callers:
         while True:
             report = Report(self._caller.at_work, self._caller.trouble)
             try:
-                order = await control.take.remote(self._name, report)
+                order = await called(control, Control.take, self._name, report)
             except ray_errors.RayError:
                 order = None  # the control restarts; until then the last order holds
             self._follow(order)

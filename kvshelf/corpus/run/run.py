@@ -24,7 +24,7 @@ from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
 from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.url import StoreConfig
-from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.cluster.remote import RemoteEngine, called
 
 log = structlog.get_logger("kvshelf.corpus")
 
@@ -212,7 +212,7 @@ class BatchRun:
 
 def _told(control: Any, order: Order) -> Report:
     try:
-        said: Report = ray.get(control.give.remote(order), timeout=5)
+        said: Report = ray.get(called(control, Control.give, order), timeout=5)
     except ray_errors.RayTaskError:
         raise  # a bug in `Control`, which would hold the run for ever
     except ray_errors.RayError:

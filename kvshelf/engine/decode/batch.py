@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvshelf.api.answers import Piece
 from kvshelf.artifact.records import State
 from kvshelf.engine.attention.attached import AttachedStates, PassingLayer, in_line, reading
 from kvshelf.engine.attention.attachment import Attached, Wait, block
@@ -67,7 +68,7 @@ class DecodeBatch:
 
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
-    ) -> list[str | Exception]:
+    ) -> list[Piece | Exception]:
         """Run one forward pass, and one for each question about several documents; with recurrent states, one for all
         rows of equally many tokens. Returns, for each answer, the text that became final (possibly "") or its error.
 
@@ -81,12 +82,12 @@ class DecodeBatch:
         steps = self._admit(generations)
         outs = [self._forward(step, self._plan(step), checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
-        told: dict[int, str | Exception] = {}
+        told: dict[int, Piece | Exception] = {}
         for step, out in zip(steps, outs, strict=True):
             told |= self._take(step, out)
-        return [told.get(id(generation), "") for generation in generations]
+        return [told.get(id(generation), Piece("")) for generation in generations]
 
-    def _step_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> str | Exception:
+    def _step_alone(self, generation: Generation, checkpoint: Checkpoint | None, wait: Wait) -> Piece | Exception:
         try:
             return self.step([generation], checkpoint, wait)[0]
         except Exception as exc:  # raising it would lose the texts of the answers before this one
@@ -131,10 +132,10 @@ class DecodeBatch:
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
         return _Out(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
 
-    def _take(self, step: _Step, out: _Out) -> dict[int, str | Exception]:
+    def _take(self, step: _Step, out: _Out) -> dict[int, Piece | Exception]:
         """Give every row what its pass showed, and those whose question has run their next token. Returns the text or
         the error of each; an error of one answer, whatever it is, ends that answer alone."""
-        told: dict[int, str | Exception] = {}
+        told: dict[int, Piece | Exception] = {}
         for row, (place, shown) in enumerate(zip(step.places, step.shown(out.weights), strict=True)):
             if self._with_states:
                 place.generation.row.states = [alone(of_layer, row) for of_layer in out.states]
@@ -578,7 +579,7 @@ class _Choices(NamedTuple):
         found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
         return cls(logits, [choice if sound else None for choice, sound in found], logprobs)
 
-    def taken(self, generation: Generation, row: int) -> str:
+    def taken(self, generation: Generation, row: int) -> Piece:
         """Choose the next token of one answer and add it. Returns the text that became final."""
         likeliest = self.likeliest[row]
         if likeliest is None:

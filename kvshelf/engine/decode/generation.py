@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvshelf.api import Usage
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.options import Ask
-from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.engine.attention.attachment import Attached, Wait
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.hooks import AnswerParts, RowHook, Shown, Wants
+from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Passages, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
@@ -54,24 +54,6 @@ class Sampling:
         _require(0 < ask.top_p <= 1, "top_p", ask.top_p, "above 0 and at most 1")
         _require(all(ask.stops), "stop", ask.stops, "texts that are not empty")
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: as of
-    `SourceShares`. passages: as of `Passages`, if asked for. turn: question and answer, or why they could
-    not be kept; None if nobody asked for it. logprobs: of each token of the text, if asked for. stop: the stop
-    text that ended it, if one did."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-    sources: tuple[float, ...] = (1.0,)
-    passages: tuple[bytes, ...] | None = None
-    turn: Turn | KvshelfError | None = None
-    logprobs: tuple[Logprob, ...] | None = None
-    stop: str | None = None
 
 
 class Generation:
@@ -112,6 +94,7 @@ class Generation:
         self.turn_ids: tuple[int, ...] = ()
         """The tokens of a turn that is being closed."""
         self.turn: Turn | KvshelfError | None = None
+        """Question and answer, or why they could not be kept; None if nobody asked for it."""
         self.constraint = constraint
         self.logprobs = logprobs
         self.row = SuffixRow(None if reducer is None else reducer.most)
@@ -186,9 +169,8 @@ class Generation:
         rooms = [room for hook in self._hooks if (room := hook.reduced(self.row)) is not None]
         return max(rooms, default=None)
 
-    def take(self, token: int) -> str:
-        """Add a token to the answer. Returns the text that became final with it, possibly "", as a `Piece` where
-        logprobs are told.
+    def take(self, token: int) -> Piece:
+        """Add a token to the answer. Returns the text that became final with it, possibly "".
 
         If this raises, the answer is over, and never `finished`.
         """
@@ -209,7 +191,7 @@ class Generation:
         else:
             for hook in self._hooks:
                 hook.took(self.token_ids)
-        return text if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
+        return Piece(text) if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
 
     def tell(self, token: int, logprobs: Tensor) -> None:
         """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
@@ -233,19 +215,15 @@ class Generation:
     def answer(self) -> Answer:
         """The finished answer."""
         assert self.finish_reason is not None
-        told: AnswerParts = {}
-        for hook in self._hooks:
-            told |= hook.close()
-        return Answer(
+        answer = Answer(
             self._text.text,
             list(self.token_ids),
             self.finish_reason,
             self.usage(),
-            turn=self.turn,
             logprobs=None if self.logprobs is None else self.logprobs.told(),
             stop=self._text.stopped,
-            **told,
         )
+        return reduce(lambda told, hook: hook.close(told), self._hooks, answer)
 
     def usage(self) -> Usage:
         """The tokens counted so far."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
-from typing import TypedDict
 
 from torch import Tensor
 
+from kvshelf.api.answers import Answer
 from kvshelf.engine.attention.attachment import Wait
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.suffixes import SuffixRow
@@ -47,13 +47,6 @@ NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
 """For rows whose hooks want nothing: most of them, at each step."""
 
 
-class AnswerParts(TypedDict, total=False):
-    """What a hook tells of a finished answer: fields of an `Answer`."""
-
-    sources: tuple[float, ...]
-    passages: tuple[bytes, ...]
-
-
 class RowHook:
     """What follows one row; by default it wants and does nothing. An error ends the row's answer alone."""
 
@@ -75,6 +68,6 @@ class RowHook:
         """Drop entries of the suffix, if it is time; after `took`. Returns how many entries need room from now on."""
         return None
 
-    def close(self) -> AnswerParts:
-        """What the answer is told, which is finished."""
-        return {}
+    def close(self, answer: Answer) -> Answer:
+        """A finished answer, with what the hook knows of it."""
+        return answer

@@ -3,27 +3,16 @@ default, so that the figures of an answer in a shape say how the model liked it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Callable
+from typing import Final
 
+from torch import Tensor
+
+from kvshelf.api.answers import Piece
 from kvshelf.api.shapes import Logprob, TokenLogprob
-
-if TYPE_CHECKING:
-    from torch import Tensor  # the front end imports this module, and has no torch
 
 _LEAST: Final = -9999.0
 """Stands for less: JSON has no infinity."""
-
-
-class Piece(str):
-    """A piece of the text of an answer, with the logprobs of its tokens."""
-
-    logprobs: tuple[Logprob, ...]
-
-    def __new__(cls, text: str, logprobs: Sequence[Logprob] = ()) -> Self:
-        piece = super().__new__(cls, text)
-        piece.logprobs = tuple(logprobs)
-        return piece
 
 
 class Logprobs:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.records import PackedRecord, Recent
 from kvshelf.engine.attention.attachment import Attached
-from kvshelf.engine.decode.hooks import AnswerParts, RowHook, Shown, Wants
+from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
 from kvshelf.kernels.prefix_attention import SelectedPrefix
@@ -30,8 +32,8 @@ class SourceShares(RowHook):
         for masses in shown.masses:
             self._total += masses.cpu()
 
-    def close(self) -> AnswerParts:
-        return {"sources": tuple((self._total / self._total.sum()).tolist())}
+    def close(self, answer: Answer) -> Answer:
+        return replace(answer, sources=tuple((self._total / self._total.sum()).tolist()))
 
 
 class Passages(RowHook):
@@ -54,8 +56,8 @@ class Passages(RowHook):
         if shown.complete and selected:
             self._count(self._document if self._selection is None else self._selection.seen)
 
-    def close(self) -> AnswerParts:
-        return {"passages": self._shares()}
+    def close(self, answer: Answer) -> Answer:
+        return replace(answer, passages=self._shares())
 
     def _count(self, seen: Attached | Selection) -> None:
         """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a

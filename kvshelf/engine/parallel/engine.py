@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from kvshelf.api.answers import Piece
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.asker import Asker
 from kvshelf.engine.attention.attached import AttachedCache
@@ -44,7 +45,7 @@ class _SharedBatch(DecodeBatch):
 
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
-    ) -> list[str | Exception]:
+    ) -> list[Piece | Exception]:
         """See `DecodeBatch.step`. The checkpoint is called before the pass alone, and documents arrive whole: no rank
         can leave a pass that the others are in."""
         if self._one_by_one and len(generations) > 1:

@@ -7,8 +7,7 @@ no control token.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -95,33 +94,6 @@ class ToolFormat:
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         """In llguidance's Lark dialect: one call of one of these tools, or `several`."""
         return self.calls.grammar(tools, several=several and self.several)
-
-
-class HeldPieces:
-    """The pieces of an answer, held back while they may belong to a call. settled: as `ToolFormat.settled`."""
-
-    def __init__(self, settled: Callable[[str], int]) -> None:
-        self._settled = settled
-        self._text = ""
-        self._held: deque[str] = deque()
-        self._told = 0
-
-    def push(self, piece: str) -> Iterator[str]:
-        """Add a piece. Gives those that are text whatever follows."""
-        self._text += piece
-        self._held.append(piece)
-        return self._until(self._settled(self._text))
-
-    def rest(self, text: str) -> Iterator[str]:
-        """What is left of the answer's text, once that is known."""
-        yield from self._until(len(text))
-        if self._told < len(text):
-            yield text[self._told :]
-
-    def _until(self, end: int) -> Iterator[str]:
-        while self._held and self._told + len(self._held[0]) <= end:
-            self._told += len(self._held[0])
-            yield self._held.popleft()
 
 
 _ASKED: Final = [{"role": "system", "content": "kvshelf_system"}, {"role": "user", "content": "kvshelf_question"}]

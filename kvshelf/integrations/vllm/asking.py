@@ -9,45 +9,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import structlog
 
 from kvshelf.api import Usage
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
 from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
 from kvshelf.integrations.vllm.upstreams import Upstreams
-from kvshelf.service.dialects.completions import Ending
 from kvshelf.service.http.waiting import off_loop
-from kvshelf.service.observe.logs import note
+from kvshelf.service.observe.logs import note, request_id
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
 class CacheAsk:
-    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it. A `ChatBackend`, too."""
+    """A question to a cache, its body for vLLM's `/v1/completions`, and what asks it."""
 
     asker: CacheAsker
     cache: Manifest
     request: ShelfRequest
     body: dict[str, Any]
 
-    @property
-    def model(self) -> str:
-        return self.cache.model
-
     async def whole(self) -> dict[str, Any]:
         """vLLM's answer."""
         with self.asker.counted(self):
             return await self._whole()
 
-    async def answers(self) -> list[tuple[str, Ending]]:
-        """The text of vLLM's only answer, and its ending."""
+    async def answer(self) -> Answer:
+        """vLLM's only answer."""
         with self.asker.counted(self):
             answer = await self._whole()
             (choice,) = answer["choices"]
-            return [(choice["text"], self.ending(choice["finish_reason"], answer["usage"]))]
+            return self._answered(choice["text"], choice["finish_reason"], answer["usage"])
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of vLLM's stream, without its end."""
@@ -56,9 +51,9 @@ class CacheAsk:
                 async for event in events:
                     yield event
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
-        """The text of one streamed answer, and its ending, each as of choice 0."""
-        reason = usage = None
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        """The pieces of one streamed answer, and the answer, each as of choice 0."""
+        text, reason, usage = "", None, None
         with self.asker.counted(self):
             async with aclosing(self._events()) as events:
                 async for event in events:
@@ -66,8 +61,9 @@ class CacheAsk:
                     for choice in event["choices"]:
                         reason = choice["finish_reason"] or reason
                         if choice["text"]:
-                            yield 0, choice["text"]
-            yield 0, self.ending(reason, usage)
+                            text += choice["text"]
+                            yield 0, Piece(choice["text"])
+            yield 0, self._answered(text, reason, usage)
 
     async def _whole(self) -> dict[str, Any]:
         async with self.asker.sent(self) as response:
@@ -83,9 +79,9 @@ class CacheAsk:
                         raise _Failed(500, event)
                     yield event
 
-    def ending(self, finish_reason: Any, usage: dict[str, Any] | None) -> Ending:
-        """How an answer ended, with the document's tokens as read from the shelf, not the entries that are left of
-        them. usage: as vLLM counts. Raises `WorkerCrashed` for an answer that did not come to its end."""
+    def _answered(self, text: str, finish_reason: Any, usage: dict[str, Any] | None) -> Answer:
+        """The answer, with the document's tokens as read from the shelf, not the entries that are left of them. usage:
+        as vLLM counts. Raises `WorkerCrashed` for an answer that did not come to its end."""
         if finish_reason not in ("stop", "length") or usage is None:
             raise WorkerCrashed(f"vLLM broke the answer off ({finish_reason}); try again", retry_after_s=1.0)
         tokens = Usage(
@@ -94,7 +90,7 @@ class CacheAsk:
             prefill_tokens=len(self.request.question),
             completion_tokens=usage["completion_tokens"],
         )
-        return Ending(finish_reason, tokens)
+        return Answer(text, [], finish_reason, tokens)
 
 
 class CacheAsker:
@@ -126,7 +122,7 @@ class CacheAsker:
     @asynccontextmanager
     async def sent(self, ask: CacheAsk) -> AsyncIterator[httpx.Response]:
         # vLLM's log then names the request as ours does.
-        headers = {"content-type": "application/json", "x-request-id": _request_id()}
+        headers = {"content-type": "application/json", "x-request-id": request_id()}
         content = json.dumps(ask.body).encode()
         try:
             async with self._upstreams.answer(
@@ -148,7 +144,7 @@ class CacheAsker:
             return error
         return CacheUnusable(
             f"vLLM failed the request on cache {cache.id} ({failed}), and the store still has the cache; vLLM's log "
-            f"says why, in a line with code= and the request id {_request_id()}"
+            f"says why, in a line with code= and the request id {request_id()}"
         )
 
 
@@ -167,7 +163,3 @@ def _parsed(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         return None
-
-
-def _request_id() -> str:
-    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))

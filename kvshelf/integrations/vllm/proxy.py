@@ -1,4 +1,9 @@
-"""`kvshelf vllm-proxy`: OpenAI's API before vLLM servers; a request may name a stored cache."""
+"""`kvshelf vllm-proxy`: OpenAI's API before vLLM servers; a request may name a stored cache.
+
+An application of its own: it passes on whatever names no cache, with fields, headers, models and errors that are
+vLLM's, and needs neither Ray nor a model. As a backend of the service it would lose that, and gain routes that it has
+nothing to answer with. What it does with a cache is the service's: keys, limits, errors and shapes of answers.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.shapes import SHAPES
+from kvshelf.api.strict import RequestT
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.asking import CacheAsker
 from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
@@ -25,7 +31,7 @@ from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import Admin, LiveKeys, Reader
 from kvshelf.service.access.limits import TenantLimits
-from kvshelf.service.dialects.completions import completed
+from kvshelf.service.dialects.completions import Completion
 from kvshelf.service.front import guard, rereading
 from kvshelf.service.http import server
 from kvshelf.service.http.events import event_stream
@@ -74,11 +80,9 @@ InAsking = Annotated[CacheAsker, Depends(_asking)]
 @router.post("/v1/chat/completions")
 async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A chat completion; with `cache_id` its messages are the question, as in kvshelf's service."""
-    data = await _read(request)
-    parser: Parser = request.app.state.parser
-    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Forwarded(request, data)
-    body = await parser.parsed(ChatCompletionRequest, data, caller.tenant)
+    body = await _body(request, ChatCompletionRequest, caller.tenant)
+    if isinstance(body, _Forwarded):
+        return body
     assert body.cache_id is not None
     for name in _SHAPES:
         if getattr(body, name) not in (None, False, 1):
@@ -89,17 +93,20 @@ async def chat(request: Request, asking: InAsking, caller: Reader) -> Response:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     turns = [message.model_dump() for message in query.messages or ()]
     ask = await asking.prepare(body.cache_id, caller.tenant, turns, body.model, fields)
-    return await completed(request, body, ask, request.app.state.computing)
+    completion = Completion(ask.cache.model)
+    computing: Computing = request.app.state.computing
+    if body.stream:
+        return await event_stream(request, completion.chunks(ask.pieces(), with_usage=body.wants_usage))
+    answer = await until_hangup(request, ask.answer())
+    return await computing.run(lambda: JSONResponse(completion.whole([answer])))
 
 
 @router.post("/v1/completions")
 async def complete(request: Request, asking: InAsking, caller: Reader) -> Response:
     """A completion; with `cache_id` its prompt is the question. The answer is vLLM's."""
-    data = await _read(request)
-    parser: Parser = request.app.state.parser
-    if not (await parser.parsed(Directions, data, caller.tenant)).names_cache:
-        return _Forwarded(request, data)
-    body = await parser.parsed(CacheCompletion, data, caller.tenant)
+    body = await _body(request, CacheCompletion, caller.tenant)
+    if isinstance(body, _Forwarded):
+        return body
     fields = (body.model_extra or {}) | {"stream": bool(body.stream)}
     ask = await asking.prepare(body.cache_id, caller.tenant, body.prompt, body.model, fields)
     if body.stream:
@@ -127,9 +134,14 @@ async def metrics(request: Request, _caller: Admin, accept: Annotated[str, Heade
     return Response(content, media_type=media_type)
 
 
-async def _read(request: Request) -> bytes:
+async def _body(request: Request, model: type[RequestT], tenant: str) -> RequestT | _Forwarded:
+    """The body of a request that names a cache; others are passed on."""
     require_type(request, JSON_TYPE)
-    return bytes(await read_body(request, request.app.state.settings))
+    data = bytes(await read_body(request, request.app.state.settings))
+    parser: Parser = request.app.state.parser
+    if not (await parser.parsed(Directions, data, tenant)).names_cache:
+        return _Forwarded(request, data)
+    return await parser.parsed(model, data, tenant)
 
 
 def _end_to_end(headers: Mapping[str, str]) -> dict[str, str]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshelf.api import anthropic
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.tools import ToolCall
-from kvshelf.model.templates.thoughts import Thought
-from kvshelf.workers.replica.results import Reply
 
 
 @dataclass(frozen=True)
@@ -26,25 +25,25 @@ class MessageAnswering:
     created: int
     id: str = field(default_factory=lambda: "msg_" + secrets.token_hex(12))
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> dict[str, Any]:
         """A `MessageObject` as JSON."""
-        text: list[anthropic.AnswerBlock] = [anthropic.AnswerText(text=reply.text)] if reply.text else []
-        if reply.reasoning_content is not None:
-            text.insert(0, anthropic.AnswerThinking(thinking=reply.reasoning_content))
+        text: list[anthropic.AnswerBlock] = [anthropic.AnswerText(text=answer.text)] if answer.text else []
+        if answer.thought is not None:
+            text.insert(0, anthropic.AnswerThinking(thinking=answer.thought))
         message = self._wire(
-            content=[*text, *map(_called, reply.tool_calls)],
-            stop_reason=_reason(reply),
-            stop_sequence=reply.stop,
-            usage=self._usage(reply),
+            content=[*text, *map(_called, answer.tool_calls)],
+            stop_reason=_reason(answer),
+            stop_sequence=answer.stop,
+            usage=self._usage(answer),
         )
-        return message | _kept(reply.stored_cache_id, reply.not_stored)
+        return message | _kept(answer.served.stored_cache_id, answer.served.not_stored)
 
     def unasked(self, not_stored: str | None) -> dict[str, Any]:
         """A `MessageObject` without an answer as JSON: the cache is there, and nothing was asked."""
         message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known)
         return message | _kept(None, not_stored)
 
-    async def events(self, pieces: AsyncGenerator[str | Reply, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, pieces: AsyncGenerator[Piece | Answer, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event as JSON. The first has the counts that are known before the answer, `message_delta` has all."""
         begun, thought, written, index = False, False, False, 0
         async with aclosing(pieces):
@@ -53,16 +52,16 @@ class MessageAnswering:
                     message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known)
                     yield {"type": "message_start", "message": message}
                     begun = True
-                thinks = isinstance(piece, Thought)
+                thinks = isinstance(piece, Piece) and piece.is_thought
                 if thinks and not thought:
                     yield _start(0, anthropic.AnswerThinking(thinking=""))
                     thought = True
-                if thought and not thinks and not index and (isinstance(piece, Reply) or piece):
+                if thought and not thinks and not index and (isinstance(piece, Answer) or piece):
                     signed = {"type": "signature_delta", "signature": ""}
                     yield {"type": "content_block_delta", "index": 0, "delta": signed}
                     yield {"type": "content_block_stop", "index": 0}
                     index = 1
-                if isinstance(piece, Reply):
+                if isinstance(piece, Answer):
                     for event in self._ending(piece, index, written=written):
                         yield event
                 elif thinks:
@@ -75,18 +74,18 @@ class MessageAnswering:
                     delta = {"type": "text_delta", "text": piece}
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
 
-    def _ending(self, reply: Reply, first: int, *, written: bool) -> Iterator[dict[str, Any]]:
+    def _ending(self, answer: Answer, first: int, *, written: bool) -> Iterator[dict[str, Any]]:
         """The events behind the text. first: the index of its block. written: whether there was any."""
         if written:
             yield {"type": "content_block_stop", "index": first}
-        for index, call in enumerate(map(_called, reply.tool_calls), first + int(written)):
+        for index, call in enumerate(map(_called, answer.tool_calls), first + int(written)):
             yield _start(index, call.model_copy(update={"input": {}}))
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.input, ensure_ascii=False)}
             yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
-        ended = {"stop_reason": _reason(reply), "stop_sequence": reply.stop}
-        usage = self._usage(reply).model_dump()
-        kept = _kept(reply.stored_cache_id, reply.not_stored)
+        ended = {"stop_reason": _reason(answer), "stop_sequence": answer.stop}
+        usage = self._usage(answer).model_dump()
+        kept = _kept(answer.served.stored_cache_id, answer.served.not_stored)
         yield {"type": "message_delta", "delta": ended, "usage": usage} | kept
         yield {"type": "message_stop"}
 
@@ -104,14 +103,14 @@ class MessageAnswering:
         message = anthropic.MessageObject(id=self.id, model=self.model, cache_id=self.cache_id, **fields)
         return message.model_dump(mode="json", exclude={"stored_cache_id", "not_stored"})
 
-    def _usage(self, reply: Reply) -> anthropic.MessageUsage:
-        prefilled = reply.usage.prefill_tokens
-        kept = prefilled if reply.stored_cache_id is not None else 0
+    def _usage(self, answer: Answer) -> anthropic.MessageUsage:
+        prefilled = answer.usage.prefill_tokens
+        kept = prefilled if answer.served.stored_cache_id is not None else 0
         return anthropic.MessageUsage(
             input_tokens=prefilled - kept,
             cache_creation_input_tokens=self.created + kept,
-            cache_read_input_tokens=reply.usage.cache_read_tokens - self.created,
-            output_tokens=reply.usage.completion_tokens,
+            cache_read_input_tokens=answer.usage.cache_read_tokens - self.created,
+            output_tokens=answer.usage.completion_tokens,
         )
 
 
@@ -130,9 +129,9 @@ def _called(call: ToolCall) -> anthropic.AnswerCall:
     return anthropic.AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
 
 
-def _reason(reply: Reply) -> anthropic.StopReason:
-    if reply.tool_calls:
+def _reason(answer: Answer) -> anthropic.StopReason:
+    if answer.tool_calls:
         return "tool_use"
-    if reply.finish_reason == "length":
+    if answer.finish_reason == "length":
         return "max_tokens"
-    return "end_turn" if reply.stop is None else "stop_sequence"
+    return "end_turn" if answer.stop is None else "stop_sequence"

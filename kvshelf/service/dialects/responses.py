@@ -9,12 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshelf.api import Asking, Usage, responses
+from kvshelf.api import Asking, responses
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.tools import ToolCall
-from kvshelf.engine.decode.logprobs import Piece
-from kvshelf.model.templates.thoughts import Thought
-from kvshelf.service.dialects.completions import OURS, Ending
+from kvshelf.service.dialects.completions import OURS, ours_of, reason_of
 
 
 @dataclass(frozen=True)
@@ -29,22 +28,22 @@ class Responding:
     thought_id: str = field(default_factory=lambda: "rs_" + secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, end: Ending) -> dict[str, Any]:
+    def whole(self, answer: Answer) -> dict[str, Any]:
         """A finished `ResponseObject` as JSON."""
-        status: responses.Status = "incomplete" if end.reason == "length" else "completed"
-        calls = [_call(call) for call in end.tool_calls or ()]
+        status: responses.Status = "incomplete" if reason_of(answer) == "length" else "completed"
+        text, calls = answer.text, [_call(call) for call in answer.tool_calls]
         # The tokens of calls are those of no text.
-        message = [] if calls and not text else [self._message(status, text, [] if calls else end.tokens)]
-        thought = [] if end.thought is None else [self._thought("completed", end.thought)]
+        message = [] if calls and not text else [self._message(status, text, () if calls else answer.logprobs)]
+        thought = [] if answer.thought is None else [self._thought("completed", answer.thought)]
         return self._wire(
             status=status,
             incomplete_details=None if status == "completed" else responses.IncompleteDetails(),
             output=[*thought, *message, *calls],
-            usage=_usage(end),
-            **end.ours,
+            usage=_usage(answer),
+            **ours_of(answer, together=self.body.cache_ids is not None),
         )
 
-    async def events(self, pieces: AsyncGenerator[str | Ending, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, pieces: AsyncGenerator[Piece | Answer, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Each event as JSON, numbered."""
         number = 0
         async with aclosing(self._events(pieces)) as events:
@@ -52,7 +51,7 @@ class Responding:
                 yield event | {"sequence_number": number}
                 number += 1
 
-    async def _events(self, pieces: AsyncGenerator[str | Ending, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, pieces: AsyncGenerator[Piece | Answer, None]) -> AsyncGenerator[dict[str, Any], None]:
         place: dict[str, Any] = {"output_index": 0, "item_id": self.message_id, "content_index": 0}
         text, thought, begun = "", "", False
         async with aclosing(pieces):
@@ -62,7 +61,13 @@ class Responding:
                     for kind in ("response.created", "response.in_progress"):
                         yield {"type": kind, "response": response}
                     begun = True
-                if isinstance(piece, Thought):
+                if isinstance(piece, Answer):
+                    if not text:
+                        for event in self._thought_closing(thought):
+                            yield event
+                    for event in self._closing(place, self.whole(piece), opened=bool(text)):
+                        yield event
+                elif piece.is_thought:
                     at = {"output_index": 0, "item_id": self.thought_id}
                     if not thought:
                         item = self._thought("in_progress", None).model_dump(mode="json")
@@ -70,22 +75,15 @@ class Responding:
                         place["output_index"] = 1
                     thought += piece
                     yield {"type": "response.reasoning_text.delta", **at, "content_index": 0, "delta": piece}
-                elif isinstance(piece, str):
+                else:
                     if not text:
                         for event in self._thought_closing(thought):
                             yield event
                         for event in self._opening(place):
                             yield event
                     text += piece
-                    tokens = piece.logprobs if isinstance(piece, Piece) else ()
-                    logprobs = [token.model_dump(mode="json") for token in tokens]
+                    logprobs = [token.model_dump(mode="json") for token in piece.logprobs or ()]
                     yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": logprobs}
-                else:
-                    if not text:
-                        for event in self._thought_closing(thought):
-                            yield event
-                    for event in self._closing(place, self.whole(text, piece), opened=bool(text)):
-                        yield event
 
     def _thought_closing(self, thought: str) -> Iterator[dict[str, Any]]:
         """The end of the thoughts, if there were any."""
@@ -167,10 +165,10 @@ def _call(call: ToolCall) -> responses.OutputCall:
     return responses.OutputCall(id=item_id, call_id=call.id, name=name, arguments=arguments, status="completed")
 
 
-def _usage(end: Ending) -> responses.ResponseUsage:
-    usage: Usage = end.usage
+def _usage(answer: Answer) -> responses.ResponseUsage:
+    usage = answer.usage
     read, prefilled = usage.cache_read_tokens, usage.prefill_tokens
-    written = prefilled if end.stored_cache_id is not None else 0
+    written = prefilled if answer.served.stored_cache_id is not None else 0
     return responses.ResponseUsage(
         input_tokens=read + prefilled,
         input_tokens_details=responses.InputTokensDetails(cached_tokens=read, cache_write_tokens=written),

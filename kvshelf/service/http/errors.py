@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvshelf import errors
 from kvshelf.api import ErrorBody
 from kvshelf.api.strict import refusal
-from kvshelf.service.observe.logs import note
+from kvshelf.service.observe.logs import note, request_id
 from kvshelf.service.observe.questions import miss_reason
 
 log = structlog.get_logger("kvshelf.service")
@@ -81,7 +81,7 @@ def wire(error: errors.KvshelfError, *, anthropic: bool) -> dict[str, Any]:
     if not anthropic:
         return {"error": error_json(body)}
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": _request_id()}
+    return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": request_id()}
 
 
 def _json_rpc(error: errors.KvshelfError) -> dict[str, Any]:
@@ -90,10 +90,6 @@ def _json_rpc(error: errors.KvshelfError) -> dict[str, Any]:
     code = _REFUSED if error.status < 500 else _FAILED
     about = {"code": code, "message": error.message, "data": wire(error, anthropic=False)["error"]}
     return {"jsonrpc": "2.0", "id": None, "error": about}
-
-
-def _request_id() -> str:
-    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
 
 
 def error_json(body: ErrorBody) -> dict[str, Any]:
@@ -170,7 +166,7 @@ def translate(exc: BaseException) -> errors.KvshelfError:
         param = ".".join(str(part) for part in first["loc"][1:])
         return errors.InvalidRequest(f"{param}: {first['msg']}", param=param)
     log.error("bug", exc_info=exc)
-    return errors.InternalError(f"this is a bug of kvshelf; please report it with the request id {_request_id()}")
+    return errors.InternalError(f"this is a bug of kvshelf; please report it with the request id {request_id()}")
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openapi.json lists all routes") -> None:

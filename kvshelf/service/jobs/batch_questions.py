@@ -14,7 +14,7 @@ from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, RowAnswer, request_id
 from kvshelf.errors import by_code
-from kvshelf.service.dialects.completions import Completion, ending_of, require_model
+from kvshelf.service.dialects.completions import Completion, require_model
 from kvshelf.service.engines import each_alone, serving_all
 from kvshelf.service.http.errors import error_json
 from kvshelf.store.base import Store
@@ -45,14 +45,13 @@ class BatchAsker:
         assert model is not None  # else `serving_all` has raised
         require_model(question.model, manifests[0].id, (manifests[0].model, model))
         caller = Caller(tenant, deadline_s)
-        replies = [
+        answers = [
             await engines[model].call(ReplicaApi.query, ids, single, caller=caller, of_batch=True)
             for single in each_alone(question.asking)
         ]
-        together = question.cache_ids is not None
-        answers = [(reply.text, ending_of(reply, together=together)) for reply in replies]
-        used = sum(reply.usage.prefill_tokens + reply.usage.completion_tokens for reply in replies)
-        return RowAnswer(Completion(manifests[0].model).whole(answers), used)
+        used = sum(answer.usage.prefill_tokens + answer.usage.completion_tokens for answer in answers)
+        completion = Completion(manifests[0].model, together=question.cache_ids is not None)
+        return RowAnswer(completion.whole(answers), used)
 
 
 def result_line(row: Row, batch_id: str) -> dict[str, Any]:

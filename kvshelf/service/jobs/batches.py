@@ -98,12 +98,6 @@ class BatchRunner:
         self._idle = idle
 
     def _begin(self, record: BatchRecord, term: int) -> None:
-        def others_wait() -> bool:
-            return any(idle.tenant != record.tenant for idle in self._idle)
-
-        def goes_behind() -> str:
-            return outranked(record, self._unfinished, self._store.now())
-
         work = BatchWork(
             record,
             term,
@@ -112,8 +106,8 @@ class BatchRunner:
             self._settings,
             self._metrics,
             self._asks,
-            others_wait,
-            goes_behind,
+            others_wait=lambda: any(idle.tenant != record.tenant for idle in self._idle),
+            outranked=lambda: outranked(record, self._unfinished, self._store.now()),
         )
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task

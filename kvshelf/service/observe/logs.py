@@ -39,6 +39,11 @@ def configure(level: str) -> None:
     logging.getLogger("kvshelf").setLevel(number)
 
 
+def request_id() -> str:
+    """That of the current request."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
+
+
 @contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
     """Collects the facts passed to `note` inside the block, by this task and the tasks it starts."""

@@ -11,11 +11,12 @@ from typing import Final
 
 from prometheus_client import Histogram
 
+from kvshelf.api.answers import Answer, Phase
 from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import KvshelfError
 from kvshelf.service.observe.questions import QuestionMetrics, result_of
 from kvshelf.store.base import Store
-from kvshelf.workers.replica.results import Created, Found, Phase, Reply
+from kvshelf.workers.replica.results import Created, Found
 
 USAGE_AGE_S: Final = 5.0
 """Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
@@ -93,21 +94,21 @@ class Metrics(QuestionMetrics):
                 self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)
         _observe(self._creation_s, model, created.phases)
 
-    def answered(self, model: str, replies: Sequence[Reply]) -> None:
+    def answered(self, model: str, answers: Sequence[Answer]) -> None:
         """Records an answered query of one or several prompts."""
         self._queries.labels("answered").inc()
-        self._hits.labels(replies[0].read_from).inc()
-        for reply in replies:
-            usage = reply.usage
+        self._hits.labels(answers[0].served.read_from).inc()
+        for answer in answers:
+            usage = answer.usage
             self._tokens_saved.labels(model).inc(usage.cache_read_tokens)
             self._prefill_tokens.labels(model).inc(usage.prefill_tokens)
             self._read_tokens.labels(model).inc(usage.read_tokens)
             self._suffix_tokens.labels(model).inc(usage.suffix_tokens or 0)
-            self._suffix_bytes.labels(model).set(reply.suffix_bytes)
+            self._suffix_bytes.labels(model).set(answer.served.suffix_bytes)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
-            self._first_token_s.labels(model).observe(reply.first_token_s)
-            _observe(self._answer_s, model, reply.phases)
-            self.remembered(model, reply.memory)
+            self._first_token_s.labels(model).observe(answer.served.first_token_s)
+            _observe(self._answer_s, model, answer.served.phases)
+            self.remembered(model, answer.served.memory)
 
     def remembered(self, model: str, counts: Mapping[str, int]) -> None:
         """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""

@@ -14,7 +14,7 @@ from kvshelf._extras import needs_extra
 from kvshelf.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from kvshelf.workers.replica.results import Phase
+    from kvshelf.api.answers import Phase
 
 log = structlog.get_logger("kvshelf.service")
 

@@ -74,11 +74,10 @@ async def create(
         record = await service.background.submit(spec, caller.tenant)
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
         return JSONResponse(request_json(record), status_code=202, headers=headers)
-    deadline_s = service.settings.request_deadline_s
+    within = service.within(caller)
     if EVENT_STREAM in request.headers.get("accept", ""):
-        watched = engine.watch(spec, caller=caller.within(deadline_s))
-        return await event_stream(request, _events(service, watched, body))
-    created = await until_hangup(request, engine.create(spec, caller=caller.within(deadline_s)))
+        return await event_stream(request, _events(service, engine.watch(spec, caller=within), body))
+    created = await until_hangup(request, engine.create(spec, caller=within))
     if _makes_several(body):
         status = 200 if created.existing else 201
         return await service.computing.run(lambda: JSONResponse(_cache_list(created), status_code=status))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.completions import Completion, Ending, completed, ending_of
+from kvshelf.service.dialects.completions import Completion
 from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
+from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import CacheQuestion, beginning, pieces_of, question_to
+from kvshelf.service.questions import CacheQuestion, beginning, question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
@@ -34,47 +35,33 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
     """Continue a conversation that begins with a stored cache, with several together, or with a document that a
     `prompt_cache_breakpoint` ends."""
     body = await read_json(request, MarkedCompletionRequest, service)
-    together = body.cache_ids is not None
     cache_ids, written = body.cache_ids or [str(body.cache_id)], 0
     if body.document is not None:
         needs = body.asking if body.may_be_refused else None
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
     question = await question_to(service, caller, cache_ids, body.asking, body.model)
+    completion = Completion(question.caches[0].manifest.model, written, together=body.cache_ids is not None)
     if body.prewarm:
-        completion = Completion(question.caches[0].manifest.model, written)
         return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))
-    return await completed(request, body, _Replicas(question, together), service.computing, written)
+    if body.stream:
+        pieces = _pieces(question.each_alone())
+        return await event_stream(request, completion.chunks(pieces, with_usage=body.wants_usage))
+    _, answers = await until_hangup(request, question.answered())
+    return await service.computing.run(lambda: JSONResponse(completion.whole(answers)))
 
 
-@dataclass(frozen=True)
-class _Replicas:
-    """See `ChatBackend`."""
-
-    question: CacheQuestion
-    together: bool
-
-    @property
-    def model(self) -> str:
-        return self.question.caches[0].manifest.model
-
-    def pieces(self) -> AsyncGenerator[tuple[int, str | Ending], None]:
-        return _pieces(self.question.each_alone(), together=self.together)
-
-    async def answers(self) -> list[tuple[str, Ending]]:
-        question, replies = await self.question.answered()
-        return [(reply.text, ending_of(reply, question.remade, together=self.together)) for reply in replies]
-
-
-def _pieces(questions: Sequence[CacheQuestion], *, together: bool) -> AsyncGenerator[tuple[int, str | Ending], None]:
+def _pieces(questions: Sequence[CacheQuestion]) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
     """The pieces of all choices as they come, each with the index of its choice."""
 
-    async def fetch(index: int, question: CacheQuestion, queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
-        async with aclosing(pieces_of(question, together=together)) as pieces:
+    async def fetch(
+        index: int, question: CacheQuestion, queue: asyncio.Queue[tuple[int, Piece | Answer] | None]
+    ) -> None:
+        async with aclosing(question.pieces()) as pieces:
             async for piece in pieces:
                 queue.put_nowait((index, piece))
 
-    async def fetch_all(queue: asyncio.Queue[tuple[int, str | Ending] | None]) -> None:
+    async def fetch_all(queue: asyncio.Queue[tuple[int, Piece | Answer] | None]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for index, question in enumerate(questions):

@@ -25,5 +25,4 @@ async def estimate(request: Request, service: InService, caller: Reader) -> Esti
         require_policy(body)
     engine = service.engine(body.model)
     require_tokenizer(service, engine.model, body)
-    work = engine.estimate(body, caller=caller.within(service.settings.request_deadline_s))
-    return await until_hangup(request, work)
+    return await until_hangup(request, engine.estimate(body, caller=service.within(caller)))

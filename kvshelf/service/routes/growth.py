@@ -43,8 +43,7 @@ async def append(cache_id: str, request: Request, service: InService, caller: Wr
     engine = service.engine_for_all([manifest])
     require_tokenizer(service, engine.model, body)
     await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
-    policy, deadline_s = body.policy or manifest.policy, service.settings.request_deadline_s
-    work = engine.append(cache_id, body, policy, caller=caller.within(deadline_s))
+    work = engine.append(cache_id, body, body.policy or manifest.policy, caller=service.within(caller))
     created = await until_hangup(request, work)
     return cache_response(created.manifest, existing=created.existing)
 

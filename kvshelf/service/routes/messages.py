@@ -3,10 +3,6 @@ many tokens a conversation has."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any, NamedTuple
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -36,9 +32,13 @@ async def create(request: Request, service: InService, caller: Reader) -> Respon
     """Answer the last message of a conversation whose beginning is on the shelf, or goes there with this request."""
     body = await read_json(request, MessagesRequest, service)
     service.engine(body.model, NotFound)
+    question, answering = await until_hangup(request, _begun(service, caller, body))
     if body.stream:
-        return await event_stream(request, _events(service, caller, body))
-    return JSONResponse(await until_hangup(request, _whole(service, caller, body)))
+        return await event_stream(request, answering.events(question.stream()))
+    if not body.max_tokens:
+        return JSONResponse(answering.unasked(body.not_kept))
+    (answer,) = await until_hangup(request, question.answers())
+    return JSONResponse(answering.whole(answer))
 
 
 @router.post("/count_tokens", openapi_extra=openapi.body_of(CountTokensRequest), dependencies=[TAKES_TOKENS])
@@ -56,34 +56,12 @@ async def _counted(service: Service, caller: KeyCaller, body: CountTokensRequest
         manifest = question.caches[0].manifest
         cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
         variables = manifest.identity.get("variables", {})
-    within = caller.within(service.settings.request_deadline_s)
-    added = await engine.count(body.asking, body.document, boundary, variables, caller=within)
-    return cached + added
+    within = service.within(caller)
+    return cached + await engine.count(body.asking, body.document, boundary, variables, caller=within)
 
 
-class _Begun(NamedTuple):
+async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> tuple[CacheQuestion, MessageAnswering]:
     """A question behind its cache, and the message that answers it."""
-
-    question: CacheQuestion
-    answering: MessageAnswering
-
-
-async def _whole(service: Service, caller: KeyCaller, body: MessagesRequest) -> dict[str, Any]:
-    question, answering = await _begun(service, caller, body)
-    if not body.max_tokens:
-        return answering.unasked(body.not_kept)
-    (reply,) = await question.answers()
-    return answering.whole(reply)
-
-
-async def _events(service: Service, caller: KeyCaller, body: MessagesRequest) -> AsyncGenerator[dict[str, Any], None]:
-    question, answering = await _begun(service, caller, body)
-    async with aclosing(answering.events(question.stream())) as events:
-        async for event in events:
-            yield event
-
-
-async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> _Begun:
     cache_id, created = body.cache_id, False
     if cache_id is None:
         needs = body.asking if body.tools or body.output_config else None
@@ -92,4 +70,4 @@ async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> 
     question = await question_to(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
     read, made = (0, tokens) if created else (tokens, 0)
-    return _Begun(question, MessageAnswering(body.model, cache_id, read, made))
+    return question, MessageAnswering(body.model, cache_id, read, made)

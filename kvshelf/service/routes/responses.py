@@ -18,12 +18,11 @@ from kvshelf.api.responses import ResponseDeleted, ResponseObject, ResponsesRequ
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.bodies import read_json
-from kvshelf.service.dialects.completions import ending_of
 from kvshelf.service.dialects.responses import Responding
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.questions import pieces_of, question_to
+from kvshelf.service.questions import question_to
 from kvshelf.service.service import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.responses import not_found
@@ -42,15 +41,14 @@ async def respond(request: Request, service: InService, caller: Reader) -> Respo
     """Answer behind a stored cache, behind several together, or behind an earlier response."""
     body = await read_json(request, ResponsesRequest, service)
     cache_id = await off_loop(_before, service.store, caller.tenant, body)
-    asking, together = body.asking(may_write="write" in caller.scopes), body.cache_ids is not None
+    asking = body.asking(may_write="write" in caller.scopes)
     question = await question_to(service, caller, body.cache_ids or [cache_id], asking, body.model)
     responding = Responding(body, asking, question.caches[0].manifest.model)
     if body.stream:
-        events = responding.events(pieces_of(question, together=together))
+        events = responding.events(question.pieces())
         return await event_stream(request, _keeping(service.store, caller.tenant, events))
-    question, (reply,) = await until_hangup(request, question.answered())
-    ending = ending_of(reply, question.remade, together=together)
-    response = await service.computing.run(responding.whole, reply.text, ending)
+    _, (answer,) = await until_hangup(request, question.answered())
+    response = await service.computing.run(responding.whole, answer)
     kept = await off_loop(_kept, service.store, caller.tenant, response)
     return await service.computing.run(JSONResponse, kept)
 

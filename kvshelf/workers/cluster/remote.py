@@ -18,7 +18,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 import ray.exceptions as ray_errors
 import structlog
 from pydantic import BaseModel
-from ray import serve
+from ray import ObjectRef, serve
+from ray.actor import ActorHandle
 from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
@@ -240,6 +241,13 @@ def _limit_s(kwargs: Mapping[str, Any]) -> float:
     caller: Caller = kwargs["caller"]
     assert caller.deadline_s is not None
     return caller.deadline_s + _GRACE_S
+
+
+def called(
+    actor: ActorHandle, method: Callable[Concatenate[Any, CallP], ResultT], *args: CallP.args, **kwargs: CallP.kwargs
+) -> ObjectRef[ResultT]:
+    """The result of a method of an actor's class, to be waited for. An actor's own attributes have no types."""
+    return getattr(actor, method.__name__).remote(*args, **kwargs)
 
 
 def _logged(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from kvshelf.api import (
     Query,
     SearchCaches,
 )
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
 from kvshelf.workers.replica.calls import Caller
-from kvshelf.workers.replica.results import Created, Found, Reply
+from kvshelf.workers.replica.results import Created, Found
 
 
 class ReplicaApi(Protocol):
@@ -51,7 +52,7 @@ class ReplicaApi(Protocol):
         *,
         caller: Caller,
         of_batch: bool = False,
-    ) -> Reply: ...
+    ) -> Answer: ...
 
     def stream(
         self,
@@ -59,7 +60,7 @@ class ReplicaApi(Protocol):
         query: Asking,
         *,
         caller: Caller,
-    ) -> AsyncIterator[str | Reply]: ...
+    ) -> AsyncIterator[Piece | Answer]: ...
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]: ...
 

@@ -7,28 +7,30 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
-from kvshelf.api import Asking, JointQuery, Query, ReadShares, Source
+from kvshelf.api import Asking, JointQuery, Query
+from kvshelf.api.answers import Answer, Phase, Piece, Served, rounded
 from kvshelf.api.inspect import BuiltPrompt
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.attention.attachment import Attached, Attachment
-from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.counting import count
-from kvshelf.engine.tools.tools import HeldPieces, ToolFormat
+from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, told_apart
+from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.methods.selectors.registry import reads_by_index
-from kvshelf.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
+from kvshelf.model.templates.thoughts import Thoughts
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
@@ -36,7 +38,6 @@ from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents
-from kvshelf.workers.replica.results import Phase, Reply, rounded
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -110,7 +111,7 @@ class Questions:
         *,
         caller: Caller,
         of_batch: bool = False,
-    ) -> Reply:
+    ) -> Answer:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
@@ -128,32 +129,31 @@ class Questions:
         query: Asking,
         *,
         caller: Caller,
-    ) -> AsyncGenerator[str | Reply, None]:
+    ) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_by(caller):
             async with self._loaded(caches, query, caller) as loaded:
-                pieces: asyncio.Queue[str | None] = asyncio.Queue()
+                pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
-                def put(piece: str | None) -> None:
+                def put(piece: Piece | None) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-                thoughts, held = loaded.thought_stream(), HeldPieces(loaded.settled)
+                thoughts = ThoughtStream(loaded.shape.thoughts, opened=loaded.shape.opened)
+                held = HeldPieces(loaded.settled)
                 ticket = await self._begun(loaded, caller, on_text=put)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
-                        for part in thoughts.push(piece):
-                            for text in [part] if isinstance(part, Thought) else held.push(part):
-                                yield text
+                        for part in held.among(thoughts.push(piece)):
+                            yield part
                     answer = ticket.future.result()
-                    for part in thoughts.rest():
-                        for text in [part] if isinstance(part, Thought) else held.push(part):
-                            yield text
-                    reply = await self._kept(loaded, answer, ticket, caller.tenant)
-                    for text in held.rest(reply.text):
-                        yield text
-                    yield reply
+                    for part in held.among(thoughts.rest()):
+                        yield part
+                    answer = await self._kept(loaded, answer, ticket, caller.tenant)
+                    for part in held.rest(answer.text):
+                        yield part
+                    yield answer
                 finally:
                     ticket.cancel()
 
@@ -279,8 +279,9 @@ class Questions:
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)
-        sampling = _sampling(query, loaded.shape.grammar)  # another thread: its grammar may have to be compiled again
-        generate = self.scheduler.generate
+        logprobs = (query.top_logprobs or 0) if query.logprobs else None
+        sampling = Sampling(query.max_tokens, query, loaded.shape.grammar, logprobs)
+        generate = self.scheduler.generate  # on a thread: its grammar may have to be compiled again
         beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
         try:
             return await asyncio.shield(beginning)
@@ -292,7 +293,8 @@ class Questions:
         """The tokens of a turn, as `Turns.ids` has them."""
         if loaded.line is None:
             return self.engine.turns.ids(document, prompt_of(loaded.query), text, token_ids)
-        if loaded.read(text).is_empty:
+        turn = loaded.read(text)
+        if not turn.content and not turn.tool_calls:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
         ids = loaded.line.turn_ids(loaded.said(text), self.engine.turns.without_end(token_ids))
         return self.engine.turns.bounded(document, ids)
@@ -336,8 +338,8 @@ class Questions:
             self.engine.asker.guide.constraint(grammar, query.max_tokens)
         return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 
-    def _counted(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
-        """The reply, counted for the tenant."""
+    def _count(self, loaded: _Loaded, answer: Answer, tenant: str) -> None:
+        """Count an answer for the tenant."""
         usage = answer.usage
         self.meter.add(
             tenant,
@@ -347,7 +349,6 @@ class Questions:
             completion_tokens=usage.completion_tokens,
         )
         self.threads.submit(self._count_saved, loaded.held, tenant)
-        return loaded.reply(answer, ticket)
 
     def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str) -> None:
         for cache_id, (resident, _) in held.items():
@@ -355,42 +356,31 @@ class Questions:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
         self.meter.add(tenant, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
-    async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Reply:
-        """The reply, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
-        error of the answer. The reply has thoughts, and calls of tools, beside its text."""
-        reply = self._counted(loaded, answer, ticket, tenant)
-        read = loaded.read(answer.text)
-        reply = reply.model_copy(update={
-            "text": read.text, "tool_calls": read.calls, "reasoning_content": read.thought,
-            "logprobs": reply.logprobs and _of_text(reply.logprobs, answer.text, read),
-        })  # fmt: skip
+    async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Answer:
+        """The answer, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
+        error of the answer."""
+        self._count(loaded, answer, tenant)
+        text, answer = answer.text, loaded.served(answer, ticket)
         if not loaded.query.store:
-            return reply
-        document, keep, said = loaded.document, self.conversations.keep, loaded.said(answer.text)
+            return answer
+        document, keep, said, cache_id = (
+            loaded.document,
+            self.conversations.keep,
+            loaded.said(text),
+            answer.served.cache_id,
+        )
         assert isinstance(document, Attachment)
         try:
             kept = await self.threads.run(
-                keep, reply.cache_id, document, loaded.query, loaded.line, said, answer.turn, tenant
+                keep, cache_id, document, loaded.query, loaded.line, said, ticket.turn, tenant
             )
         except KvshelfError as error:
-            log.warning("a turn was not stored", cache_id=reply.cache_id, reason=error.message)
-            return reply.model_copy(update={"not_stored": error.message})
+            log.warning("a turn was not stored", cache_id=cache_id, reason=error.message)
+            return answer.also(not_stored=error.message)
         stored = kept.manifest
         if kept.document is not None:
             await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
-        return reply.model_copy(update={"stored_cache_id": stored.id})
-
-
-class _Read(NamedTuple):
-    """An answer: its thoughts, None without any, its text, and the calls behind it."""
-
-    thought: str | None
-    text: str
-    calls: list[ToolCall]
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.text and not self.calls
+        return answer.also(stored_cache_id=stored.id)
 
 
 class _Shape(NamedTuple):
@@ -429,28 +419,24 @@ class _Loaded:
     started: float
     found_s: float
     counts: dict[str, int]
-    _read: dict[str, _Read] = field(default_factory=dict)
+    _read: dict[str, ToolTurn] = field(default_factory=dict)
 
-    def read(self, text: str) -> _Read:
-        """What an answer says. The same each time: calls get their ids here."""
+    def read(self, text: str) -> ToolTurn:
+        """What an answer says: its thoughts, its text, and the calls behind it. The same each time: calls get their ids
+        here."""
         if text not in self._read:
             thought, said = told_apart(self.shape.thoughts, text, opened=self.shape.opened)
             calls: list[ToolCall] = []
             if isinstance(self.query, ToolAsking) and self.shape.tools is not None:
                 said, calls = self.shape.tools.answered(said, self.query)
-            self._read[text] = _Read(thought, said, calls)
+            self._read[text] = ToolTurn.model_construct(
+                role="assistant", content=said, tool_calls=calls, reasoning_content=thought
+            )
         return self._read[text]
 
     def said(self, text: str) -> Said:
         """An answer as the message that a client's next request has."""
-        if self.line is None:
-            return {"role": "assistant", "content": text}
-        read = self.read(text)
-        turn = ToolTurn(role="assistant", content=read.text, tool_calls=read.calls, reasoning_content=read.thought)
-        return turn.said
-
-    def thought_stream(self) -> ThoughtStream:
-        return ThoughtStream(self.shape.thoughts, opened=self.shape.opened)
+        return {"role": "assistant", "content": text} if self.line is None else self.read(text).said
 
     @property
     def settled(self) -> Callable[[str], int]:
@@ -464,8 +450,8 @@ class _Loaded:
         unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
         return next(unread, None) if len(self.asked) > 1 else None
 
-    def reply(self, answer: Answer, ticket: Ticket[Answer]) -> Reply:
-        """The reply for an answer that has just ended."""
+    def served(self, answer: Answer, ticket: Ticket[Answer]) -> Answer:
+        """An answer that has just ended, its thoughts and calls told apart, with how it was served."""
         identity = self.document.identity
         read = [resident for resident, was_there in self.held.values() if not was_there]
         slowest = max(read, key=lambda resident: resident.read_s, default=None)
@@ -483,24 +469,27 @@ class _Loaded:
         longest = next(id for id, (resident, _) in self.held.items() if resident.document.identity is identity)
         several = {"caches": len(shares)} if len(shares) > 1 else {}
         log.info("answered", cache_id=longest, read_from=read_from, **several, **dict(answer.usage), **rounded(phases))
-        return Reply(
-            id="ans_" + secrets.token_hex(12),
-            cache_id=longest,
-            text=answer.text,
-            finish_reason=answer.finish_reason,
-            usage=answer.usage,
-            load_ms=round(load_s * 1000, 3),
-            policy=identity.policy,
-            compression_ratio=identity.compression_ratio,
-            token_ids=answer.token_ids,
-            read_from=read_from,
-            phases=phases,
-            memory=self.counts,
-            suffix_bytes=ticket.suffix_bytes,
-            stop=answer.stop,
-            sources=tuple(Source(cache_id=id, share=shares.get(id, 0.0)) for id in self.asked),
-            passages=None if answer.passages is None else list(map(ReadShares.of, self.held, answer.passages)),
-            logprobs=None if answer.logprobs is None else list(answer.logprobs),
+        turn = self.read(answer.text)
+        return replace(
+            answer,
+            text=turn.content,
+            thought=turn.reasoning_content,
+            tool_calls=tuple(turn.tool_calls),
+            sources=tuple(shares.get(id, 0.0) for id in self.asked),
+            logprobs=answer.logprobs and _of_text(answer.logprobs, answer.text, turn),
+            served=Served(
+                id="ans_" + secrets.token_hex(12),
+                cache_ids=tuple(self.asked),
+                read_ids=tuple(self.held),
+                cache_id=longest,
+                policy=identity.policy,
+                compression_ratio=identity.compression_ratio,
+                load_ms=round(load_s * 1000, 3),
+                read_from=read_from,
+                phases=phases,
+                memory=self.counts,
+                suffix_bytes=ticket.suffix_bytes,
+            ),
         )
 
 
@@ -521,20 +510,16 @@ def prompt_of(query: Asking) -> str | list[Said]:
     return prompt
 
 
-def _of_text(logprobs: Sequence[Logprob], text: str, read: _Read) -> list[Logprob]:
+def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[Logprob, ...]:
     """Those of an answer's text, behind its thoughts."""
-    if read.thought is None:
-        return list(logprobs)
-    before, first = len(text.encode()) - len(read.text.encode()), 0
+    if turn.reasoning_content is None:
+        return logprobs
+    before, first = len(text.encode()) - len(turn.content.encode()), 0
     for token in logprobs:
         if before <= 0:
             break
         before, first = before - len(token.bytes or ()), first + 1
-    return list(logprobs[first:])
-
-
-def _sampling(query: Asking, grammar: Grammar | None) -> Sampling:
-    return Sampling(query.max_tokens, query, grammar, (query.top_logprobs or 0) if query.logprobs else None)
+    return logprobs[first:]
 
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:

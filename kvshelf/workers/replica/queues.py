@@ -15,7 +15,8 @@ from kvshelf.errors import KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
-    from kvshelf.engine.decode.generation import Answer, Generation
+    from kvshelf.api.answers import Answer, Piece
+    from kvshelf.engine.decode.generation import Generation
     from kvshelf.engine.engine import Engine
     from kvshelf.engine.progress import Checkpoint
 
@@ -73,7 +74,7 @@ class Answering:
 
     ticket: Ticket[Answer]
     generation: Generation
-    on_text: Callable[[str], None]
+    on_text: Callable[[Piece], None]
     suffix_bytes: int
     tenant: str
     turn_of: TurnOf | None = None

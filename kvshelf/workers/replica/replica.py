@@ -24,6 +24,7 @@ from kvshelf.api import (
     Query,
     SearchCaches,
 )
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
@@ -43,7 +44,7 @@ from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
-from kvshelf.workers.replica.results import Created, Found, Reply
+from kvshelf.workers.replica.results import Created, Found
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.searches import Searches
 
@@ -161,7 +162,7 @@ class Replica(ReplicaApi):
         *,
         caller: Caller,
         of_batch: bool = False,
-    ) -> Reply:
+    ) -> Answer:
         """See `Questions`, as `stream`, `hint`, `count` and `prompt`."""
         return await self._questions.query(caches, query, caller=caller, of_batch=of_batch)
 
@@ -171,7 +172,7 @@ class Replica(ReplicaApi):
         query: Asking,
         *,
         caller: Caller,
-    ) -> AsyncIterator[str | Reply]:
+    ) -> AsyncIterator[Piece | Answer]:
         pieces = self._questions.stream(caches, query, caller=caller)
         async with aclosing(pieces):
             async for piece in pieces:

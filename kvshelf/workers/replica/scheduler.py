@@ -32,9 +32,10 @@ from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queu
 from kvshelf.workers.replica.ticket import Ticket
 
 if TYPE_CHECKING:
+    from kvshelf.api.answers import Answer, Piece
     from kvshelf.artifact.cache import CompressedCache
     from kvshelf.engine.attention.attachment import Attached, Wait
-    from kvshelf.engine.decode.generation import Answer, Sampling
+    from kvshelf.engine.decode.generation import Sampling
     from kvshelf.engine.engine import Engine
 
 __all__ = ["Scheduler", "SchedulerLimits", "Work"]
@@ -108,14 +109,14 @@ class Scheduler:
         *,
         passages: bool = False,
         reducer: SuffixReducer | None = None,
-        on_text: Callable[[str], None] = lambda _: None,
+        on_text: Callable[[Piece], None] = lambda _: None,
         turn_of: TurnOf | None = None,
         of_batch: bool = False,
         tenant: str = "default",
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
-        turn_of, of_batch: as of `Answering`. With `turn_of`, the answer has its turn, or none where it cannot be kept.
+        turn_of, of_batch: as of `Answering`. With `turn_of`, the ticket has the answer's turn at its end.
 
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
@@ -281,7 +282,7 @@ class Scheduler:
             for work, text in zip(works, told, strict=True):
                 self._tell(work, text)
 
-    def _tell(self, work: Answering, text: str | Exception) -> None:
+    def _tell(self, work: Answering, text: Piece | Exception) -> None:
         """Deliver a step's text or error for one answer."""
         if work.generation.closing:
             if isinstance(text, Exception):
@@ -327,7 +328,7 @@ class Scheduler:
 
     def _end(self, work: Answering, error: Exception | None) -> None:
         self._open.remove(work)
-        work.ticket.suffix_bytes = self._batch.nbytes
+        work.ticket.suffix_bytes, work.ticket.turn = self._batch.nbytes, work.generation.turn
         self._batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvshelf.errors import Cancelled, DeadlineExceeded
+from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError
+
+if TYPE_CHECKING:
+    from kvshelf.engine.decode.turns import Turn  # torch
 
 ResultT = TypeVar("ResultT")
 
@@ -17,7 +20,7 @@ class Ticket(Generic[ResultT]):
 
     queue_s: seconds until the model began it. first_s: seconds until the first token of an answer, 0 before. worked_s:
     seconds the model spent on a compression, without pauses for other work. suffix_bytes: that the suffixes of all open
-    answers held when this answer ended.
+    answers held when this answer ended. turn: of the answer, as of `Generation`.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -26,6 +29,7 @@ class Ticket(Generic[ResultT]):
         self.first_s = 0.0
         self.worked_s = 0.0
         self.suffix_bytes = 0
+        self.turn: Turn | KvshelfError | None = None
         self.begun = False
         self.submitted = time.monotonic()
         self._deadline = math.inf if deadline_s is None else self.submitted + deadline_s

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Final, TypeAlias
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.engine.decode.generation import Answer
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.prefill.prefill import Compression

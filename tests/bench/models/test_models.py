@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.api import Usage
-from kvshelf.engine.decode.generation import Answer
+from kvshelf.api.answers import Answer
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, InvalidTensor
 from kvshelf_bench.cli import app

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshelf.engine.decode.generation import Answer, Sampling
+from kvshelf.api.answers import Answer
+from kvshelf.engine.decode.generation import Sampling
 from kvshelf.kernels.prefix_attention import SelectedPrefix
 from tests.by_hand import Prefix, frequencies, logits_after
 from tests.engine.test_selecting import BUDGET, KINDS, pages_by_hand

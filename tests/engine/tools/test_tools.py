@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from kvshelf.api.tools import Tool, ToolAsking, ToolCall, ToolTurn
-from kvshelf.engine.tools.tools import HeldPieces, ToolFormat
+from kvshelf.engine.tools.pieces import HeldPieces
+from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import TextFormat
 

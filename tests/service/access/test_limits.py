@@ -14,6 +14,7 @@ from opentelemetry.trace import NoOpTracer
 
 from kvshelf import open_store
 from kvshelf.api import CreateCache, Query, Usage
+from kvshelf.api.answers import Answer, Phase, Piece, Served
 from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest, QueueFull, RateLimited, RequestTimeout
 from kvshelf.service.access.limits import RateLimiter, TenantLimits
 from kvshelf.service.engines import MAX_UNREAD_PIECES, EngineClient
@@ -28,7 +29,7 @@ from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.queues import Rounds
-from kvshelf.workers.replica.results import Created, Phase, Reply, Stored
+from kvshelf.workers.replica.results import Created, Stored
 
 
 class Clock:
@@ -375,18 +376,12 @@ def test_creations_in_the_background_take_turns_too(tmp_path: Path) -> None:
         run(test(store))
 
 
-REPLY = Reply(
-    id="ans_1",
-    cache_id="kvs",
-    text="0 1",
-    finish_reason="stop",
-    usage=Usage(cache_read_tokens=1000, read_tokens=500, prefill_tokens=20, completion_tokens=3),
-    load_ms=1.0,
-    policy="full",
-    compression_ratio=0.0,
-    token_ids=[5, 6, 7],
-    read_from="memory",
-    phases=(Phase("prefill", 0.0, 1.0),),
+ANSWER = Answer(
+    "0 1",
+    [5, 6, 7],
+    "stop",
+    Usage(cache_read_tokens=1000, read_tokens=500, prefill_tokens=20, completion_tokens=3),
+    served=Served(id="ans_1", cache_id="kvs", phases=(Phase("prefill", 0.0, 1.0),)),
 )
 
 
@@ -415,21 +410,21 @@ class Talker:
     def require_bounded(self, *_: Any) -> None:
         """Texts are short here."""
 
-    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[str | Reply, None]:
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Piece | Answer, None]:
         try:
             for number in range(self.pieces):
-                yield str(number)
+                yield Piece(str(number))
                 await asyncio.sleep(0)
-            yield REPLY
+            yield ANSWER
         finally:
             self.closed = True
 
-    async def call(self, method: Callable[..., Any], asked: Any, *rest: Any, **_: Any) -> Created | Reply:
+    async def call(self, method: Callable[..., Any], asked: Any, *rest: Any, **_: Any) -> Created | Answer:
         if method is ReplicaApi.query:
             (query,) = rest
             self.asked.append(query.prompt)
             await asyncio.sleep(0)
-            return REPLY
+            return ANSWER
         known = asked.document == "on the shelf"
         phases = () if known else (Phase("prefill", 0.0, 1.0),)
         prefilled = 0 if known else MANIFEST.num_tokens
@@ -455,7 +450,7 @@ def test_a_reader_who_takes_nothing_holds_no_slot_and_is_cut_off() -> None:
         while not talker.closed:
             await asyncio.sleep(0)
         quick = engine.stream("kvs", ASKED, caller=Caller("b", 60))
-        assert [piece async for piece in quick] == [*(str(number) for number in range(talker.pieces)), REPLY]
+        assert [piece async for piece in quick] == [*(str(number) for number in range(talker.pieces)), ANSWER]
         for number in range(1, MAX_UNREAD_PIECES + 1):
             assert await anext(slow) == str(number)
         with pytest.raises(RequestTimeout):
@@ -502,11 +497,11 @@ def test_the_first_error_of_a_prompt_ends_the_others() -> None:
     async def test() -> None:
         talker = Talker(0)
 
-        async def call(_: Callable[..., Any], __: str, query: Query, **___: Any) -> Reply:
+        async def call(_: Callable[..., Any], __: str, query: Query, **___: Any) -> Answer:
             if query.prompt == "bad":
                 raise InvalidRequest("bad")
             await asyncio.sleep(60)
-            return REPLY
+            return ANSWER
 
         talker.call = call  # type: ignore[assignment, method-assign]
         prompts = Query(prompt=["bad", "good", "good"])
@@ -524,7 +519,7 @@ def test_a_tenant_s_tokens_are_those_that_went_through_the_model_and_came_out() 
         await engine.create(CreateCache(document="new"), **call)
         await engine.create(CreateCache(document="on the shelf"), **call)
         await engine.query("kvs", Query(prompt=["one", "two"]), **call)
-        assert [piece async for piece in engine.stream("kvs", ASKED, **call)][-1] == REPLY
+        assert [piece async for piece in engine.stream("kvs", ASKED, **call)][-1] == ANSWER
         assert spent == [("a", 400), ("a", 0), ("a", 23), ("a", 23), ("a", 23)]
         left = fair(Talker(10**9), spend=lambda tenant, tokens: spent.append((tenant, tokens)))
         stream = left.stream("kvs", ASKED, **call)

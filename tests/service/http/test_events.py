@@ -15,9 +15,9 @@ from fastapi import FastAPI, Request, Response
 from openai.types.responses import ResponseErrorEvent
 
 from kvshelf import errors
+from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.client import AsyncClient
-from kvshelf.service.dialects.completions import Ending
 from kvshelf.service.dialects.responses import Responding
 from kvshelf.service.http.errors import wire
 from kvshelf.service.http.events import event_stream
@@ -81,8 +81,8 @@ async def test_an_error_within_a_response_is_an_event_that_openai_s_client_raise
     app = FastAPI()
     body = ResponsesRequest(input="?", cache_id="kvs_1")
 
-    async def pieces() -> AsyncGenerator[str | Ending, None]:
-        yield "one"
+    async def pieces() -> AsyncGenerator[Piece | Answer, None]:
+        yield Piece("one")
         raise errors.StoreUnavailable("away", param="cache_id")
 
     @app.post("/v1/responses")

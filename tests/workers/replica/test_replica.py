@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshelf.api import AppendCache, CreateCache, Query
+from kvshelf.api.answers import Answer
 from kvshelf.api.usage import today
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.engine import Engine
@@ -40,7 +41,6 @@ from kvshelf.store.rules import Rules
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
-from kvshelf.workers.replica.results import Reply
 from kvshelf.workers.replica.scheduler import Scheduler
 
 DEFAULT = Caller("default")
@@ -172,7 +172,7 @@ async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica
 async def test_one_of_two_equal_creations_leaves_and_the_other_is_done(replica: Replica, engine: Watched) -> None:
     first = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
     second = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
-    while not replica._creations._singleflight._calls:
+    while not len(replica._creations.flights):
         await asyncio.sleep(0)
     first.cancel()
     assert (await second).manifest.id.startswith("kvs_")
@@ -232,7 +232,7 @@ async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica,
     answers = [engine.answer(cache, prompt, max_new_tokens=8) for prompt in prompts]
     told = [(reply.text, reply.token_ids, reply.finish_reason, reply.usage.model_dump()) for reply in replies]
     assert told == [(each.text, each.token_ids, each.finish_reason, dict(each.usage)) for each in answers]
-    assert all(reply.load_ms > 0 and reply.compression_ratio == 0.5 for reply in replies)
+    assert all(reply.served.load_ms > 0 and reply.served.compression_ratio == 0.5 for reply in replies)
 
 
 async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
@@ -240,7 +240,7 @@ async def test_a_stream_is_the_answer_in_pieces(replica: Replica) -> None:
     whole = await replica.query(cache_id, asked("tide", max_tokens=30), caller=DEFAULT)
     pieces = [piece async for piece in replica.stream(cache_id, asked("tide", max_tokens=30), caller=DEFAULT)]
     *texts, last = pieces
-    assert isinstance(last, Reply)
+    assert isinstance(last, Answer)
     assert (last.text, last.token_ids, last.usage) == (whole.text, whole.token_ids, whole.usage)
     assert len(texts) > 10
     assert "".join(texts) == whole.text  # type: ignore[arg-type]  # all but the last are text
@@ -303,14 +303,14 @@ async def test_several_documents_are_one_question(replica: Replica, engine: Watc
     query = asked("Who keeps the green book?")
     cold = await replica.query(ids, query, caller=DEFAULT)
     *texts, warm = [piece async for piece in replica.stream(ids, query, caller=DEFAULT)]
-    assert isinstance(warm, Reply)
+    assert isinstance(warm, Answer)
     assert "".join(texts) == warm.text  # type: ignore[arg-type]  # all but the last are text
     for reply in (cold, warm):
         assert (reply.text, reply.token_ids, reply.usage) == (right.text, right.token_ids, right.usage)
-        assert [source.cache_id for source in reply.sources] == ids
-        assert [source.share for source in reply.sources] == pytest.approx(list(right.sources), abs=1e-6)
-        assert reply.cache_id == ids[1]
-    assert (cold.read_from, warm.read_from) == ("home", "memory")
+        assert [source.cache_id for source in reply.shares] == ids
+        assert list(reply.sources) == pytest.approx(list(right.sources), abs=1e-6)
+        assert reply.served.cache_id == ids[1]
+    assert (cold.served.read_from, warm.served.read_from) == ("home", "memory")
     assert len(replica._questions.residents) == 3
     assert not any(resident.users for resident in replica._questions.residents._held.values())
 

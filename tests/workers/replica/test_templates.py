@@ -111,7 +111,7 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
                 store.delete(made.id)
                 assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
                 asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)
-                assert store.stat(str(asked.stored_cache_id)).identity["date"] == "2031-03-07"
+                assert store.stat(str(asked.served.stored_cache_id)).identity["date"] == "2031-03-07"
                 other = (await replica.create(CreateCache(document=f"Other. {document}"), caller=DEFAULT)).manifest
                 assert other.identity["date"] == "2031-12-24"
     finally:
@@ -138,11 +138,11 @@ async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
             store.delete(made.id)
             assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
             asked = await subject.ask(made.id, [question], store=True, **subject.answer(1))
-            turn = store.stat(str(asked.stored_cache_id))
+            turn = store.stat(str(asked.served.stored_cache_id))
             assert turn.identity["variables"] == given
             said = [question, {"role": "assistant", "content": asked.text}, {"role": "user", "content": "And now?"}]
             later = await subject.ask(turn.id, said[2:], max_tokens=2)
-            assert (later.cache_id, later.usage.cache_read_tokens) == (turn.id, turn.num_tokens)
+            assert (later.served.cache_id, later.usage.cache_read_tokens) == (turn.id, turn.num_tokens)
             first = dict(question, content=f"{document}\n\n{question['content']}")
             whole = subject.ids(subject.plain([first, *said[1:]], **given))
             assert subject.engine.asked[-1][1] == whole[turn.num_tokens :]
@@ -218,7 +218,7 @@ async def test_what_a_template_rewrites_is_read_again(tmp_path: Path) -> None:
         call = '<tool_call>\n{"name": "weather", "arguments": {"town": "Kiel"}}\n</tool_call>'
         call = f"<think>\nI look.\n</think>\n\n{call}"
         one = await subject.ask(cache.id, [question], tools=TOOLS, store=True, grammar=subject.exactly(call))
-        assert (one.text, one.reasoning_content, len(one.tool_calls)) == ("", "I look.", 1)
+        assert (one.text, one.thought, len(one.tool_calls)) == ("", "I look.", 1)
         require_ran([question], cache.num_tokens)
         made = {
             "id": one.tool_calls[0].id,
@@ -227,7 +227,7 @@ async def test_what_a_template_rewrites_is_read_again(tmp_path: Path) -> None:
         }
         called = {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [made]}
         result = {"role": "tool", "content": "It rains", "tool_call_id": made["id"]}
-        kept = subject.store.stat(str(one.stored_cache_id))
+        kept = subject.store.stat(str(one.served.stored_cache_id))
         two = await subject.ask(kept.id, [result], tools=TOOLS, store=True, grammar=subject.exactly("No"))
         require_ran([question, called, result], kept.num_tokens)
         messages = [
@@ -239,11 +239,11 @@ async def test_what_a_template_rewrites_is_read_again(tmp_path: Path) -> None:
         ]
         assert "<think>" not in subject.plain(messages, tools=TOOLS).rpartition("</tools>")[2]
         three = await subject.ask(
-            str(two.stored_cache_id), messages[-1:], tools=TOOLS, store=True, grammar=subject.exactly("So")
+            str(two.served.stored_cache_id), messages[-1:], tools=TOOLS, store=True, grammar=subject.exactly("So")
         )
         require_ran(messages, cache.num_tokens)
         assert three.usage.prefill_tokens > 0
-        again = subject.store.stat(str(three.stored_cache_id))
+        again = subject.store.stat(str(three.served.stored_cache_id))
         messages += [{"role": "assistant", "content": three.text}, {"role": "user", "content": "And now?"}]
         await subject.ask(again.id, messages[-1:], tools=TOOLS, max_tokens=2)
         require_ran(messages, again.num_tokens)

@@ -112,11 +112,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen level, and all levels that were tried, in the order of the selection."""
+    """A level that is made. tried: where it was chosen, all levels that were tried, in the order of the selection."""
 
     level: Level
     compression: Compression
-    tried: tuple[Tried, ...]
+    tried: tuple[Tried, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
+from kvshelf.api.answers import Phase, in_sequence, rounded
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
@@ -21,19 +21,17 @@ from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
-from kvshelf.workers.replica.create.auto import Selection
+from kvshelf.workers.replica.create.auto import Choice, Selection
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.results import Created, Phase, Stored, in_sequence, rounded
-from kvshelf.workers.replica.scheduler import Scheduler, Work
+from kvshelf.workers.replica.results import Created, Stored
+from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.singleflight import SingleFlight
 from kvshelf.workers.replica.ticket import Ticket
-
-ResultT = TypeVar("ResultT")
 
 log = structlog.get_logger("kvshelf.workers")
 
@@ -84,15 +82,15 @@ class Creations:
     max_document_tokens: int | None
     quality: How
     tenant_quality: Mapping[str, How]
-    _singleflight: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
-    _negative_cache: NegativeCache = field(default_factory=NegativeCache, init=False)
-    _rates: Rates = field(default_factory=Rates, init=False)
+    flights: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
+    refusals: NegativeCache = field(default_factory=NegativeCache, init=False)
+    rates: Rates = field(default_factory=Rates, init=False)
 
     async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
         """The bytes and seconds of this creation, at the speed that this replica has measured."""
         with called_by(caller):
             document = await self.threads.compute(encode, self.engine, spec, self.max_document_tokens)
-            return await self.threads.compute(estimate, self.engine, self._rates, document, spec)
+            return await self.threads.compute(estimate, self.engine, self.rates, document, spec)
 
     async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
         """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
@@ -153,12 +151,8 @@ class Creations:
             parent = await self.threads.run(whole, self.engine, self.store, cache_id, tenant)
             level = await self.threads.compute(appended_level, self.engine, parent, spec)
             publisher = Publisher.of(self.store, tenant, spec, [level], manifest)
-            return await self._once(
-                Levels((level,), self.tenant_quality.get(tenant, self.quality)),
-                publisher,
-                caller.deadline_s,
-                Teller(lambda _: None),
-            )
+            levels = Levels((level,), self.tenant_quality.get(tenant, self.quality))
+            return await Creation(self, levels, publisher, caller.deadline_s).run()
 
     async def _created(self, spec: CreateCache, caller: Caller, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
@@ -192,77 +186,78 @@ class Creations:
         tenant = caller.tenant
         date = await self.threads.compute(first_date, self.engine, self.store, spec, tenant)
         how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
-        wanted = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date)
-        publisher = Publisher.of(self.store, tenant, spec, wanted.levels)
-        return await self._once(wanted, publisher, caller.deadline_s, teller)
+        work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date)
+        publisher = Publisher.of(self.store, tenant, spec, work.levels)
+        return await Creation(self, work, publisher, caller.deadline_s, teller).run()
 
-    async def _once(
-        self, wanted: Levels | Selection, publisher: Publisher, deadline_s: float | None, teller: Teller
-    ) -> Created:
-        """The caches of some levels. Equal creations at one time run once."""
-        work = replace(wanted, progress=teller)
-        if isinstance(work, Selection):
-            key = f"{work.target!r} of {' '.join(publisher.ids)}"
-            begin = partial(self._choose, work, publisher, deadline_s, teller)
-        else:
-            key = " ".join(publisher.ids)
-            begin = partial(self._make, work, publisher, deadline_s, teller)
-        created, began = await self._singleflight.join(key, begin)
-        caches = [cache if began else replace(cache, existing=True) for cache in created.caches]
+
+@dataclass(eq=False)
+class Creation:
+    """The caches of one document: of all levels, or of the one that a selection chooses. Those on the shelf stay as
+    they are; the others are made by whoever asks first, and all who ask meanwhile wait for that."""
+
+    creations: Creations
+    work: Levels | Selection
+    publisher: Publisher
+    deadline_s: float | None
+    teller: Teller = field(default_factory=lambda: Teller(lambda _: None))
+
+    async def run(self) -> Created:
+        """Raises as the scheduler and the store do, and `QualityBelowFloor`."""
+        target = f"{self.work.target!r} of " if isinstance(self.work, Selection) else ""
+        key = target + " ".join(self.publisher.ids)
+        created, is_first = await self.creations.flights.join(key, self._make)
+        caches = [cache if is_first else replace(cache, existing=True) for cache in created.caches]
         if any(cache.existing for cache in caches):
-            caches = await self.threads.run(_as_asked, publisher, caches)
-        if not began:
-            return Created(tuple(caches))
-        return replace(created, caches=tuple(caches))
+            caches = await self.creations.threads.run(_as_asked, self.publisher, caches)
+        return replace(created, caches=tuple(caches)) if is_first else Created(tuple(caches))
 
-    async def _make(self, work: Levels, publisher: Publisher, deadline_s: float | None, teller: Teller) -> Created:
-        """All levels: those on the shelf as they are, the others from as few prefills as possible."""
-        there = await self.threads.run(publisher.there)
-        missing = [(id_, level) for id_, level in zip(publisher.ids, work.levels, strict=True) if id_ not in there]
-        stored = dict(there)
+    async def _make(self) -> Created:
+        """What is missing, from as few prefills as possible."""
+        run, put = self.creations.threads.run, self.publisher.put
+        there = await run(self.publisher.there)
+        if isinstance(self.work, Selection):
+            known = self.publisher.known(self.work, there, self.creations.refusals.of(self.publisher.ids))
+            if known is not None:
+                return Created((Stored(known, existing=True),))
+            missing: Levels | Selection = self.work
+        else:
+            pairs = zip(self.publisher.ids, self.work.levels, strict=True)
+            missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in there))
+        stored: dict[str, Manifest] = {}
         phases: tuple[Phase, ...] = ()
-        if missing:
-            fewer = replace(work, levels=tuple(level for _, level in missing))
-            made, ticket = await self._run(fewer, publisher.tenant, deadline_s)
-            for number, ((id_, level), compression) in enumerate(zip(missing, made, strict=True)):
-                teller("store", number, len(missing))
-                stored[id_] = await self.threads.run(publisher.put, level, compression, ticket.queue_s)
-            teller("store", len(missing), len(missing))
-            phases = self._record([stored[id_] for id_, _ in missing], ticket)
-        caches = tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids)
-        return Created(caches, phases, prefilled_tokens=work.num_tokens if missing else 0)
+        if missing.levels:
+            made, ticket = await self._compressed(missing)
+            for number, choice in enumerate(made):
+                self.teller("store", number, len(made))
+                manifest = await run(put, choice, ticket.queue_s)
+                stored[manifest.id] = manifest
+            self.teller("store", len(made), len(made))
+            phases = self._record(list(stored.values()), ticket)
+        ids = tuple(stored) if isinstance(self.work, Selection) else self.publisher.ids
+        caches = tuple(Stored(stored.get(id_) or there[id_], id_ in there) for id_ in ids)
+        return Created(caches, phases, prefilled_tokens=self.work.num_tokens if missing.levels else 0)
 
-    async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None, teller: Teller) -> Created:
-        """Only the smallest level that is good enough."""
-        there = await self.threads.run(publisher.there)
-        known = publisher.known(work, there, self._negative_cache.of(publisher.ids))
-        if known is not None:
-            return Created((Stored(known, existing=True),))
-        try:
-            choice, ticket = await self._run(work, publisher.tenant, deadline_s)
-        except QualityBelowFloor as refusal:
-            self._negative_cache.remember(publisher.ids, refusal)
-            self.meter.add(publisher.tenant, prefill_tokens=work.num_tokens)
-            raise
-        teller("store", 0, 1)
-        manifest = await self.threads.run(publisher.put_choice, work, choice, ticket.queue_s)
-        teller("store", 1, 1)
-        phases = self._record([manifest], ticket)
-        return Created((Stored(manifest, manifest.id in there),), phases, prefilled_tokens=work.num_tokens)
-
-    async def _run(self, work: Work[ResultT], tenant: str, deadline_s: float | None) -> tuple[ResultT, Ticket[ResultT]]:
+    async def _compressed(self, work: Levels | Selection) -> tuple[list[Choice], Ticket[Any]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
-        await self.threads.run(self.store.admit, tenant)
-        ticket = self.scheduler.compress(work, tenant=tenant, deadline_s=deadline_s)
+        tenant, deadline_s, creations = self.publisher.tenant, self.deadline_s, self.creations
+        await creations.threads.run(creations.store.admit, tenant)
+        ticket: Ticket[Any] = creations.scheduler.compress(
+            replace(work, progress=self.teller), tenant=tenant, deadline_s=deadline_s
+        )
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
-                result = await asyncio.wrap_future(ticket.future)
+                made = await asyncio.wrap_future(ticket.future)
         except TimeoutError as exc:  # the scheduler itself ends what is late, between two units of work
             raise ticket.too_late() from exc
+        except QualityBelowFloor as refusal:  # only after work on the model
+            creations.refusals.remember(self.publisher.ids, refusal)
+            creations.meter.add(tenant, prefill_tokens=work.num_tokens)
+            raise
         finally:
             ticket.cancel()
-        self.meter.add(tenant, prefill_tokens=work.num_tokens)
-        return result, ticket
+        creations.meter.add(tenant, prefill_tokens=work.num_tokens)
+        return [made] if isinstance(made, Choice) else list(map(Choice, work.levels, made)), ticket
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Note the seconds for estimates and the log; returns the phases."""
@@ -274,8 +269,8 @@ class Creations:
         )
         for made in new:
             quality_s = 0.0 if made.quality is None else made.quality.probe_s
-            self.meter.add(made.tenant, caches_created=1, quality_s=quality_s)
-            self._rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
+            self.creations.meter.add(made.tenant, caches_created=1, quality_s=quality_s)
+            self.creations.rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
             about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
             if made.quality is not None and made.quality.agreement is not None:
                 about["agreement"] = made.quality.agreement

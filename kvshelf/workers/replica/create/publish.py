@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Final, Literal
 
 from kvshelf.api import AppendCache, CreateCache, Timings, Tried
 from kvshelf.engine.inputs.job import Level
-from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
@@ -82,21 +82,13 @@ class Publisher:
                     return found
         return None
 
-    def put_choice(self, selection: Selection, choice: Choice, queue_s: float) -> Manifest:
-        """Store the chosen level with all levels that were tried, so that the same choice need not be made again."""
-        ids = (*self.ids, *(None for _ in selection.refused))
-        tried = [one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, choice.tried, strict=True)]
-        return self.put(choice.level, choice.compression, queue_s, tried)
-
-    def put(
-        self,
-        level: Level,
-        compression: Compression,
-        queue_s: float,
-        tried: Sequence[Tried] = (),
-    ) -> Manifest:
-        """Store one level; a cache that was on the shelf gets the new measurements. Raises as `Store.put` does."""
-        judged = Judgement(quality=compression.quality, tried=tuple(tried))
+    def put(self, made: Choice, queue_s: float) -> Manifest:
+        """Store a level, with all levels that were tried, so that the same choice need not be made again. A cache that
+        was on the shelf gets the new measurements. Raises as `Store.put` does."""
+        level, compression = made.level, made.compression
+        ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
+        tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
+        judged = Judgement(quality=compression.quality, tried=tried)
         if level.transforms is not None:
             self.store.transforms.keep(level.transforms.digest, level.transforms.data)
         manifest = self.store.put(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvshelf.api import CreateCache
+from kvshelf.api.answers import in_sequence
 from kvshelf.api.creation import EPISODE_LABELS, PART_LABELS
 from kvshelf.artifact.identity import canonical_msgpack
 from kvshelf.engine.engine import Engine
@@ -16,7 +17,7 @@ from kvshelf.errors import KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
 from kvshelf.workers.replica.create.spec import document_of, encode
-from kvshelf.workers.replica.results import Created, in_sequence
+from kvshelf.workers.replica.results import Created
 
 _ID_CHARACTERS: Final = 16
 _OF_ALL_PARTS: Final = {"name", "labels", "ttl_s", "expires_at", "ttl_renew", "keep_source", "source_ttl_s"}

@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from kvshelf.api import SearchCaches, SearchHit, Skipped
+from kvshelf.api.answers import in_sequence, rounded
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.summary import Block, Codes, scores, unpacked
@@ -23,7 +24,7 @@ from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, ModelMisma
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
-from kvshelf.workers.replica.results import Found, in_sequence, rounded
+from kvshelf.workers.replica.results import Found
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.summaries import Choice, Places, Record, Shelved, Summary
 from kvshelf.workers.replica.ticket import Ticket

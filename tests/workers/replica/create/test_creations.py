@@ -539,10 +539,10 @@ async def test_episodes_are_caches_of_the_whole_document_and_a_question_goes_to_
     for _, question in talk.questions[:4]:
         expected = engine.answer(here, question.text, max_new_tokens=8, route="nearest")
         asked = JointQuery(cache_ids=ids(made), prompt=question.text, max_tokens=8, route="nearest")
-        answer = (await replica.query(ids(made), asked, caller=DEFAULT)).joint
+        answer = await replica.query(ids(made), asked, caller=DEFAULT)
         assert answer.text == expected.text
-        assert answer.cache_ids == ids(made)
-        assert [source.share for source in answer.sources] == list(expected.sources)
+        assert list(answer.served.cache_ids) == ids(made)
+        assert answer.sources == expected.sources
     plain = await create(replica, talk.text)
     asked = JointQuery(cache_ids=[*ids(made), *ids(plain)], prompt="Who?", route="nearest")
     with pytest.raises(InvalidRequest) as refused:

@@ -13,13 +13,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from kvshelf.api import Usage
+from kvshelf.api.answers import Answer, Piece, Served
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.api.tools import ToolCall
-from kvshelf.model.templates.thoughts import Thought
-from kvshelf.service.dialects.completions import Completion, Ending, ending_of
+from kvshelf.service.dialects.completions import Completion
 from kvshelf.service.dialects.messages import MessageAnswering
 from kvshelf.service.dialects.responses import Responding
-from kvshelf.workers.replica.results import Phase, Reply
 
 pytestmark = pytest.mark.anyio
 
@@ -33,20 +32,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def reply(text: str, thought: str | None, calls: list[ToolCall]) -> Reply:
-    return Reply(
-        id="ans_1", text=text, finish_reason="stop", usage=USAGE, load_ms=1.0, cache_id="kvs_1", policy="full",
-        compression_ratio=0.0, token_ids=[1], read_from="memory", phases=(Phase("decode", 0.0, 1.0),),
-        reasoning_content=thought, tool_calls=calls,
-    )  # fmt: skip
+def answered(text: str, thought: str | None, calls: list[ToolCall]) -> Answer:
+    return Answer(text, [1], "stop", USAGE, thought=thought, tool_calls=tuple(calls), served=Served(cache_id="kvs_1"))
 
 
-async def pieces(text: str, thought: str | None, end: Any) -> AsyncGenerator[Any, None]:
-    for word in (thought or "").split(" ") if thought else []:
-        yield Thought(word + " ")
-    if text:
-        yield text
-    yield end
+async def pieces(answer: Answer) -> AsyncGenerator[Piece | Answer, None]:
+    for word in answer.thought.split(" ") if answer.thought else []:
+        yield Piece(word + " ", is_thought=True)
+    if answer.text:
+        yield Piece(answer.text)
+    yield answer
 
 
 CASES = [("On the desk.", THOUGHT, []), ("On the desk.", None, []), ("", THOUGHT, [CALL]), ("", THOUGHT, [])]
@@ -54,13 +49,13 @@ CASES = [("On the desk.", THOUGHT, []), ("On the desk.", None, []), ("", THOUGHT
 
 @pytest.mark.parametrize(("text", "thought", "calls"), CASES)
 async def test_chat_completions(text: str, thought: str | None, calls: list[ToolCall]) -> None:
-    end = ending_of(reply(text, thought, calls), together=False)
-    whole = Completion("tiny").whole([(text, end)])
+    answer = answered(text, thought, calls)
+    whole = Completion("tiny").whole([answer])
     message: Any = ChatCompletion.model_validate(whole).choices[0].message
     assert (message.content or "", getattr(message, "reasoning_content", None)) == (text, thought)
 
-    async def one() -> AsyncGenerator[tuple[int, str | Ending], None]:
-        async for piece in pieces(text, thought, end):
+    async def one() -> AsyncGenerator[tuple[int, Piece | Answer], None]:
+        async for piece in pieces(answer):
             yield 0, piece
 
     chunks = [chunk async for chunk in Completion("tiny").chunks(one(), with_usage=False)]
@@ -72,8 +67,7 @@ async def test_chat_completions(text: str, thought: str | None, calls: list[Tool
 @pytest.mark.parametrize(("text", "thought", "calls"), CASES)
 async def test_responses(text: str, thought: str | None, calls: list[ToolCall]) -> None:
     body = ResponsesRequest.model_validate({"cache_id": "kvs_1", "input": "?", "stream": True})
-    end = ending_of(reply(text, thought, calls), together=False)
-    events = Responding(body, body.asking(may_write=False), "tiny").events(pieces(text, thought, end))
+    events = Responding(body, body.asking(may_write=False), "tiny").events(pieces(answered(text, thought, calls)))
     told: list[Any] = [event async for event in events]
     for event in told:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
@@ -94,11 +88,11 @@ async def collected(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any
 
 @pytest.mark.parametrize(("text", "thought", "calls"), CASES)
 async def test_messages(text: str, thought: str | None, calls: list[ToolCall]) -> None:
-    answering, made = MessageAnswering("tiny", "kvs_1", 9, 0), reply(text, thought, calls)
+    answering, made = MessageAnswering("tiny", "kvs_1", 9, 0), answered(text, thought, calls)
     whole = AnthropicMessage.model_validate(answering.whole(made))
     kinds = [*["thinking"] * bool(thought), *["text"] * bool(text), *["tool_use"] * len(calls)]
     assert [block.type for block in whole.content] == kinds
-    told: list[Any] = await collected(answering.events(pieces(text, thought, made)))
+    told: list[Any] = await collected(answering.events(pieces(made)))
     for event in told:
         TypeAdapter(RawMessageStreamEvent).validate_python(event)
     begun = [

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshelf.model.templates.thoughts import Thought, Thoughts, ThoughtStream, told_apart
+from kvshelf.api.answers import Piece
+from kvshelf.engine.tools.pieces import ThoughtStream, told_apart
+from kvshelf.model.templates.thoughts import Thoughts
 
 THINK = Thoughts.of("{{ '<think>' }} {{ '</think>' }}")
 HARMONY = Thoughts.of("<|channel|>analysis<|message|> <|end|> <|channel|>final<|message|>")
@@ -49,10 +51,10 @@ PARTS = st.sampled_from(["<think>", "</think>", "<", "thi", "</th", " ", "\n", "
 def test_a_stream_is_the_answer_however_it_is_cut(text, cuts, opened, thoughts):
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     stream = ThoughtStream(thoughts, opened=opened)
-    pieces = [told for first, end in itertools.pairwise(places) for told in stream.push(text[first:end])]
+    pieces = [told for first, end in itertools.pairwise(places) for told in stream.push(Piece(text[first:end]))]
     pieces += stream.rest()
-    thought = "".join(piece for piece in pieces if isinstance(piece, Thought)) or None
-    said = "".join(piece for piece in pieces if not isinstance(piece, Thought))
+    thought = "".join(piece for piece in pieces if piece.is_thought) or None
+    said = "".join(piece for piece in pieces if not piece.is_thought)
     assert (thought, said) == told_apart(thoughts, text, opened=opened)
 
 
