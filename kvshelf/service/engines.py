@@ -252,6 +252,7 @@ class EngineClient:
         if len(answers[0].sources) > 1:
             note(caches=len(answers[0].sources))
         note(
+            model=self.model,
             cache_id=answers[0].served.cache_id,
             read_from=answers[0].served.read_from,
             cache_read_tokens=sum(answer.usage.cache_read_tokens for answer in answers),

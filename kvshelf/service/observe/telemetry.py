@@ -28,6 +28,10 @@ MALFORMED = "malformed"
 
 _ID = re.compile(r"(kvs|req|file|batch)_[0-9a-f]{16,64}")
 _QUESTION = re.compile(r"/v1/(caches/[^/]+/)?query|/v1/(chat/)?completions|/v1/(messages|responses)")
+_OPERATIONS = (
+    (re.compile(r"/v1/(chat/completions|messages|responses)"), "chat"),
+    (re.compile(r"/v1/(caches/[^/]+/)?query|/v1/completions"), "text_completion"),
+)
 _AT_THE_DOOR = (Forbidden.code, RateLimited.code, Unauthorized.code)
 
 
@@ -92,5 +96,27 @@ def _describe(span: Span, method: str, route: str, status: int, facts: Mapping[s
     span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
     about = {"request_id": structlog.contextvars.get_contextvars().get("request_id", ""), **facts}
     span.set_attributes({f"kvshelf.{name}": value for name, value in about.items()})
+    if method == "POST":
+        span.set_attributes(gen_ai(route, facts))
     if status >= 500:
         span.set_status(Status(StatusCode.ERROR))
+
+
+def gen_ai(route: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What OpenTelemetry's conventions for generative AI ask of a question's span; nothing for other requests.
+
+    Their `input_tokens` has all tokens that the model answers from, those of the cache among them.
+    """
+    operation = next((name for pattern, name in _OPERATIONS if pattern.fullmatch(route)), None)
+    if operation is None:
+        return {}
+    attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvshelf"}
+    if "model" in facts:
+        attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = facts["model"]
+    if "completion_tokens" not in facts:  # the request was refused, or a stream's reader left
+        return attributes
+    return attributes | {
+        "gen_ai.usage.input_tokens": facts["cache_read_tokens"] + facts["prefill_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": facts["cache_read_tokens"],
+        "gen_ai.usage.output_tokens": facts["completion_tokens"],
+    }

@@ -72,6 +72,16 @@ def test_a_query_shows_load_first_token_and_decode(http: httpx.Client, collector
     (root,) = collector.wait(request_named(response))
     assert root.parent_span_id == b""
     assert root.name == "POST /v1/caches/{cache_id}/query"
+    told = {name: value for name, value in attributes(root).items() if name.startswith("gen_ai.")}
+    assert told == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvshelf",
+        "gen_ai.request.model": cache["model"],
+        "gen_ai.response.model": cache["model"],
+        "gen_ai.usage.input_tokens": cache["tokens"]["document"] + attributes(root)["kvshelf.prefill_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": cache["tokens"]["document"],
+        "gen_ai.usage.output_tokens": attributes(root)["kvshelf.completion_tokens"],
+    }
     (call,) = below(collector.spans(), root)
     assert call.name == ("stream" if stream else "query")
     phases = {phase.name: phase for phase in below(collector.spans(), call)}
