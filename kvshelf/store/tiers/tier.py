@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import BlobFile, Scrubbed, Source
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from kvshelf.artifact.opened.partial import PartialCache
 
 
-class Tier(abc.ABC):
+class Tier(Protocol):
     """Copies that may be dropped at any time; used by `TieredStore` alone. Several threads may use it at once.
 
     A copy has the home's manifest and is verified whenever it is read. A damaged copy, or one of another blob than the
@@ -25,74 +24,57 @@ class Tier(abc.ABC):
     name: str
     """The name of this tier in a receipt: "ram" or "disk"."""
 
-    @abc.abstractmethod
     def noted(self) -> str:
         """The home's `incarnation` at the last comparison of all copies with it; empty if there was none."""
 
-    @abc.abstractmethod
     def note(self, incarnation: str) -> None:
         """Record that all copies have been compared with this incarnation of the home."""
 
-    @abc.abstractmethod
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Keep a copy, dropping others to make room. Does nothing if the copy is here already, is larger than the whole
         budget, or belongs to another manifest."""
 
-    @abc.abstractmethod
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         """Keep the source with a copy, and no longer than it. Does nothing if there is no copy."""
 
-    @abc.abstractmethod
     def confirm(self, manifest: Manifest) -> None:
         """Update a copy, if there is one, to the home's manifest."""
 
-    @abc.abstractmethod
     def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
         """The manifest of a copy that has not expired, for use while the home cannot answer.
 
         recent: only if the home confirmed the copy recently, so that a deletion would be known.
         """
 
-    @abc.abstractmethod
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
         """The copy of the manifest's blob, as `Store.open_cache`. None if there is no good copy."""
 
-    @abc.abstractmethod
     def open_parts(self, manifest: Manifest) -> PartialCache | None:
         """As `open_cache`, for `Store.open_parts`."""
 
-    @abc.abstractmethod
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
         """As `open_cache`, for `Store.open_blob`."""
 
-    @abc.abstractmethod
     def source(self, manifest: Manifest) -> Source | None:
         """The source of the manifest's document, verified."""
 
-    @abc.abstractmethod
     def touch(self, cache_id: str, tenant: str) -> None:
         """Record a use of the cache, so that its copy stays longer."""
 
-    @abc.abstractmethod
     def drop(self, cache_id: str, tenant: str) -> bool:
         """Remove a copy; False if there was none."""
 
-    @abc.abstractmethod
     def manifests(self) -> Iterator[Manifest]:
         """The manifests of all copies that have not expired."""
 
-    @abc.abstractmethod
     def sweep(self, now: float | None) -> None:
         """As `Store.sweep`."""
 
-    @abc.abstractmethod
     def problems(self) -> list[str]:
         """As `Store.check`."""
 
-    @abc.abstractmethod
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Release files and memory."""

@@ -63,7 +63,10 @@ class TieredStore(Store):
         self._home = home
         self._tiers = Tiers(tiers)
         self._giving_back = threading.Lock()
-        self._tiers.each(lambda tier: tier.noted() or tier.note(home.incarnation))
+        for tier in tiers:
+            with self._tiers.tolerant(tier):
+                if not tier.noted():
+                    tier.note(home.incarnation)
 
     def close(self) -> None:
         with ExitStack() as closing:  # closes all of them even if one raises; the home last
