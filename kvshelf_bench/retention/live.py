@@ -22,9 +22,8 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.memory.retention import Retention
-from kvshelf_bench.retention.orders import Orchestrator, Order
 from kvshelf_bench.retention.simulation import Outcome
-from kvshelf_bench.retention.trace import ANSWER_S, Program, Trace
+from kvshelf_bench.retention.trace import ANSWER_S, Orchestrator, Order, Program, Trace
 
 SCALE: Final = 64
 SIZE_SCALE: Final = 256

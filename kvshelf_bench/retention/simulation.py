@@ -16,8 +16,7 @@ from typing import Any, Final
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.memory.retention import Key, Retention
 from kvshelf.workers.replica.memory.tools import Tools
-from kvshelf_bench.retention.orders import Orchestrator, Order
-from kvshelf_bench.retention.trace import Trace
+from kvshelf_bench.retention.trace import Orchestrator, Order, Trace
 
 PREFILL_S: Final = 0.1
 READ_S: Final = 0.005

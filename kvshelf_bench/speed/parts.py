@@ -25,12 +25,12 @@ from kvshelf_bench.speed.compression import ONE_PASS, CompressionCosts, compress
 from kvshelf_bench.speed.decode import DEFAULT, DOCUMENT_TOKENS, Decodings, decodings
 from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
 from kvshelf_bench.speed.options import SpeedOptions
-from kvshelf_bench.speed.peers import open_kvpress
 from kvshelf_bench.speed.ranks import Sharing, sharings
 from kvshelf_bench.speed.selecting import SELECTORS, Selecting, selectings
 from kvshelf_bench.speed.serving import LENGTHS, Serving, serving
 from kvshelf_bench.speed.subject import Subject, fitting
 from kvshelf_bench.speed.suffixes import BoundedAnswer, bounded_answers
+from kvshelf_bench.speed.ways import open_kvpress
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)

@@ -13,9 +13,8 @@ from typing import Final
 
 from kvshelf.kernels.rates import Cost
 from kvshelf_bench.measure import Spread, ratios
-from kvshelf_bench.speed.peers import open_llama, open_vllm
 from kvshelf_bench.speed.subject import ANSWER_TOKENS, QUESTION_TOKENS, Subject
-from kvshelf_bench.speed.ways import MOST_ANSWERS, OfPeer, Way, own_ways
+from kvshelf_bench.speed.ways import MOST_ANSWERS, OfPeer, Way, open_llama, open_vllm, own_ways
 
 LENGTHS: Final = (2048, 8000)
 """Tokens of the documents; questions are asked on one of the first length."""

@@ -23,7 +23,7 @@ from kvshelf.store.blobs import Blobs
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.disk.leases import SqliteLeases
+from kvshelf.store.disk.jobs import SqliteLeases
 from kvshelf.store.index import Index, MakeBlobs, blobs_place
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.row import CHARS_PER_TOKEN, Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
-from kvshelf.corpus.run.sampling import is_measured
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -326,3 +325,19 @@ def _level(manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "quality": None if manifest.quality is None else manifest.quality.model_dump(),
     }
+
+
+_SHARE: Final = 0.1
+_CUE: Final = 58
+"""Tokens that a cue runs behind the full cache and the compressed one."""
+_TOKENS_OF_A_CUE, _FEWEST, _MOST = 128, 10, 48
+"""As of a fast probe (`kvshelf.engine.quality`, which needs torch; a front end has none)."""
+_DIGITS: Final = 8
+
+
+def is_measured(row_id: str, characters: int) -> bool:
+    """Whether the row with this id is of the sample: each with the probability at which measuring all rows like it
+    would take a tenth of their prefills. Drawn by the id, so that a batch that goes on has the same sample."""
+    tokens = characters / CHARS_PER_TOKEN
+    cost = _CUE * min(max(tokens // _TOKENS_OF_A_CUE, _FEWEST), _MOST)
+    return int(row_id[-_DIGITS:], 16) / 16**_DIGITS < _SHARE * tokens / cost

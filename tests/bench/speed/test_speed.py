@@ -31,7 +31,6 @@ from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
 from kvshelf_bench.speed.first_token import _ways, first_tokens
-from kvshelf_bench.speed.peers import open_kvpress, open_vllm
 from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -43,7 +42,7 @@ from kvshelf_bench.speed.subject import (
 )
 from kvshelf_bench.speed.suffixes import bounded_answers
 from kvshelf_bench.speed.tables import codecs_table, serving_table, suffix_table
-from kvshelf_bench.speed.ways import OfPeer, own_ways
+from kvshelf_bench.speed.ways import OfPeer, open_kvpress, open_vllm, own_ways
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
 

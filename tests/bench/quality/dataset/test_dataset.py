@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.samples.suite import make_case
 from kvshelf_bench.cli import app
+from kvshelf_bench.quality.dataset.command import truncated
 from kvshelf_bench.quality.dataset.documents import Document, read_documents
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, make_units
 from kvshelf_bench.quality.dataset.picture import draw
 from kvshelf_bench.quality.dataset.rows import Question
-from kvshelf_bench.quality.dataset.run import truncated
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, Way
 from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import Outcome
