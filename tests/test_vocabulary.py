@@ -1,4 +1,5 @@
-"""A name says what it names: one class for a name, and variables that are nouns (docs/internals/architecture.md)."""
+"""A name says what it names: one class for a name, and variables that are nouns (docs/internals/architecture.md); and
+tests ask what kvshelf tells anybody."""
 
 from __future__ import annotations
 
@@ -32,6 +33,13 @@ TWICE = frozenset(
     }
 )
 """Class names that still stand for several things: may only become fewer."""
+
+
+MOST_PRIVATE = 73
+"""How often tests reach into private names of kvshelf, its bench and its scripts: may only fall."""
+
+NOT_OURS = {"_replace", "_exit", "_attn_implementation", "_request_id", "_parser", "_constants"}
+"""Private names that libraries define, too, and that tests ask of these."""
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
@@ -78,3 +86,39 @@ def test_the_glossary_has_forty_words_and_explains_each_once() -> None:
     words = re.findall(r"^\| (?!word )([a-z]+) \|", glossary, re.MULTILINE)
     assert len(words) == 40
     assert words == sorted(set(words))
+
+
+def private_uses(tree: ast.Module, defined: frozenset[str]) -> Iterator[str]:
+    """Attributes of anything but the test itself, names that `setattr` and the like are given, and imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "setattr",
+            "getattr",
+            "delattr",
+        ):
+            texts = (one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+            yield from (next((part for part in text.split(".") if part in defined), "") for text in texts)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("tests"):
+            yield from (alias.name for alias in node.names)
+
+
+def test_tests_reach_into_few_private_names() -> None:
+    defined = set()
+    for folder in ("kvshelf", "kvshelf_bench", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                    defined.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    private = frozenset(name for name in defined if name.startswith("_") and not name.startswith("__")) - NOT_OURS
+    uses = Counter(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in private_uses(ast.parse(path.read_text()), private)
+        if name in private
+    )
+    assert uses.total() <= MOST_PRIVATE, uses.most_common()

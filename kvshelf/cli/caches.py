@@ -441,7 +441,7 @@ def ls(
                 common.print_object(cache)
         else:
             listed = list(caches)
-            shown = chosen or _narrow(
+            shown = chosen or narrow_columns(
                 {*(cache.model for cache in listed), *(model.id for model in client.models.list())}
             )
             common.print_table(_table(listed, shown), cut="NAME")
@@ -468,7 +468,7 @@ _NARROW = ("id", "policy", "kept", "of", "size", "quality")
 _NUMBERS = {"kept", "of", "size", "quality", "age", "expiry", "uses"}
 
 
-def _narrow(models: Collection[str]) -> Sequence[str]:
+def narrow_columns(models: Collection[str]) -> Sequence[str]:
     """The columns that are shown by default. models: that are served, and those of the caches."""
     return (*_NARROW, *(("model",) if len(models) > 1 else ()), "name")
 

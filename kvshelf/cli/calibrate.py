@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvshelf.training.gates.lessons import Lesson
 
 _QUESTIONS = 6
-_TEXTS, _TEXT_TOKENS = 10, 2048
+TEXTS, TEXT_TOKENS = 10, 2048
 """How many texts are read, and their length."""
 
 
@@ -130,7 +130,7 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.model import calibration
     from kvshelf.training.chunk_search import find_chunks
 
-    documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, _TEXTS))
+    documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, TEXTS))
     with searching(f"chunks of {engine.name}") as report:
         chunks = find_chunks(engine, documents, journal=_unfinished(path), report=report)
     calibration.save(chunks, path)
@@ -159,7 +159,7 @@ def _reading(engine: Engine) -> list[str]:
     from pydoc_data.topics import topics
 
     chapters = sorted(topics.values(), key=len, reverse=True)
-    both = zip(chapters, _prose(engine, _TEXTS // 2), strict=False)
+    both = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
     return [text for pair in both for text in pair]
 
 
@@ -170,15 +170,15 @@ def _prose(engine: Engine, texts: int) -> list[str]:
 
 
 def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
-    """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
+    """The beginning of each text, as token ids, and what follows in them, until there are `TEXTS`."""
     format_, longest = engine.encoder.require_text("model"), _longest(engine)
     ids = [format_.encode(source) for source in sources]
     more = [tokens[at : at + longest] for tokens in ids for at in range(longest, len(tokens) - longest // 2, longest)]
-    return [tokens[:longest] for tokens in ids] + more[: max(0, _TEXTS - len(ids))]
+    return [tokens[:longest] for tokens in ids] + more[: max(0, TEXTS - len(ids))]
 
 
 def _longest(engine: Engine) -> int:
-    return min(_TEXT_TOKENS, engine.max_tokens // 2)
+    return min(TEXT_TOKENS, engine.max_tokens // 2)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     """All heads of the layers that see a whole document, by documents given as token ids, of at least two tokens."""
     seen: list[dict[int, Tensor]] = []
     for ids in documents:
-        found = _Statistics()
+        found = HeadStatistics()
         inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
         engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, found)
         seen.append(found.of_layers)
@@ -61,7 +61,7 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     ]
 
 
-class _Statistics(ForwardContext):
+class HeadStatistics(ForwardContext):
     """Of one document: sparsity, redundancy and mergeable, `[3, kv_heads]` for each layer."""
 
     def __init__(self) -> None:

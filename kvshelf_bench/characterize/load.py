@@ -128,9 +128,9 @@ def characterized(
     scheduler.start()
     try:
         with endless_answers(subject):
-            _answered(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
+            answered_at(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
             for rate, way in product(offer.rates, ways):
-                run = partial(_answered, scheduler, subject, caches[way], way, offer, rate)
+                run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)
                 served, added = with_peak(subject.device, run)
                 held = sum(engine.attach(cache).nbytes for cache in caches[way])
                 cells.append(_cell(subject, name, rate, way, served, held + added, exact[way]))
@@ -149,7 +149,7 @@ class _Served:
     answers: list[Answer]
 
 
-def _answered(
+def answered_at(
     scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: Way, offer: Offer, rate: float
 ) -> _Served:
     engine, sampling = subject.engine, Sampling(offer.answer_tokens)

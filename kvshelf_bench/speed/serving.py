@@ -34,7 +34,7 @@ _WARM_ANSWER: Final = 8
 _GROWTH: Final = 1.6
 """A prefill takes this power of its tokens, or less: products take the first, attention the second."""
 
-_REST_S: Final = 0.5
+REST_S: Final = 0.5
 """Before each turn: threads of the way before it may still look for work, on the cores of whoever is next."""
 
 
@@ -90,6 +90,7 @@ def serving(
     threads: int,
     tell: Callable[[Row], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
+    rest_s: float = REST_S,
 ) -> Serving:
     """Up to `rounds` rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
     one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
@@ -104,7 +105,7 @@ def serving(
         peers = {"vLLM": vllm, "llama.cpp": llama}
         ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
         versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
-        run = _Run(subject, ways, works(lengths), ends, turn)
+        run = ServingRun(subject, ways, works(lengths), ends, turn, rest_s)
         run.warm()
         for work in run.works:
             if run.measure_first(work):
@@ -118,12 +119,13 @@ def serving(
 
 
 @dataclass
-class _Run:
+class ServingRun:
     subject: Subject
     ways: Mapping[str, Way]
     works: Sequence[Work]
     ends: float
     turn: Callable[[str], None]
+    rest_s: float = REST_S
     taken: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
     _prefilled: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Of each way, the tokens and seconds of its last prefill."""
@@ -177,7 +179,7 @@ class _Run:
 
     def _take_turn(self, name: str, work: Work, document: list[int], questions: list[list[int]], number: int) -> None:
         self.turn(f"{work.name}: {name}, round {number + 1}")
-        time.sleep(_REST_S)
+        time.sleep(self.rest_s)
         way = self.ways[name]
         if work.document:
             cost = way.prefilled(document)

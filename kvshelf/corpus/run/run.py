@@ -124,7 +124,7 @@ class BatchRun:
             if drained and trouble is None:
                 return
             order, state, reason = self._orders(trouble)
-            said = _told(control, order)
+            said = give_order(control, order)
             if state is RunState.RUNNING and said.trouble:
                 state, reason = RunState.WAITING, said.trouble
             self._enter(state, reason)
@@ -210,7 +210,7 @@ class BatchRun:
         return RunState.COMPLETED, ""
 
 
-def _told(control: Any, order: Order) -> Report:
+def give_order(control: Any, order: Order) -> Report:
     try:
         said: Report = ray.get(control.give.remote(order), timeout=5)
     except ray_errors.RayTaskError:

@@ -88,12 +88,12 @@ class RedisLink:
     def __init__(self, address: RedisAddress) -> None:
         """Does not connect yet."""
         self.address = address
-        self._route: Route = route(address)
+        self.route: Route = route(address)
 
     def call(self, *command: Part) -> Reply:
         """One command. In a cluster its second word is the key."""
         with self._translated():
-            return _accepted(self._follow_all(self._route.server(_key(command)), [command]))[0]
+            return _accepted(self._follow_all(self.route.server(_key(command)), [command]))[0]
 
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one round trip (in a cluster, one per node); returns their answers in order.
@@ -103,7 +103,7 @@ class RedisLink:
         with self._translated():
             groups: dict[Server, list[int]] = {}
             for index, command in enumerate(commands):
-                groups.setdefault(self._route.server(_key(command)), []).append(index)
+                groups.setdefault(self.route.server(_key(command)), []).append(index)
             replies: list[Reply] = [None] * len(commands)
             for server, indexes in groups.items():
                 answers = self._follow_all(server, [commands[index] for index in indexes])
@@ -125,17 +125,17 @@ class RedisLink:
         """
         tail = (len(keys), *keys, *args)
         with self._translated():
-            server = self._route.server(keys[0].encode())
+            server = self.route.server(keys[0].encode())
             replies = self._follow_all(server, [("EVALSHA", _script_name(source), *tail), *reads])
             if isinstance(replies[0], RedisRefusal) and replies[0].code == "NOSCRIPT":
-                server = self._route.server(keys[0].encode())
+                server = self.route.server(keys[0].encode())
                 replies = self._follow_all(server, [("EVAL", source, *tail), *reads])
             return _accepted(replies[:1]) + replies[1:]
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
         """Keys that match a pattern, in portions, some twice. Keys added or removed meanwhile may be missed."""
         with self._translated():
-            servers = self._route.primaries()
+            servers = self.route.primaries()
         for server in servers:
             cursor = b"0"
             while True:
@@ -149,13 +149,13 @@ class RedisLink:
     def facts(self) -> list[ServerFacts]:
         """The facts of each primary."""
         with self._translated():
-            servers = self._route.primaries()
+            servers = self.route.primaries()
             return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]
 
     def borrow(self, key: str) -> Loan:
         """A connection to the server of a key, for exclusive use within `talking`."""
         with self._translated():
-            return self._route.server(key.encode()).borrow()
+            return self.route.server(key.encode()).borrow()
 
     @contextmanager
     def talking(self, loan: Loan) -> Iterator[Wire]:
@@ -168,7 +168,7 @@ class RedisLink:
                 raise
 
     def close(self) -> None:
-        self._route.close()
+        self.route.close()
 
     def _follow_all(self, server: Server, commands: Sequence[Command]) -> list[Reply]:
         replies = server.exchange(commands)
@@ -179,9 +179,9 @@ class RedisLink:
         for _ in range(_REDIRECTS):
             if not isinstance(reply, RedisRefusal) or reply.code not in ("MOVED", "ASK"):
                 break
-            server = self._route.at(*_sent_to(reply))
+            server = self.route.at(*_sent_to(reply))
             if reply.code == "MOVED":
-                self._route.doubt()
+                self.route.doubt()
                 reply = server.exchange([command])[0]
             else:
                 reply = server.exchange([("ASKING",), command])[1]
@@ -194,7 +194,7 @@ class RedisLink:
                 yield
             except REFUSALS as error:
                 if not isinstance(error, RedisRefusal) or error.code in _ASK_AGAIN:
-                    self._route.doubt()
+                    self.route.doubt()
                 raise
 
 

@@ -66,7 +66,7 @@ def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
         caches = [subject.engine.compress(subject.tokens(512, seed=1), policy="full")]
         scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=2, max_waiting=24))
         scheduler.start()
-        served = load._answered(scheduler, subject, caches, Way("full"), offer, 1000.0)
+        served = load.answered_at(scheduler, subject, caches, Way("full"), offer, 1000.0)
         scheduler.stop()
     assert len(served.first_s) == 24
     assert min(served.first_s[-4:]) > 3 * max(served.first_s[:2])

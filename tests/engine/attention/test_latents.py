@@ -169,8 +169,8 @@ def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pyte
     engine = Engine(made("deepseek_v3", vocab_size=len(tokenizer)), tokenizer, name="m")
     text = "The green book is on the table. " * 9
     needle = Needle("set", text, 0, 31, "Where is the green book?")
-    answered = head_search._answered(engine, needle)
-    sample = head_search._sample(engine, needle, answered["asked"], answered["answer"])
+    answered = head_search.answered_share(engine, needle)
+    sample = head_search.head_sample(engine, needle, answered["asked"], answered["answer"])
     assert head_search.retrieval_scores(engine, sample).shape == (LAYERS, 4)
     origin = Origin(model="m", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
     scores = tuple((1.0, 0.5, 0.2, 0.1) for _ in range(LAYERS))
