@@ -229,14 +229,14 @@ def train_gates(
         from kvshelf.model import calibration
         from kvshelf.model import loading as models
         from kvshelf.training.gates.objectives import objective, trained_policy
-        from kvshelf.training.gates.trainer import Checkpoint, Settings, Trainer
+        from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings
 
         policy = trained_policy(family, gates.target)
         loaded, tokenizer = models.load(served_model(model), device=device, dtype=dtype)
         engine = Engine(loaded, tokenizer, name=model)  # not `Engine.load`: gradients go through its plain weights
         path = gates.out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
-        settings = Settings(by.steps, by.length, by.seed)
+        settings = TrainingSettings(by.steps, by.length, by.seed)
         made, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
         with searching(f"{policy.name} of {engine.name}") as show:
 

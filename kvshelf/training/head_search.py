@@ -25,7 +25,7 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.compresskv import CompressKV
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.model.calibration import Calibration, Origin
-from kvshelf.training.journal import Journal
+from kvshelf.training.journal import SearchJournal
 from kvshelf.training.observing import observe
 
 ANSWER_TOKENS = 32
@@ -73,7 +73,7 @@ def calibrate(
 
     Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
     """
-    kept = Journal(journal, _digest(engine, needles))
+    kept = SearchJournal(journal, _digest(engine, needles))
     samples, scores = [], None
     for needle in needles:
         found = kept.step(partial(answered_share, engine, needle))
@@ -149,7 +149,7 @@ def _errors(engine: Engine, sample: _Sample, even: Calibration) -> list[float]:
 
 
 def _layer_errors(
-    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: Journal
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: SearchJournal
 ) -> tuple[float, ...]:
     """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
     sums: dict[str, Tensor] = {}

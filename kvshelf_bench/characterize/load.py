@@ -21,7 +21,7 @@ from kvshelf.engine.decode.generation import Answer, Sampling
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.methods.policies import POLICIES
 from kvshelf.model.source import BUNDLED
-from kvshelf.samples.suite import Ask, make_case, score
+from kvshelf.samples.suite import CaseAsk, make_case, score
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 from kvshelf_bench.measure import with_peak
@@ -40,7 +40,7 @@ _SPARE_TOKENS: Final = 8
 
 
 @dataclass(frozen=True)
-class Way:
+class System:
     """A system, and the share of a document's entries that it keeps (a policy) or an answer token reads (a selector).
 
     system: a policy with its parameters, as `lagkv:lag=64`, or a selector, as `quest:page=8`, `policy:snapkv` or
@@ -92,7 +92,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoadCell:
     """One way at one rate. first_s, first_p95_s: median and 95th percentile of the time from a question's arrival to
     its first token. tokens_per_s: new tokens of all answers over the time from the first arrival to the last end.
     memory_bytes: of all documents in memory, and what answering added at most. equivalents: PTE of an answer, the mean.
@@ -112,8 +112,8 @@ class Cell:
 
 
 def characterized(
-    subject: Subject, name: str, ways: Sequence[Way], offer: Offer, progress: Callable[[], None] = lambda: None
-) -> list[Cell]:
+    subject: Subject, name: str, ways: Sequence[System], offer: Offer, progress: Callable[[], None] = lambda: None
+) -> list[LoadCell]:
     """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
     machine for a while slows them alike."""
     engine = subject.engine
@@ -150,7 +150,7 @@ class _Served:
 
 
 def answered_at(
-    scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: Way, offer: Offer, rate: float
+    scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: System, offer: Offer, rate: float
 ) -> _Served:
     engine, sampling = subject.engine, Sampling(offer.answer_tokens)
     ended: list[float] = []
@@ -175,11 +175,11 @@ def answered_at(
 
 
 def _cell(
-    subject: Subject, name: str, rate: float, way: Way, served: _Served, memory_bytes: int, exact: float | None
-) -> Cell:
+    subject: Subject, name: str, rate: float, way: System, served: _Served, memory_bytes: int, exact: float | None
+) -> LoadCell:
     costs = [cost for answer in served.answers if (cost := answer.usage.prefill_token_equivalents) is not None]
     cuts = quantiles(served.first_s, n=20, method="inclusive")
-    return Cell(
+    return LoadCell(
         model=name,
         parameters=subject.engine.equivalents.parameters,
         rate=rate,
@@ -194,7 +194,7 @@ def _cell(
     )
 
 
-def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], list[Sequence[Ask]]]:
+def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], list[Sequence[CaseAsk]]]:
     """Documents, and for the bundled model questions about each: other models were not trained to find numbers."""
     if name not in BUNDLED:
         return [subject.tokens(offer.tokens, seed=10 + number) for number in range(offer.documents)], []
@@ -205,7 +205,7 @@ def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], li
 
 
 def _exact(
-    subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[Ask]], way: Way
+    subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[CaseAsk]], way: System
 ) -> float | None:
     engine, found = subject.engine, []
     for cache, questions in zip(caches, asks, strict=False):
@@ -220,7 +220,7 @@ _LEAST: Final = 128
 """Entries that a share must have room for: a selector always reads the first and the last pages."""
 
 
-def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[Way]:
+def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[System]:
     """The ways, `full` once. Raises `InvalidRequest` for an unknown system, and for a share too small for `tokens`."""
     if min(shares) * tokens < _LEAST:
         raise InvalidRequest(
@@ -230,11 +230,11 @@ def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) 
         )
     ways = []
     for system in systems:
-        way = Way(system)
+        way = System(system)
         try:
             kept, reads = way.kept, way.reads
         except KvshelfError as error:
             raise InvalidRequest(f"--systems has {system!r}: {error.message}", param="systems") from error
         whole = reads is None and "compression_ratio" not in kept
-        ways += [Way(system, share) for share in ((1.0,) if whole else shares)]
+        ways += [System(system, share) for share in ((1.0,) if whole else shares)]
     return ways

@@ -9,7 +9,7 @@ from typing import Final
 from rich.table import Table
 
 from kvshelf_bench.characterize.heads import MASS, TAU, Head
-from kvshelf_bench.characterize.load import Cell
+from kvshelf_bench.characterize.load import LoadCell
 from kvshelf_bench.measure import Spread
 from kvshelf_bench.options import ratio
 
@@ -20,11 +20,11 @@ EVEN: Final = 0.05
 @dataclass(frozen=True)
 class _Measure:
     title: str
-    value: Callable[[Cell], float | None]
+    value: Callable[[LoadCell], float | None]
     shown: Callable[[float], str]
     most: bool = False
 
-    def winners(self, cells: Sequence[Cell]) -> str:
+    def winners(self, cells: Sequence[LoadCell]) -> str:
         """The ways that are best, or even with it, the best one first with its value."""
         found = {cell.system: value for cell in cells if (value := self.value(cell)) is not None}
         if not found:
@@ -49,7 +49,7 @@ MEASURES: Final = (
 )
 
 
-def cells_table(cells: Sequence[Cell]) -> Table:
+def cells_table(cells: Sequence[LoadCell]) -> Table:
     """One row for each model, rate and way."""
     table = Table("model", "rate", "system", "share", *(measure.title for measure in MEASURES))
     table.title = "documents under int4; of the share, quest reads and h2o and kvzip keep; PTE of an answer"
@@ -60,7 +60,7 @@ def cells_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def winners_table(cells: Sequence[Cell]) -> Table:
+def winners_table(cells: Sequence[LoadCell]) -> Table:
     """Which wins where: a row for each model, rate and share. `full` has no share and is compared in each row."""
     table = Table("model", "rate", "share", *(measure.title for measure in MEASURES))
     table.title = f"which wins where: the best, and those within {EVEN:.0%} of it"

@@ -42,7 +42,7 @@ _MOST_CHARACTERS: Final = 120
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What became of a model type. why: for `refused`, `error` and `not built`, in a few words. difference: of logits,
     relative to the largest; None where there were none to compare."""
 
@@ -52,7 +52,7 @@ class Outcome:
     difference: float | None = None
 
 
-def tried(model_type: str, limit_s: float) -> Outcome:
+def tried(model_type: str, limit_s: float) -> TrialOutcome:
     """The outcome of a type. Whatever is raised is an outcome; so is a model that takes longer than `limit_s`."""
     with _quiet():
         try:
@@ -60,15 +60,15 @@ def tried(model_type: str, limit_s: float) -> Outcome:
                 model = small_model(model_type)
                 own = _Own.of(model)
         except Exception as error:  # whatever a configuration or a model raises
-            return Outcome(model_type, NOT_BUILT, _few_words(error))
+            return TrialOutcome(model_type, NOT_BUILT, _few_words(error))
         try:
             with time_limit(limit_s):
                 difference = _difference(Engine(of_text(model, model_type), name=model_type), own)
         except PolicyUnsupported as error:
-            return Outcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
+            return TrialOutcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
         except Exception as error:  # what this bench is here to find, also other errors of kvshelf: the caller is right
-            return Outcome(model_type, ERROR, _few_words(error))
-    return Outcome(model_type, EXACT if difference < _LIMIT else WRONG, difference=difference)
+            return TrialOutcome(model_type, ERROR, _few_words(error))
+    return TrialOutcome(model_type, EXACT if difference < _LIMIT else WRONG, difference=difference)
 
 
 def _ids(count: int, seed: int) -> list[int]:

@@ -13,7 +13,7 @@ from kvshelf.terminal import progress_bar
 from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish
 
 if TYPE_CHECKING:
-    from kvshelf_bench.retention.simulation import Outcome
+    from kvshelf_bench.retention.simulation import ReplayOutcome
 
 PARTS = ("simulation", "live")
 
@@ -83,7 +83,7 @@ def retention(
 def _add(
     part: str,
     title: str,
-    found: dict[float, dict[str, Outcome]],
+    found: dict[float, dict[str, ReplayOutcome]],
     digest: str,
     report: dict[str, Any],
     tables: list[Table],

@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Row:
+class ServingRow:
     """seconds: wall time of each way that was measured, processor_s: of its process. beside: how many times as fast as
     each other way the replica was in wall time, within a round. rounds: how often it was measured."""
 
@@ -65,7 +65,7 @@ class Serving:
     """missing: what was not measured, and why. versions: of the packages of each peer."""
 
     ways: list[str]
-    rows: list[Row]
+    rows: list[ServingRow]
     missing: list[str]
     versions: dict[str, dict[str, str]]
 
@@ -88,7 +88,7 @@ def serving(
     budget_s: float,
     interpreters: Mapping[str, str | None],
     threads: int,
-    tell: Callable[[Row], None] = lambda _: None,
+    tell: Callable[[ServingRow], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
     rest_s: float = REST_S,
 ) -> Serving:
@@ -202,13 +202,13 @@ class ServingRun:
         self._seed += 1
         return self.subject.tokens(count, seed=self._seed)
 
-    def row(self, work: Work) -> Row:
+    def row(self, work: Work) -> ServingRow:
         taken = self.taken[work.name]
         wall = {name: [cost.wall_s for cost in costs] for name, costs in taken.items()}
         processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in taken.items()}
         beside = {name: ratios(own, wall[REPLICA]) for name, own in wall.items() if REPLICA in wall and name != REPLICA}
         seconds = {name: Spread.of(own) for name, own in wall.items()}
-        return Row(work.name, max(map(len, wall.values())), seconds, processor, beside)
+        return ServingRow(work.name, max(map(len, wall.values())), seconds, processor, beside)
 
     def missing(self, rounds: int) -> list[str]:
         """What the budget left out, one line each."""

@@ -15,7 +15,7 @@ from kvshelf_bench.speed.decode import Decodings
 from kvshelf_bench.speed.first_token import FirstTokens
 from kvshelf_bench.speed.ranks import Sharing
 from kvshelf_bench.speed.selecting import Selecting
-from kvshelf_bench.speed.serving import Row, Serving
+from kvshelf_bench.speed.serving import Serving, ServingRow
 from kvshelf_bench.speed.suffixes import BoundedAnswer
 
 
@@ -142,12 +142,12 @@ def serving_table(serving: Serving) -> Table:
     return table
 
 
-def serving_line(row: Row) -> str:
+def serving_line(row: ServingRow) -> str:
     """A row before the table is whole."""
     return f"{row.work}: " + ", ".join(f"{way} {_cell(row, way)}" for way in row.seconds)
 
 
-def _cell(row: Row, way: str) -> str:
+def _cell(row: ServingRow, way: str) -> str:
     if way not in row.seconds:
         return ""
     seconds, beside = row.seconds[way].median, row.beside.get(way)

@@ -47,7 +47,7 @@ and digests the blob, and registers the write."""
 
 
 @dataclass(frozen=True)
-class Way:
+class WayTime:
     """One way to write or read the bytes. wall_s, cpu_s: seconds of a call, the latter of this process alone.
 
     ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; 1 for `put` and `get`.
@@ -66,7 +66,7 @@ class Throughput:
     home: str
     nbytes: int
     layers: int
-    ways: dict[str, Way]
+    ways: dict[str, WayTime]
     steps_s: dict[str, Spread]
     limit: str
     peer: str | None
@@ -177,7 +177,7 @@ def _first_layer(store: Store, cache_id: str) -> Cost:
         return cost(wait)
 
 
-def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> Way:
+def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> WayTime:
     wall, cpu = [each.wall_s for each in costs], [each.seconds for each in costs]
     our_wall, our_cpu = [each.wall_s for each in ours], [each.seconds for each in ours]
-    return Way(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))
+    return WayTime(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
 from kvshelf_bench.options import Reporting, publish, rendered, split
@@ -24,7 +24,7 @@ from kvshelf_bench.quality.dataset import abilities, folder
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, DocumentUnit, make_units
-from kvshelf_bench.quality.dataset.rows import Reading
+from kvshelf_bench.quality.dataset.rows import RowRules
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
 from kvshelf_bench.quality.dataset.tables import compare, compare_table, dataset_tables, notes
 from kvshelf_bench.quality.grid import FEATURED, Changes, Row, make_grid, make_rows
@@ -78,7 +78,7 @@ class Chosen(DatasetOptions):
             made = abilities.documents(self.seed, turns=self.turns)
             return chosen(made, fraction=self.fraction, limit=self.limit, seed=self.seed)
         prompts = read_prompts(self.prompts) if self.prompts is not None else {}
-        documents = read_documents(self.dataset, Reading(self.scorer, prompts))
+        documents = read_documents(self.dataset, RowRules(self.scorer, prompts))
         return chosen(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
 
     def longest(self) -> int | None:
@@ -212,7 +212,7 @@ def run(
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
     found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
     by_row = {row: [found[document.id, row] for document in documents] for row in rows}
-    return DatasetSummary.of(documents, by_row, Shape.of(engine.model).full_16bit_bytes(1))
+    return DatasetSummary.of(documents, by_row, Dimensions.of(engine.model).full_16bit_bytes(1))
 
 
 def truncated(engine: Engine, document: Document, asking: Asking, longest: int) -> Document:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from kvshelf_bench.measure import clustered_mean
-from kvshelf_bench.quality.dataset.summary import DatasetSummary, Way
+from kvshelf_bench.quality.dataset.summary import DatasetSummary, WayScore
 
 _NOTES: Final = (
     "score: the mean over all questions in %, with its 95 % interval (documents being the independent units). to full: "
@@ -49,7 +49,7 @@ def points(value: float | None, half: float | None) -> str:
     return f"{100 * value:+.1f}" + ("" if half is None or isinf(half) else f"±{100 * half:.1f}")
 
 
-def _cells(way: Way, full_16bit: int) -> list[str]:
+def _cells(way: WayScore, full_16bit: int) -> list[str]:
     plain = way.change is None
     return [
         *(way.name, f"{100 * way.score:.1f}", f"{100 * way.low:.0f}-{100 * way.high:.0f}"),

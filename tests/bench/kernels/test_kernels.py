@@ -23,10 +23,10 @@ from kvshelf_bench.kernels.baselines import (
     layer_prefill,
     snapkv_by_expansion,
 )
-from kvshelf_bench.kernels.cases import PREFILL, Layer, Shape, cases
+from kvshelf_bench.kernels.cases import PREFILL, Layer, LayerSize, cases
 
 CPU = torch.device("cpu")
-SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, hidden=32, intermediate=48)
+SHAPE = LayerSize(q_heads=4, kv_heads=2, head_dim=16, hidden=32, intermediate=48)
 LIMITS = kernels.Ceilings(copy_bytes_per_s=1e10, matmul_flops=1e12)
 
 

@@ -32,7 +32,7 @@ from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf.training import head_search
 from kvshelf.training.head_search import Needle
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from tests.engine.asking import ids, logits_behind
 
@@ -489,7 +489,7 @@ def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Pa
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
     assert (found.num_heads, found.num_layers, sum(found.counts)) == (LAYERS, LAYERS, LAYERS * cache.kept_tokens)
     assert "share one latent" in found.meaning
-    shape, numbers = Shape.of(before.model), LAYERS * (RANK + ROPE)
+    shape, numbers = Dimensions.of(before.model), LAYERS * (RANK + ROPE)
     assert manifest.bytes["full"] == shape.full_bytes(cache.num_tokens) == cache.num_tokens * numbers * 4
     assert before.kv_bytes_per_token == numbers * 4
     assert cache.attached_bytes == cache.nbytes + cache.kept_tokens * numbers * 4

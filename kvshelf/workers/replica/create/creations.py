@@ -21,7 +21,7 @@ from kvshelf.store.jobs.metering import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
-from kvshelf.workers.replica.create.auto import Selection
+from kvshelf.workers.replica.create.auto import PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
@@ -197,11 +197,11 @@ class Creations:
         return await self._once(wanted, publisher, caller.deadline_s, teller)
 
     async def _once(
-        self, wanted: Levels | Selection, publisher: Publisher, deadline_s: float | None, teller: Teller
+        self, wanted: Levels | PolicyChoice, publisher: Publisher, deadline_s: float | None, teller: Teller
     ) -> Created:
         """The caches of some levels. Equal creations at one time run once."""
         work = replace(wanted, progress=teller)
-        if isinstance(work, Selection):
+        if isinstance(work, PolicyChoice):
             key = f"{work.target!r} of {' '.join(publisher.ids)}"
             begin = partial(self._choose, work, publisher, deadline_s, teller)
         else:
@@ -232,7 +232,9 @@ class Creations:
         caches = tuple(Stored(stored[id_], id_ in there) for id_ in publisher.ids)
         return Created(caches, phases, prefilled_tokens=work.num_tokens if missing else 0)
 
-    async def _choose(self, work: Selection, publisher: Publisher, deadline_s: float | None, teller: Teller) -> Created:
+    async def _choose(
+        self, work: PolicyChoice, publisher: Publisher, deadline_s: float | None, teller: Teller
+    ) -> Created:
         """Only the smallest level that is good enough."""
         there = await self.threads.run(publisher.there)
         known = publisher.known(work, there, self._negative_cache.of(publisher.ids))

@@ -24,7 +24,7 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
 from kvshelf.workers.replica.calls import Caller
-from kvshelf.workers.replica.create.auto import Target, auto, candidates
+from kvshelf.workers.replica.create.auto import SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
@@ -242,7 +242,7 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
 async def test_auto_is_found_again_without_a_prefill(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    choice = auto(engine, document, target=Target(0.9)).run(engine)
+    choice = auto(engine, document, target=SizeTarget(0.9)).run(engine)
     before = engine.compressor.prefills
     kept = await create(replica, document, policy="auto", min_quality=0.9)
     spent = engine.compressor.prefills - before
