@@ -51,7 +51,7 @@ def put(
     still run; the exit code is that of the first failure.
     """
     failures, name = common.Failures(as_json=as_json), fields["name"]
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else told(file.name))}, as_json)
@@ -72,7 +72,7 @@ def append(
     new cache expires with CACHE unless --ttl says otherwise.
     """
     document = {"document": common.standard_input()} if file == STDIN else {"file": file}
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         made = client.caches.append(_references.id_at(client, cache), **document, **fields)
         if as_json:
             common.print_object(made)
@@ -169,7 +169,7 @@ def search(
 
     `kvshelf ask --all` asks them.
     """
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         hits = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
         if as_json:
             common.print_object(hits)
@@ -233,7 +233,7 @@ def ask(
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
     if show_prompt and of_shelf.any:
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         labels = common.pairs(of_shelf.label, "--label")
         if labels and not of_shelf.search_all:
             _ask_parts(client, _parts(client, labels), texts, fields, as_json)
@@ -432,7 +432,7 @@ def ls(
     With --json ids are whole. Columns: id, policy, kept, of, size, quality, interval, age, expiry, uses, codec, model,
     name; the model by default where there are several.
     """
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         chosen = _columns(columns, wide)
         listing = client.caches.list(**filters, limit=min(limit, 1000))
         caches = itertools.islice(listing, limit)
@@ -509,7 +509,7 @@ def show(
     """
     from kvshelf.api.usage.prices import read_prices
 
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         money = None if prices is None else read_prices(prices)
         stored = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
@@ -605,7 +605,7 @@ def update(
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
     changes: Any = {name: value for name, value in fields.items() if value is not None}
     changes |= {name: None for name, value in changes.items() if value == _forms.NEVER}
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         changed = client.caches.update(_references.id_at(client, cache), **changes)
         common.print_object(changed) if as_json else say(changed.id)
 
@@ -626,7 +626,7 @@ def remake(
     """
     failures = common.Failures(as_json=as_json)
     counts = dict.fromkeys(("new", "there", "already of this generation", "not made"), 0)
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         old = client.caches.list(model=from_model or model, labels=common.pairs(label, "--label"), limit=1000)
         for cache in old:
             end = "not made"
@@ -655,7 +655,7 @@ def rm(
     Each CACHE deletes one cache or none: what may mean several is refused. If one fails, the others are still deleted.
     """
     failures = common.Failures(as_json=as_json)
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         ids: dict[str, None] = {}
         # Before the first deletion: it might leave one cache of two that a name means.
         for cache in caches:

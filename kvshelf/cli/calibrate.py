@@ -57,7 +57,7 @@ def calibrate(
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     weights: _options.Weights = "plain",
-    as_json: _options.AsJson = False,
+    as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Make the transforms of codec klt, with the coarsest step that hardly changes predictions, and measure which query
     heads retrieve, for the policy compresskv, and which frequency chunks do, for the selector fasa.
@@ -66,7 +66,7 @@ def calibrate(
     as klt.safetensors, compresskv.json and fasa.json, in the folder kvshelf in the model's own. A command that was
     interrupted goes on where it was when it is given again.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
+    with needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.engine.engine import Engine
         from kvshelf.model import calibration
 
@@ -216,14 +216,14 @@ def train_gates(
     by: _Lessons,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
-    as_json: _options.AsJson = False,
+    as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Train the gates of a policy for a model, whose own weights stay as they are.
 
     Beside the gate file lie a journal, with a line every 50 steps (step, loss, and the rank correlation on held-out
     documents of other kinds), and, until the training ends, a checkpoint. It ends early when eight lines bring nothing.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf train-gates"):
+    with needs_extra("serve", purpose="kvshelf train-gates"):
         from kvshelf.engine.engine import Engine
         from kvshelf.methods.policies.gate_file import gate_path
         from kvshelf.model import calibration

@@ -23,7 +23,7 @@ def estimate(
     as_json: _options.AsJson = False,
 ) -> None:
     """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
         costs = client.estimate(**document, **fields)
         if as_json:

@@ -215,7 +215,7 @@ def advise(
     Exact answers were measured on kvshelf-tiny, whatever the model: measure yours with `kvshelf bench quality`. Bytes
     are those of the model.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
+    with needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
         from kvshelf.corpus import advice
         from kvshelf.corpus.plan import shape_of
 

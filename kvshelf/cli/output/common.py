@@ -153,11 +153,11 @@ class Failures:
 
 
 @contextmanager
-def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
-    """A client of the service at `url`, with `named_errors` around it."""
+def connected(url: str | None) -> Iterator[Client]:
+    """A client of the service at `url`."""
     from kvshelf.client import Client
 
-    with named_errors(as_json=as_json), Client(url) as client:
+    with Client(url) as client:
         yield client
 
 
