@@ -10,7 +10,7 @@ import typer
 
 from kvshelf.cli import _options
 from kvshelf.cli._commands import command
-from kvshelf.cli.output import common, say
+from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.batches import BatchObject
@@ -30,7 +30,7 @@ def list_batches(
         batches = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
         if as_json:
             for batch in batches:
-                common.print_object(batch)
+                say_json(batch)
             return
         headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
         common.print_table(common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5]))
@@ -54,7 +54,7 @@ def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -
     with common.connected(url) as client:
         batch = client.batches.cancel(id)
         if as_json:
-            common.print_object(batch)
+            say_json(batch)
         else:
             say(batch.id)
             common.notes.print(f"{batch.id}: {batch.status}", style="dim")
@@ -62,7 +62,7 @@ def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -
 
 def _shown(batch: BatchObject, *, as_json: bool) -> None:
     if as_json:
-        common.print_object(batch)
+        say_json(batch)
         return
     counts, progress = batch.request_counts, batch.progress
     problems = [problem.message for problem in batch.errors.data] if batch.errors else []

@@ -75,7 +75,7 @@ def append(
     with connected(url) as client:
         made = client.caches.append(_references.id_at(client, cache), **document, **fields)
         if as_json:
-            common.print_object(made)
+            say_json(made)
             return
         say(made.id)
         _tell(_named(file), made, "already on the shelf" if made.existing else _seconds(made))
@@ -102,7 +102,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     caches = made if isinstance(made, list) else [made]
     for cache in caches:
         if as_json:
-            common.print_object(cache)
+            say_json(cache)
         else:
             say(cache.id)
             done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
@@ -172,7 +172,7 @@ def search(
     with connected(url) as client:
         hits = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
         if as_json:
-            common.print_object(hits)
+            say_json(hits)
             return
         rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in hits.data]
         common.print_table(common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
@@ -266,7 +266,7 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
     """Ask one cache, or several together, and show the answer; of several, also what part each had in it."""
     ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
     if as_json:
-        common.print_object(client.caches.query(ids, question, **fields))
+        say_json(client.caches.query(ids, question, **fields))
         return
     with client.caches.stream(ids, question, **fields) as stream:
         if sys.stdout.isatty():
@@ -290,7 +290,7 @@ _SHOWN = 24
 def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) -> None:
     prompt = client.caches.prompt(cache_id, question)
     if as_json:
-        common.print_object(prompt)
+        say_json(prompt)
         return
     for part in prompt.parts:
         where = "from the shelf" if part.from_shelf else "prefilled"
@@ -438,7 +438,7 @@ def ls(
         caches = itertools.islice(listing, limit)
         if as_json:
             for cache in caches:
-                common.print_object(cache)
+                say_json(cache)
         else:
             listed = list(caches)
             shown = chosen or narrow_columns(
@@ -517,7 +517,7 @@ def show(
             with common.written(output) as file:
                 file.write(blob)
         if as_json:
-            common.print_object(stored)
+            say_json(stored)
         else:
             common.table_console().print(_details(stored, money))
 
@@ -607,7 +607,7 @@ def update(
     changes |= {name: None for name, value in changes.items() if value == _forms.NEVER}
     with connected(url) as client:
         changed = client.caches.update(_references.id_at(client, cache), **changes)
-        common.print_object(changed) if as_json else say(changed.id)
+        say_json(changed) if as_json else say(changed.id)
 
 
 def remake(
@@ -636,7 +636,7 @@ def remake(
                     end = "already of this generation"
                 else:
                     end = "there" if made.existing else "new"
-                    common.print_object(made) if as_json else say(cache.id, made.id)
+                    say_json(made) if as_json else say(cache.id, made.id)
             counts[end] += 1
     common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)
@@ -669,5 +669,5 @@ def rm(
                 deleted = client.caches.delete(id, cascade=cascade)
                 gone |= {*deleted.descendants}
                 lines = "\n".join([*deleted.descendants, deleted.id])
-                common.print_object(deleted) if as_json else say(lines)
+                say_json(deleted) if as_json else say(lines)
     raise typer.Exit(failures.exit_code)

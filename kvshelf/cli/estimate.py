@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvshelf.cli import _forms, _options
-from kvshelf.cli.output import common
+from kvshelf.cli.output import common, say_json
 from kvshelf.cli.output.common import connected
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def estimate(
         document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
         costs = client.estimate(**document, **fields)
         if as_json:
-            common.print_object(costs)
+            say_json(costs)
         else:
             common.print_table(_table(costs))
             common.notes.print(_about(costs), style="dim", soft_wrap=True)

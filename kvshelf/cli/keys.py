@@ -102,7 +102,7 @@ def usage(
 
             report = _priced(client, window, group_by or [], read_prices(prices))
     if as_json:
-        common.print_object(report)
+        say_json(report)
     else:
         _print(report)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _options
-from kvshelf.cli.output import common
+from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _print(
     """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
     if as_json:
         for method in methods:
-            common.print_object(method)
+            say_json(method)
     elif name is not None:
         _show(methods[0])
     else:

@@ -24,8 +24,6 @@ from kvshelf.cli.output import HarmlessConsole, harmless, say_json
 from kvshelf.terminal import json_or_text
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from kvshelf.client import Client
 
 EXIT_CODES = """\b
@@ -169,10 +167,6 @@ def written(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise errors.InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
-
-
-def print_object(obj: BaseModel) -> None:
-    say_json(obj)
 
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:

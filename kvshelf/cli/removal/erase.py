@@ -10,7 +10,7 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options
 from kvshelf.cli.checks import stores
-from kvshelf.cli.output import common, say
+from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def erase(
             subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
             receipt = sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
     if output is None:
-        common.print_object(receipt)
+        say_json(receipt)
     else:
         with common.written(output) as file:
             file.write(receipt.model_dump_json().encode())

@@ -189,7 +189,7 @@ def import_cache(
         with _of_input(file), stores.opened(store, encryption_key_file) as shelf:
             cache = put_export(shelf, blob, fields)
     if as_json:
-        common.print_object(cache)
+        say_json(cache)
     else:
         say(cache.id)
 

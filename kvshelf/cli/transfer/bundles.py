@@ -111,7 +111,7 @@ def pull(
         for export in signed.exports():
             cache = put(export, fields)
             if as_json:
-                common.print_object(cache)
+                say_json(cache)
             else:
                 say(cache.id)
     signed.taken()
