@@ -174,7 +174,7 @@ class RedisHome:
     def open(self, blobs: MakeBlobs | None = None) -> tuple[Index, Blobs]:
         from kvshelf.store.redis.blobs import RedisBlobs
         from kvshelf.store.redis.index import RedisIndex
-        from kvshelf.store.redis.leases import RedisLeases
+        from kvshelf.store.redis.jobs import RedisLeases
         from kvshelf.store.redis.link import RedisLink
 
         link = RedisLink(self._address)

@@ -20,8 +20,7 @@ from kvshelf.store.index import Index
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.index import RedisIndex
-from kvshelf.store.redis.jobs import RedisJobs
-from kvshelf.store.redis.leases import RedisLeases
+from kvshelf.store.redis.jobs import RedisJobs, RedisLeases
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.table import JobTable
 from kvshelf.store.tiers.disk import DiskTier

@@ -1,4 +1,5 @@
-"""Rows from JSON: each is one document to compress, checked before any work."""
+"""Rows from JSON: each is one document to compress, checked before any work; and the reading stage of a run, whose
+processes import neither torch nor kvshelf's model side."""
 
 from __future__ import annotations
 

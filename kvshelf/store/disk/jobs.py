@@ -1,4 +1,4 @@
-"""The job table of a disk home: two tables of the SQLite file."""
+"""The job table of a disk home, two tables of the SQLite file; and leases of readers of bytes that lie elsewhere."""
 
 from __future__ import annotations
 

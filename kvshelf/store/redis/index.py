@@ -1,8 +1,9 @@
 """The index of a Redis home: every method is one call of `index.lua`, which the server runs as one atomic step.
 
 The head of `index.lua` lists the keys. Leases are on the server's clock. Expiry is set on the server as well, so that a
-manifest expires by itself. `RedisLink` never resends; still, `begin`, `publish` and `swap` are safe to repeat, because
-a caller that lost the answer would otherwise undo them.
+manifest expires by itself. Foreign values under our keys are a named error: another program may have written there.
+`RedisLink` never resends; still, `begin`, `publish` and `swap` are safe to repeat, because a caller that lost the
+answer would otherwise undo them.
 """
 
 from __future__ import annotations

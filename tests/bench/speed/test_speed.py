@@ -31,6 +31,7 @@ from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
 from kvshelf_bench.speed.first_token import first_tokens, ways_to_ask
+from kvshelf_bench.speed.parts import codecs_table, serving_table, suffix_table
 from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -41,7 +42,6 @@ from kvshelf_bench.speed.subject import (
     save_random_model,
 )
 from kvshelf_bench.speed.suffixes import bounded_answers
-from kvshelf_bench.speed.tables import codecs_table, serving_table, suffix_table
 from kvshelf_bench.speed.ways import OfPeer, open_kvpress, open_vllm, own_ways
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
