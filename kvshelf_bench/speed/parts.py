@@ -27,7 +27,7 @@ from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
 from kvshelf_bench.speed.options import SpeedOptions
 from kvshelf_bench.speed.ranks import Sharing, sharings
 from kvshelf_bench.speed.selecting import SELECTORS, Selecting, selectings
-from kvshelf_bench.speed.serving import LENGTHS, Serving, ServingRow, serving
+from kvshelf_bench.speed.serving import LENGTHS, Serving, ServingPace, ServingRow, serving
 from kvshelf_bench.speed.subject import Subject, fitting
 from kvshelf_bench.speed.suffixes import BoundedAnswer, bounded_answers
 from kvshelf_bench.speed.ways import open_kvpress
@@ -275,8 +275,9 @@ def _suffix(run: Run) -> list[BoundedAnswer]:
 def _serving(run: Run) -> Serving:
     lengths = run.lengths(LENGTHS, "serving")
     bar = run.progress.add_task("serving", total=None)
+    pace = ServingPace(run.options.rounds, run.options.budget)
     served = serving(
-        run.subject, lengths, run.options.rounds, run.options.budget, run.options.interpreters(), run.threads,
+        run.subject, lengths, pace, run.options.interpreters(), run.threads,
         tell=lambda row: run.progress.console.print(serving_line(row), soft_wrap=True, highlight=False),
         turn=lambda said: run.progress.update(bar, description=said),
     )  # fmt: skip

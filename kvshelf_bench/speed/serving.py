@@ -70,6 +70,15 @@ class Serving:
     versions: dict[str, dict[str, str]]
 
 
+@dataclass(frozen=True)
+class ServingPace:
+    """rounds: at most. budget_s: seconds of all of them. rest_s: see `REST_S`."""
+
+    rounds: int
+    budget_s: float
+    rest_s: float = REST_S
+
+
 def works(lengths: Sequence[int]) -> list[Work]:
     """In the order in which they run: a question needs its document."""
     prefills = [Work(f"{tokens:,} tokens prefilled", tokens) for tokens in lengths]
@@ -84,17 +93,15 @@ def works(lengths: Sequence[int]) -> list[Work]:
 def serving(
     subject: Subject,
     lengths: Sequence[int],
-    rounds: int,
-    budget_s: float,
+    pace: ServingPace,
     interpreters: Mapping[str, str | None],
     threads: int,
     tell: Callable[[ServingRow], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
-    rest_s: float = REST_S,
 ) -> Serving:
-    """Up to `rounds` rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
+    """The rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
     one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
-    ends, started = time.monotonic() + budget_s, time.monotonic() + _START * budget_s
+    ends, started = time.monotonic() + pace.budget_s, time.monotonic() + _START * pace.budget_s
     longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
     turn("starting peers")
     with (
@@ -105,17 +112,17 @@ def serving(
         peers = {"vLLM": vllm, "llama.cpp": llama}
         ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
         versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
-        run = ServingRun(subject, ways, works(lengths), ends, turn, rest_s)
+        run = ServingRun(subject, ways, works(lengths), ends, turn, pace.rest_s)
         run.warm()
         for work in run.works:
             if run.measure_first(work):
                 tell(run.row(work))
-        for number in range(1, rounds):
+        for number in range(1, pace.rounds):
             if not all(run.measure_again(work, number) or work is not run.works[0] for work in run.works):
                 break  # without its document, questions would be on the one before
     missing = [f"{name}: {_ABSENT[name]}" for name, peer in peers.items() if peer is None]
     rows = [run.row(work) for work in run.works if run.taken[work.name]]
-    return Serving([*ways], rows, [*missing, *run.missing(rounds)], versions)
+    return Serving([*ways], rows, [*missing, *run.missing(pace.rounds)], versions)
 
 
 @dataclass

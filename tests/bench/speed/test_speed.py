@@ -182,9 +182,8 @@ def measuring(subject, lengths, budget_s):
 def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subject):
     told = []
     interpreters = {"vLLM": None, "llama.cpp": None}
-    found = serving.serving(
-        subject, [96, 160], 2, 60.0, interpreters, 1, tell=lambda row: told.append(row.work), rest_s=0
-    )
+    pace = serving.ServingPace(2, 60.0, rest_s=0.0)
+    found = serving.serving(subject, [96, 160], pace, interpreters, 1, tell=lambda row: told.append(row.work))
     assert told == [row.work for row in found.rows] == [work.name for work in serving.works([96, 160])]
     assert [row.rounds for row in found.rows] == [2] * 5
     for row in found.rows:
@@ -197,7 +196,7 @@ def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subjec
 
 def test_serving_measures_a_random_model_without_a_tokenizer():
     with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
-        found = serving.serving(subject, [96], 1, 60.0, {"vLLM": None, "llama.cpp": None}, 1, rest_s=0)
+        found = serving.serving(subject, [96], serving.ServingPace(1, 60.0, 0.0), {"vLLM": None, "llama.cpp": None}, 1)
     assert [row.rounds for row in found.rows] == [1] * 4
 
 
