@@ -65,8 +65,7 @@ def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, report
     with needs_extra("serve", "the bench"):
         import torch
 
-        from kvshelf_bench.characterize.load import LoadCell, characterized, require_known
-        from kvshelf_bench.characterize.tables import cells_table, winners_table
+        from kvshelf_bench.characterize.load import LoadCell, cells_table, characterized, require_known, winners_table
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
@@ -96,7 +95,7 @@ def heads(
     with needs_extra("serve", "the bench"):
         from kvshelf.samples.tasks import haystacks
         from kvshelf_bench.characterize.heads import heads as measured
-        from kvshelf_bench.characterize.tables import heads_table
+        from kvshelf_bench.characterize.heads import heads_table
         from kvshelf_bench.measure import machine
         from kvshelf_bench.speed.subject import load_subject
 

@@ -13,8 +13,16 @@ from typer.testing import CliRunner
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf_bench.characterize import load
-from kvshelf_bench.characterize.load import LoadCell, Offer, System, characterized, require_known
-from kvshelf_bench.characterize.tables import MEASURES, cells_table, winners_table
+from kvshelf_bench.characterize.load import (
+    MEASURES,
+    LoadCell,
+    Offer,
+    System,
+    cells_table,
+    characterized,
+    require_known,
+    winners_table,
+)
 from kvshelf_bench.cli import app
 from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import load_subject
