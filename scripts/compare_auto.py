@@ -19,7 +19,7 @@ import torch
 from validate_probe import BENCH, TEXTS, make
 
 from kvshelf.engine.engine import Engine
-from kvshelf.workers.replica.create.auto import MIN_QUALITY, Target, auto
+from kvshelf.workers.replica.create.auto import MIN_QUALITY, SizeTarget, auto
 from kvshelf_bench.quality.retrieval import counter
 
 SEED = 30_261_125
@@ -28,7 +28,7 @@ SEED = 30_261_125
 def measured(engine: Engine, kind: str, number: int, tokens: int) -> dict[str, list[float]]:
     """Bytes per document token of each candidate, and 1 if it reaches the floor."""
     text, _ = make(kind, tokens, SEED + number, counter(engine))
-    selection, target = auto(engine, text), Target(MIN_QUALITY)
+    selection, target = auto(engine, text), SizeTarget(MIN_QUALITY)
     found = {}
     for level, compression in zip(selection.levels, engine.run_levels(selection.levels), strict=True):
         assert compression.quality is not None

@@ -68,7 +68,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is killed, too
     if given.record:
         return subprocess.call(
-            [sys.executable, "-m", "scripts.gpu_parts.recording"], cwd=ROOT, env=_environment(None, ())
+            [sys.executable, "-m", "scripts.gpu_parts.recording"], cwd=ROOT, env=environment_of(None, ())
         )
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def main() -> int:
         (out / old).unlink(missing_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvshelf-gpu-") as folder:
-        site = _unpacked(given.wheels, Path(folder))
+        site = unpacked(given.wheels, Path(folder))
         report: dict[str, Any] = {"toy": given.toy, "machine": _machine(site, given), "parts": []}
         chosen = [task for task in TASKS if not given.parts or task.name in given.parts]
         for place, task in enumerate(chosen):
@@ -85,11 +85,11 @@ def main() -> int:
             own = _TOY_SECONDS if given.toy else task.seconds
             # What earlier parts have left is this one's; where time is short, each gives way in proportion.
             seconds = left - later if left >= later + own else left * own / (later + own)
-            report["parts"].append(_ran(task, out, site, seconds, given))
+            report["parts"].append(ran(task, out, site, seconds, given))
             report["seconds"] = time.monotonic() - started
-            _write(out, report)
+            write(out, report)
     print((out / "gpu.md").read_text())
-    return 0 if all(part["state"] == "done" for part in report["parts"]) and not _wrong(report) else 1
+    return 0 if all(part["state"] == "done" for part in report["parts"]) and not what_is_wrong(report) else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
 # Processes
 
 
-def _unpacked(wheels: Path, folder: Path) -> Path | None:
+def unpacked(wheels: Path, folder: Path) -> Path | None:
     """A folder with what the wheels hold that fit this Python; None without any. A wheel is an archive of what belongs
     on the path, so neither pip nor a network is needed."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -127,17 +127,17 @@ def _unpacked(wheels: Path, folder: Path) -> Path | None:
     return folder if fitting else None
 
 
-def _environment(site: Path | None, more: Sequence[tuple[str, str]]) -> dict[str, str]:
+def environment_of(site: Path | None, more: Sequence[tuple[str, str]]) -> dict[str, str]:
     path = [str(ROOT), *([str(site)] if site is not None else []), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, path)), **dict(more)}
 
 
-def _ran(task: Task, out: Path, site: Path | None, seconds: float, given: argparse.Namespace) -> dict[str, Any]:
+def ran(task: Task, out: Path, site: Path | None, seconds: float, given: argparse.Namespace) -> dict[str, Any]:
     """Run one part and tell how it ended. It is killed with all its children when its time is over."""
     words = [sys.executable, "-m", "scripts.gpu_parts", task.name, "--out", str(out), "--seconds", f"{seconds:.1f}"]
     words += ["--device", given.device, *(["--toy"] if given.toy else [])]
-    environment = _environment(site, task.toy_environment if given.toy else ())
+    environment = environment_of(site, task.toy_environment if given.toy else ())
     started = time.monotonic()
     print(f"{task.name}: at most {seconds:.0f} s ...", flush=True)
     with (out / "gpu.log").open("a") as log:
@@ -185,7 +185,7 @@ def _machine(site: Path | None, given: argparse.Namespace) -> dict[str, Any]:
         "             'multiprocessors': card.multi_processor_count, 'capability': [card.major, card.minor]}\n"
         "print(json.dumps(told))\n"
     )
-    told = _output([sys.executable, "-c", about], _environment(site, ()))
+    told = _output([sys.executable, "-c", about], environment_of(site, ()))
     machine = json.loads(told.splitlines()[-1]) if told else {}
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], None)
     return {
@@ -219,7 +219,7 @@ def _sources() -> str:
 # The report
 
 
-def _write(out: Path, report: dict[str, Any]) -> None:
+def write(out: Path, report: dict[str, Any]) -> None:
     rows = _rows(out / "rows.jsonl")
     report["rows"] = rows
     for name, text in (("gpu.json", json.dumps(report, indent=1)), ("gpu.md", _markdown(report))):
@@ -239,7 +239,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _wrong(report: dict[str, Any]) -> list[dict[str, Any]]:
+def what_is_wrong(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows that could not be measured, and checks (goals of "at most 0") that found something."""
     return [row for row in report["rows"] if "error" in row or (row["goal"] == 0 and not row["met"])]
 

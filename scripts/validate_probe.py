@@ -25,7 +25,7 @@ import torch
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies import POLICIES
-from kvshelf.samples.suite import Ask, score
+from kvshelf.samples.suite import CaseAsk, score
 from kvshelf.samples.tasks import Fact, distinct_facts, haystack_pieces, make_facts, spread
 from kvshelf_bench.quality.retrieval import counter
 
@@ -106,7 +106,7 @@ BENCH: Final = {
 }  # fmt: skip
 
 
-def make(kind: str, tokens: int, seed: int, count: Callable[[str], int]) -> tuple[str, list[Ask]]:
+def make(kind: str, tokens: int, seed: int, count: Callable[[str], int]) -> tuple[str, list[CaseAsk]]:
     """A document of a kind with `FACTS` facts in it, and a question for each."""
     rng = random.Random(f"{kind}/{tokens}/{seed}")
     haystack, digits = BENCH.get(kind, ("", None))
@@ -125,9 +125,9 @@ def make(kind: str, tokens: int, seed: int, count: Callable[[str], int]) -> tupl
     return text, [_asked(rng, fact) for fact in facts]
 
 
-def _asked(rng: random.Random, fact: Fact) -> Ask:
+def _asked(rng: random.Random, fact: Fact) -> CaseAsk:
     question = fact.question(rng)
-    return Ask(question.text, (question.answer,))
+    return CaseAsk(question.text, (question.answer,))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

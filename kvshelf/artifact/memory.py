@@ -17,7 +17,7 @@ from kvshelf.errors import BlobError
 _HUGE_PAGE: Final = 2 << 20  # bytes, on x86-64 and on arm64 with pages of 4 KiB
 _SPARE_BYTES: Final = 512 << 20
 
-_spare: Final[deque[mmap.mmap]] = deque(maxlen=1)
+spare: Final[deque[mmap.mmap]] = deque(maxlen=1)
 """The last block released, unless larger than `_SPARE_BYTES`. Shared by the whole process."""
 
 
@@ -79,11 +79,11 @@ def _taken(size: int) -> mmap.mmap | None:
     """The spare block, if `size` bytes fit. Pages beyond them go back to the kernel."""
     # No lock: `_keep` runs whenever Python drops the last view, possibly between these lines.
     try:
-        block = _spare.pop()
+        block = spare.pop()
     except IndexError:
         return None
     if len(block) < size + 2 * _HUGE_PAGE:
-        _spare.append(block)
+        spare.append(block)
         return None
     rest = _start(np.frombuffer(block, np.uint8)) - (-size // _HUGE_PAGE) * _HUGE_PAGE
     if hasattr(mmap, "MADV_DONTNEED"):
@@ -96,7 +96,7 @@ def _keep(block: mmap.mmap) -> None:
         if hasattr(mmap, "MADV_FREE"):
             with suppress(OSError):  # an old kernel
                 block.madvise(mmap.MADV_FREE)
-        _spare.append(block)
+        spare.append(block)
 
 
 def _view(owner: npt.NDArray[np.uint8], size: int) -> memoryview:

@@ -119,7 +119,7 @@ def batch(
         remote = _is_remote(context)
         fields["model"] = _only(here.model) if remote else None
         chosen = {name: value for name, value in fields.items() if value is not None}
-        job = _Job(input, *written.places(), chosen, run.options, as_json)
+        job = BatchJob(input, *written.places(), chosen, run.options, as_json)
         if remote:
             assert url is not None
             raise typer.Exit(job.run_at(url, run.priority))
@@ -132,7 +132,7 @@ def batch(
 
 
 @dataclass(frozen=True)
-class _Job:
+class BatchJob:
     """One call of the command. fields: of `CreateCache`, for all rows; options: of `RunOptions`, the window as text."""
 
     input: str
@@ -180,7 +180,7 @@ class _Job:
         models = list(loaded.models)
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
             if loaded.address is None:
-                _tell_of_a_service(loaded.port)
+                tell_of_a_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
@@ -257,13 +257,13 @@ class _Job:
             say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
             say(self.output)
-            common.notes.print(_sentence(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
+            common.notes.print(ending_told(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
         if summary.state == "cancelled":
             return common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
 
 
-def _tell_of_a_service(port: int) -> None:
+def tell_of_a_service(port: int) -> None:
     """Say so if a service of this machine could take the batch, instead of a second model beside its own."""
     from kvshelf.client import Client, Retries, Timeouts
 
@@ -283,7 +283,7 @@ def _tell_of_a_service(port: int) -> None:
     )
 
 
-def _sentence(summary: Summary) -> str:
+def ending_told(summary: Summary) -> str:
     rows = f"{summary.done:,} documents on the shelf, {summary.reused:,} of them before; {summary.failed:,} failed"
     match summary.state:
         case "cancelled":

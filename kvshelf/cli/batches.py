@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvshelf.cli import _options
-from kvshelf.cli.output import common, say
+from kvshelf.cli._commands import command
+from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
     from kvshelf.api.batches import BatchObject
@@ -19,18 +20,17 @@ app = typer.Typer(help="List, show and cancel the batches of a running service."
 Id = Annotated[str, typer.Argument(metavar="ID", help="An id (batch_...), as `kvshelf batches list` shows it.")]
 
 
-@app.command("list")
 def list_batches(
     limit: Annotated[int, typer.Option(min=1, help="How many to list, newest first.")] = 100,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """List your batches, those that have ended within 30 days included."""
-    with common.connected(url, as_json=as_json) as client:
+    with common.connected(url) as client:
         batches = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
         if as_json:
             for batch in batches:
-                common.print_object(batch)
+                say_json(batch)
             return
         headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
         common.print_table(common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5]))
@@ -43,20 +43,18 @@ def _row(batch: BatchObject) -> tuple[str, ...]:
     return (batch.id, batch.status, *numbers, age, batch.model or "-")
 
 
-@app.command()
 def show(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Show a batch: its state, what it waits for, its counts and its files."""
-    with common.connected(url, as_json=as_json) as client:
+    with common.connected(url) as client:
         _shown(client.batches.retrieve(id), as_json=as_json)
 
 
-@app.command()
 def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
-    with common.connected(url, as_json=as_json) as client:
+    with common.connected(url) as client:
         batch = client.batches.cancel(id)
         if as_json:
-            common.print_object(batch)
+            say_json(batch)
         else:
             say(batch.id)
             common.notes.print(f"{batch.id}: {batch.status}", style="dim")
@@ -64,7 +62,7 @@ def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -
 
 def _shown(batch: BatchObject, *, as_json: bool) -> None:
     if as_json:
-        common.print_object(batch)
+        say_json(batch)
         return
     counts, progress = batch.request_counts, batch.progress
     problems = [problem.message for problem in batch.errors.data] if batch.errors else []
@@ -84,3 +82,8 @@ def _shown(batch: BatchObject, *, as_json: bool) -> None:
         **({"problems": "; ".join(problems)} if problems else {}),
     }
     common.table_console().print(common.details(rows))
+
+
+command(app, list_batches, "list")
+command(app, show)
+command(app, cancel)

@@ -51,7 +51,7 @@ def put(
     still run; the exit code is that of the first failure.
     """
     failures, name = common.Failures(as_json=as_json), fields["name"]
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
                 _put_one(client, file, fields | {"name": name or ("" if file == STDIN else told(file.name))}, as_json)
@@ -72,10 +72,10 @@ def append(
     new cache expires with CACHE unless --ttl says otherwise.
     """
     document = {"document": common.standard_input()} if file == STDIN else {"file": file}
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         made = client.caches.append(_references.id_at(client, cache), **document, **fields)
         if as_json:
-            common.print_object(made)
+            say_json(made)
             return
         say(made.id)
         _tell(_named(file), made, "already on the shelf" if made.existing else _seconds(made))
@@ -102,7 +102,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     caches = made if isinstance(made, list) else [made]
     for cache in caches:
         if as_json:
-            common.print_object(cache)
+            say_json(cache)
         else:
             say(cache.id)
             done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
@@ -169,10 +169,10 @@ def search(
 
     `kvshelf ask --all` asks them.
     """
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         hits = client.caches.search(question, labels=common.pairs(label, "--label"), model=model, limit=limit)
         if as_json:
-            common.print_object(hits)
+            say_json(hits)
             return
         rows = [(f"{hit.score:.3f}", hit.cache_id, hit.name) for hit in hits.data]
         common.print_table(common.table(["SCORE", "ID", "NAME"], rows, numbers=[0]), cut="NAME")
@@ -233,7 +233,7 @@ def ask(
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
     if show_prompt and of_shelf.any:
         raise typer.BadParameter("it shows the prompt of one cache: give CACHE", param_hint="--show-prompt")
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         labels = common.pairs(of_shelf.label, "--label")
         if labels and not of_shelf.search_all:
             _ask_parts(client, _parts(client, labels), texts, fields, as_json)
@@ -266,7 +266,7 @@ def _ask_together(client: Client, named: Sequence[Named], question: str, fields:
     """Ask one cache, or several together, and show the answer; of several, also what part each had in it."""
     ids: Any = [id for _, id in named] if len(named) > 1 else named[0][1]
     if as_json:
-        common.print_object(client.caches.query(ids, question, **fields))
+        say_json(client.caches.query(ids, question, **fields))
         return
     with client.caches.stream(ids, question, **fields) as stream:
         if sys.stdout.isatty():
@@ -290,7 +290,7 @@ _SHOWN = 24
 def _show_prompt(client: Client, cache_id: str, question: str, as_json: bool) -> None:
     prompt = client.caches.prompt(cache_id, question)
     if as_json:
-        common.print_object(prompt)
+        say_json(prompt)
         return
     for part in prompt.parts:
         where = "from the shelf" if part.from_shelf else "prefilled"
@@ -432,16 +432,16 @@ def ls(
     With --json ids are whole. Columns: id, policy, kept, of, size, quality, interval, age, expiry, uses, codec, model,
     name; the model by default where there are several.
     """
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         chosen = _columns(columns, wide)
         listing = client.caches.list(**filters, limit=min(limit, 1000))
         caches = itertools.islice(listing, limit)
         if as_json:
             for cache in caches:
-                common.print_object(cache)
+                say_json(cache)
         else:
             listed = list(caches)
-            shown = chosen or _narrow(
+            shown = chosen or narrow_columns(
                 {*(cache.model for cache in listed), *(model.id for model in client.models.list())}
             )
             common.print_table(_table(listed, shown), cut="NAME")
@@ -468,7 +468,7 @@ _NARROW = ("id", "policy", "kept", "of", "size", "quality")
 _NUMBERS = {"kept", "of", "size", "quality", "age", "expiry", "uses"}
 
 
-def _narrow(models: Collection[str]) -> Sequence[str]:
+def narrow_columns(models: Collection[str]) -> Sequence[str]:
     """The columns that are shown by default. models: that are served, and those of the caches."""
     return (*_NARROW, *(("model",) if len(models) > 1 else ()), "name")
 
@@ -509,7 +509,7 @@ def show(
     """
     from kvshelf.api.usage.prices import read_prices
 
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         money = None if prices is None else read_prices(prices)
         stored = client.caches.retrieve(_references.id_at(client, cache))
         if output is not None:
@@ -517,7 +517,7 @@ def show(
             with common.written(output) as file:
                 file.write(blob)
         if as_json:
-            common.print_object(stored)
+            say_json(stored)
         else:
             common.table_console().print(_details(stored, money))
 
@@ -605,9 +605,9 @@ def update(
     """Change a cache on the shelf, or say when its next question comes. Prints its id."""
     changes: Any = {name: value for name, value in fields.items() if value is not None}
     changes |= {name: None for name, value in changes.items() if value == _forms.NEVER}
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         changed = client.caches.update(_references.id_at(client, cache), **changes)
-        common.print_object(changed) if as_json else say(changed.id)
+        say_json(changed) if as_json else say(changed.id)
 
 
 def remake(
@@ -626,7 +626,7 @@ def remake(
     """
     failures = common.Failures(as_json=as_json)
     counts = dict.fromkeys(("new", "there", "already of this generation", "not made"), 0)
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         old = client.caches.list(model=from_model or model, labels=common.pairs(label, "--label"), limit=1000)
         for cache in old:
             end = "not made"
@@ -636,7 +636,7 @@ def remake(
                     end = "already of this generation"
                 else:
                     end = "there" if made.existing else "new"
-                    common.print_object(made) if as_json else say(cache.id, made.id)
+                    say_json(made) if as_json else say(cache.id, made.id)
             counts[end] += 1
     common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)
@@ -655,7 +655,7 @@ def rm(
     Each CACHE deletes one cache or none: what may mean several is refused. If one fails, the others are still deleted.
     """
     failures = common.Failures(as_json=as_json)
-    with connected(url, as_json=as_json) as client:
+    with connected(url) as client:
         ids: dict[str, None] = {}
         # Before the first deletion: it might leave one cache of two that a name means.
         for cache in caches:
@@ -669,5 +669,5 @@ def rm(
                 deleted = client.caches.delete(id, cascade=cascade)
                 gone |= {*deleted.descendants}
                 lines = "\n".join([*deleted.descendants, deleted.id])
-                common.print_object(deleted) if as_json else say(lines)
+                say_json(deleted) if as_json else say(lines)
     raise typer.Exit(failures.exit_code)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvshelf.training.gates.lessons import Lesson
 
 _QUESTIONS = 6
-_TEXTS, _TEXT_TOKENS = 10, 2048
+TEXTS, TEXT_TOKENS = 10, 2048
 """How many texts are read, and their length."""
 
 
@@ -57,7 +57,7 @@ def calibrate(
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
     weights: _options.Weights = "plain",
-    as_json: _options.AsJson = False,
+    as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Make the transforms of codec klt, with the coarsest step that hardly changes predictions, and measure which query
     heads retrieve, for the policy compresskv, and which frequency chunks do, for the selector fasa.
@@ -66,7 +66,7 @@ def calibrate(
     as klt.safetensors, compresskv.json and fasa.json, in the folder kvshelf in the model's own. A command that was
     interrupted goes on where it was when it is given again.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf calibrate"):
+    with needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.engine.engine import Engine
         from kvshelf.model import calibration
 
@@ -130,7 +130,7 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
     from kvshelf.model import calibration
     from kvshelf.training.chunk_search import find_chunks
 
-    documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, _TEXTS))
+    documents = pieces(engine, [_read(text) for text in texts] or _prose(engine, TEXTS))
     with searching(f"chunks of {engine.name}") as report:
         chunks = find_chunks(engine, documents, journal=_unfinished(path), report=report)
     calibration.save(chunks, path)
@@ -159,7 +159,7 @@ def _reading(engine: Engine) -> list[str]:
     from pydoc_data.topics import topics
 
     chapters = sorted(topics.values(), key=len, reverse=True)
-    both = zip(chapters, _prose(engine, _TEXTS // 2), strict=False)
+    both = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
     return [text for pair in both for text in pair]
 
 
@@ -170,15 +170,15 @@ def _prose(engine: Engine, texts: int) -> list[str]:
 
 
 def pieces(engine: Engine, sources: Sequence[str]) -> list[list[int]]:
-    """The beginning of each text, as token ids, and what follows in them, until there are `_TEXTS`."""
+    """The beginning of each text, as token ids, and what follows in them, until there are `TEXTS`."""
     format_, longest = engine.encoder.require_text("model"), _longest(engine)
     ids = [format_.encode(source) for source in sources]
     more = [tokens[at : at + longest] for tokens in ids for at in range(longest, len(tokens) - longest // 2, longest)]
-    return [tokens[:longest] for tokens in ids] + more[: max(0, _TEXTS - len(ids))]
+    return [tokens[:longest] for tokens in ids] + more[: max(0, TEXTS - len(ids))]
 
 
 def _longest(engine: Engine) -> int:
-    return min(_TEXT_TOKENS, engine.max_tokens // 2)
+    return min(TEXT_TOKENS, engine.max_tokens // 2)
 
 
 @dataclass(frozen=True)
@@ -216,27 +216,27 @@ def train_gates(
     by: _Lessons,
     device: _options.Device = "auto",
     dtype: _options.Dtype = "auto",
-    as_json: _options.AsJson = False,
+    as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Train the gates of a policy for a model, whose own weights stay as they are.
 
     Beside the gate file lie a journal, with a line every 50 steps (step, loss, and the rank correlation on held-out
     documents of other kinds), and, until the training ends, a checkpoint. It ends early when eight lines bring nothing.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf train-gates"):
+    with needs_extra("serve", purpose="kvshelf train-gates"):
         from kvshelf.engine.engine import Engine
         from kvshelf.methods.policies.gate_file import gate_path
         from kvshelf.model import calibration
         from kvshelf.model import loading as models
         from kvshelf.training.gates.objectives import objective, trained_policy
-        from kvshelf.training.gates.trainer import Checkpoint, Settings, Trainer
+        from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings
 
         policy = trained_policy(family, gates.target)
         loaded, tokenizer = models.load(served_model(model), device=device, dtype=dtype)
         engine = Engine(loaded, tokenizer, name=model)  # not `Engine.load`: gradients go through its plain weights
         path = gates.out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
-        settings = Settings(by.steps, by.length, by.seed)
+        settings = TrainingSettings(by.steps, by.length, by.seed)
         made, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
         with searching(f"{policy.name} of {engine.name}") as show:
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshelf._extras import needs_extra
-from kvshelf.cli.output import HarmlessConsole, common, say
+from kvshelf.cli.output import HarmlessConsole, say
 from kvshelf.errors import ConnectionFailed, InvalidRequest, KvshelfError
 from kvshelf.samples.tasks import Question
 from kvshelf.samples.tasks import sample as sample_document
@@ -140,7 +140,7 @@ def demo() -> None:
     # they wait, as the service's do: on a busy machine, spinning would slow down the side that it is compared with.
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
     out = HarmlessConsole(width=WIDTH, highlight=False)
-    with common.named_errors(), needs_extra("serve", purpose="kvshelf demo"):
+    with needs_extra("serve", purpose="kvshelf demo"):
         import transformers
 
         from kvshelf.model.source import source_of

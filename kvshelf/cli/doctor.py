@@ -201,11 +201,10 @@ def _kernels() -> str:
 def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> None:
     from kvshelf.cli.checks import isolation
 
-    with common.named_errors(as_json=as_json):
-        if len(keys) != 2:
-            raise InvalidRequest("--isolation takes two keys of two tenants: --key A --key B", param="--key")
-        with common.notes.status("") as status:
-            probes = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
+    if len(keys) != 2:
+        raise InvalidRequest("--isolation takes two keys of two tenants: --key A --key B", param="--key")
+    with common.notes.status("") as status:
+        probes = isolation.prove(url, [_key(text) for text in keys], pairs=pairs, show=status.update)
     if as_json:
         for probe in probes:
             say_json(asdict(probe) | {"leaks": probe.leaks})

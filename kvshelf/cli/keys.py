@@ -11,6 +11,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _options
+from kvshelf.cli._commands import command
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def _opened(file: Path) -> KeyFile:
     return KeyFile(file)
 
 
-@app.command()
 def create(
     file: File,
     tenant: Annotated[str, typer.Option(help="Tenant of the key. A tenant sees only its own caches.")],
@@ -47,20 +47,17 @@ def create(
     name: Annotated[str, typer.Option(help="A note on what the key is for.")] = "",
 ) -> None:
     """Create a key and print it once. The file stores only its digest."""
-    with common.named_errors():
-        scopes = [part.strip() for part in scope.split(",") if part.strip()]
-        record, key = _opened(file).create(tenant, scopes, name=name, ttl_s=common.seconds(ttl))
+    scopes = [part.strip() for part in scope.split(",") if part.strip()]
+    record, key = _opened(file).create(tenant, scopes, name=name, ttl_s=common.seconds(ttl))
     common.notes.print(
         f"key {record.id} of tenant {record.tenant}: {', '.join(record.scopes)}. Save it: it is not shown again"
     )
     say(key)
 
 
-@app.command("list")
 def list_keys(file: File, as_json: _options.AsJson = False) -> None:
     """List the keys with their tenants and scopes. The keys themselves are not stored."""
-    with common.named_errors(as_json=as_json):
-        records = _opened(file).read()
+    records = _opened(file).read()
     if as_json:
         for record in records:
             say_json(record.model_dump(mode="json", exclude={"sha256"}))
@@ -72,11 +69,9 @@ def list_keys(file: File, as_json: _options.AsJson = False) -> None:
     common.print_table(common.table(["ID", "TENANT", "SCOPES", "CREATED", "EXPIRES", "NAME"], rows))
 
 
-@app.command()
 def revoke(id: Annotated[str, typer.Argument(help="A key id, as `kvshelf keys list` shows it.")], file: File) -> None:
     """Remove a key from the file. A running service refuses it within a second."""
-    with common.named_errors():
-        record = _opened(file).revoke(id)
+    record = _opened(file).revoke(id)
     common.notes.print(f"key {record.id} of tenant {record.tenant} is revoked")
 
 
@@ -99,7 +94,7 @@ def usage(
     With --prices all of it in money, and the lifetimes of caches that did not pay back.
     """
     window: dict[str, Any] = {"from_": from_, "to": to, "all_tenants": all_tenants or None, "label": label}
-    with common.connected(url, as_json=as_json) as client:
+    with common.connected(url) as client:
         if prices is None:
             report = client.usage(**window, group_by=group_by or None)
         else:
@@ -107,7 +102,7 @@ def usage(
 
             report = _priced(client, window, group_by or [], read_prices(prices))
     if as_json:
-        common.print_object(report)
+        say_json(report)
     else:
         _print(report)
 
@@ -200,3 +195,8 @@ def _amounts(row: UsageRow) -> list[str]:
         *(f"{count:,}" for count in tokens),
         *(f"{seconds:,.1f} s" for seconds in (row.worker_s, row.quality_s, row.saved_s)),
     ]
+
+
+command(app, create)
+command(app, list_keys, "list")
+command(app, revoke)

@@ -1,4 +1,4 @@
-"""plan, advise: what a corpus would take and what would break first, and what serves a scenario. Nothing is run."""
+"""estimate, plan, advise: what a put, a corpus or a scenario would take. Nothing is compressed or stored."""
 
 from __future__ import annotations
 
@@ -15,11 +15,58 @@ from rich.table import Table
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options
 from kvshelf.cli.output import common, say_json
+from kvshelf.cli.output.common import connected
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from kvshelf.api import EstimateObject, PolicyEstimate
     from kvshelf.corpus.advice import Advice, AdviceLine, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
+
+
+def estimate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text file; - reads standard input.")],
+    fields: Annotated[dict[str, Any], _forms.COST],
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Estimate the tokens, bytes and seconds of a `put`, by policy and codec. Nothing is compressed or stored."""
+    with connected(url) as client:
+        document = {"document": common.standard_input()} if file == Path("-") else {"file": file}
+        costs = client.estimate(**document, **fields)
+        if as_json:
+            say_json(costs)
+        else:
+            common.print_table(_costs_table(costs))
+            common.notes.print(_about_costs(costs), style="dim", soft_wrap=True)
+
+
+def _costs_table(costs: EstimateObject) -> Table:
+    codecs = list(dict.fromkeys(codec for row in costs.policies for codec in row.bytes_stored or ()))
+    headings = ("POLICY", "KEPT", "ADDED", "SECONDS", *codecs)
+    rows = ((row.policy, *_cost_cells(row, codecs, costs.bytes_full_16bit)) for row in costs.policies)
+    return common.table(headings, rows, numbers=range(1, len(headings)))
+
+
+def _cost_cells(row: PolicyEstimate, codecs: list[str], full_16bit: int) -> list[str]:
+    if row.bytes_stored is None:
+        return ["refused"]
+    added = "unknown" if row.compress_share is None else f"{row.compress_share:.0%}"
+    mark = {None: "", "measured": "", "other_policies": "~", "assumed": "?"}[row.basis]
+    seconds = "unknown" if row.seconds is None else f"{mark}{row.seconds:.3g}"
+    stored = [row.bytes_stored.get(codec) for codec in codecs]
+    sizes = ["" if size is None else f"{common.megabytes(size)} ({size / full_16bit:.1%})" for size in stored]
+    return [str(row.kept), added, seconds, *sizes]
+
+
+def _about_costs(costs: EstimateObject) -> str:
+    return (
+        f"{costs.tokens} tokens. Shares are of {common.megabytes(costs.bytes_full_16bit)}, the uncompressed cache in "
+        "16 bits. ADDED is what the policy adds to the time of a prefill, measured on kvshelf-tiny. Seconds are scaled "
+        f"from {costs.measured_tokens} measured tokens; ~ measured on other policies, ? assumed from the size of the "
+        "model; both then with what the policy adds."
+    )
+
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
 _SPEED = "Output of `kvshelf bench speed --parts compression --output FILE`; replaces --tokens-per-s."
@@ -215,7 +262,7 @@ def advise(
     Exact answers were measured on kvshelf-tiny, whatever the model: measure yours with `kvshelf bench quality`. Bytes
     are those of the model.
     """
-    with common.named_errors(as_json=as_json), needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
+    with needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
         from kvshelf.corpus import advice
         from kvshelf.corpus.plan import shape_of
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _options
-from kvshelf.cli.output import common
+from kvshelf.cli.output import common, say_json
 from kvshelf.errors import InvalidRequest, nearest
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def policies(
 
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
-    with common.named_errors(as_json=as_json):
-        methods = _named(_found(url, "policies", as_json=as_json), name, "policy", "policies")
+    methods = _named(_found(url, "policies"), name, "policy", "policies")
     numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
     _print(methods, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
 
@@ -51,8 +50,7 @@ def selectors(
 
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
-    with common.named_errors(as_json=as_json):
-        methods = _named(_found(url, "selectors", as_json=as_json), name, "selector", "selectors")
+    methods = _named(_found(url, "selectors"), name, "selector", "selectors")
     numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
     _print(methods, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
 
@@ -68,8 +66,7 @@ def suffixes(
 
     Lists those of this version, or with --url those of a service. With NAME, shows one in full.
     """
-    with common.named_errors(as_json=as_json):
-        methods = _named(_found(url, "suffix_policies", as_json=as_json), name, "suffix policy", "suffixes")
+    methods = _named(_found(url, "suffix_policies"), name, "suffix policy", "suffixes")
     _print(methods, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
 
 
@@ -95,7 +92,7 @@ def _print(
     """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
     if as_json:
         for method in methods:
-            common.print_object(method)
+            say_json(method)
     elif name is not None:
         _show(methods[0])
     else:
@@ -127,10 +124,10 @@ _LEGEND = (
 )
 
 
-def _found(url: str | None, group: str, *, as_json: bool) -> list[Any]:
+def _found(url: str | None, group: str) -> list[Any]:
     """Those of a service, or else of this version. group: the client's name for them."""
     if url is not None:
-        with common.connected(url, as_json=as_json) as client:
+        with common.connected(url) as client:
             return getattr(client, group).list()  # type: ignore[no-any-return]
     from kvshelf import api
     from kvshelf.methods.catalog import catalog

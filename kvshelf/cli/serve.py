@@ -11,7 +11,7 @@ import typer
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _options
-from kvshelf.cli.output import common, say_json
+from kvshelf.cli.output import say_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def serve(
     Every option is also an environment variable: --store is KVSHELF_STORE, --model KVSHELF_MODELS, and so on. An option
     wins over its variable.
     """
-    with common.named_errors(), needs_extra("serve", purpose="kvshelf serve"):
+    with needs_extra("serve", purpose="kvshelf serve"):
         from kvshelf.service.settings import load_settings
 
         settings = load_settings(env_file, **options.settings)
@@ -83,7 +83,7 @@ def vllm_proxy(
 
     Options are also environment variables, as for `kvshelf serve`. Only the model's tokenizer is loaded.
     """
-    with common.named_errors(), needs_extra("serve", purpose="kvshelf vllm-proxy"):
+    with needs_extra("serve", purpose="kvshelf vllm-proxy"):
         from kvshelf.integrations.vllm.proxy import serve as run
         from kvshelf.service.settings import load_settings
 
@@ -115,7 +115,7 @@ def mcp(
     An assistant can put documents on the shelf, ask, search, list and delete them. It starts this command itself and
     talks to it on stdin and stdout, with the key in KVSHELF_API_KEY; or it connects to --http.
     """
-    with common.named_errors(), needs_extra("mcp", purpose="kvshelf mcp"):
+    with needs_extra("mcp", purpose="kvshelf mcp"):
         from kvshelf.integrations.mcp import serve as run
 
         run(url, http, files)

@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.methods.catalog import catalog
 from kvshelf.methods.info import MethodInfo, packaged_rows, suffix_rows
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 
 PAID_AT_ONCE: Final = 0.25
 """Share of a prefill that a policy may add where few requests share its cost."""
@@ -131,7 +131,7 @@ class Advice:
     refused: dict[str, str]
 
 
-def options(shape: Shape, tokens: int) -> Iterator[Option]:
+def options(shape: Dimensions, tokens: int) -> Iterator[Option]:
     """Every row that was measured, with its bytes at this length."""
     policies = {info.name: info for info in catalog()}
     rows = packaged_rows("rows")
@@ -144,7 +144,7 @@ def options(shape: Shape, tokens: int) -> Iterator[Option]:
         yield _option(shape, tokens, row | choices, policies[policy])
 
 
-def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
+def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
     kept = (
         Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
         if policy.takes_budget
@@ -172,7 +172,7 @@ def _option(shape: Shape, tokens: int, row: dict[str, Any], policy: MethodInfo) 
     )
 
 
-def advise(scenario: str, shape: Shape, tokens: int, memory_bytes: int, quality: float = 0.9) -> Advice:
+def advise(scenario: str, shape: Dimensions, tokens: int, memory_bytes: int, quality: float = 0.9) -> Advice:
     """What serves a scenario. memory_bytes: for keys and values, beside the model's weights. quality: the least share
     of the full cache's exact answers. Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
     if scenario not in SCENARIOS:

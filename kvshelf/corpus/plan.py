@@ -18,7 +18,7 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.catalog import policy_info
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
+from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Dimensions
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Decoder:
     num_key_value_heads: int
     vocab_size: int
 
-    def shape(self) -> Shape:
-        """As `Shape.of` the model, which need not be made."""
+    def shape(self) -> Dimensions:
+        """As `Dimensions.of` the model, which need not be made."""
         head_dim = self.hidden_size // self.num_attention_heads
         attention = 2 * self.hidden_size * (self.hidden_size + self.num_key_value_heads * head_dim)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         weights = self.num_hidden_layers * layer + self.hidden_size + self.vocab_size * self.hidden_size
         dims = (self.num_hidden_layers, self.num_key_value_heads, head_dim)
-        return Shape(*dims, itemsize=2, device="meta", flops=2.0 * weights, summarised=True)
+        return Dimensions(*dims, itemsize=2, device="meta", flops=2.0 * weights, summarised=True)
 
 
 BUILT_IN: Final = {
@@ -159,7 +159,7 @@ class PlannedWork:
     codec: str = DEFAULT_CODEC
     home: str = "redis"
 
-    def stored_bytes(self, shape: Shape, num_tokens: int) -> int:
+    def stored_bytes(self, shape: Dimensions, num_tokens: int) -> int:
         """Bytes of the cache of a document."""
         defaults = {name: about.default for name, about in policy_info(self.policy).parameters.items()}
         return shape.policy_bytes(num_tokens, self.kept(num_tokens), self.codec, self.policy, defaults)
@@ -190,7 +190,7 @@ class Speed:
     basis: str
 
     @classmethod
-    def of(cls, shape: Shape, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
+    def of(cls, shape: Dimensions, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
         """The given tokens per second, else those in a file that `kvshelf bench speed` wrote, else an assumed number.
 
         Raises `InvalidRequest` if both are given, if the file has another format or lacks the policy, or if neither is
@@ -248,18 +248,18 @@ class Plan:
     assumptions: tuple[str, ...]
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> Dimensions:
     """The shape of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
     if (known := BUILT_IN.get(model.lower())) is not None:
         return known.shape()
     from kvshelf.model.loading import skeleton  # needs torch, as no built-in name does
 
-    return Shape.of(skeleton(model))
+    return Dimensions.of(skeleton(model))
 
 
 def make_plan(
     lengths: Lengths,
-    shape: Shape,
+    shape: Dimensions,
     work: PlannedWork,
     speed: Speed,
     rates: SharedRates,

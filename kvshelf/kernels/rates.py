@@ -47,11 +47,11 @@ def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
     return found
 
 
-_BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
+BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 """Larger than every processor cache; some caches have hundreds of megabytes."""
 
 
-_MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 _REPEATS = 7
@@ -59,20 +59,20 @@ _REPEATS = 7
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory once, with torch's threads: a dot product of a vector with itself."""
-    values = torch.ones(_BUFFER_BYTES[device.type] // 4, device=device)
+    values = torch.ones(BUFFER_BYTES[device.type] // 4, device=device)
     return values.nbytes / _median_s(lambda: torch.dot(values, values), device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second of copying memory, read and written bytes both counted."""
-    source = torch.ones(_BUFFER_BYTES[device.type] // 4, device=device)
+    source = torch.ones(BUFFER_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_s(lambda: target.copy_(source), device)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of a large square matrix product; 2 n^3 are counted."""
-    size = _MATMUL_SIZE[device.type]
+    size = MATMUL_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _median_s(lambda: torch.matmul(left, right), device)
 

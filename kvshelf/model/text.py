@@ -127,7 +127,7 @@ class TextFormat:
                 "supported; convert it, or give token ids to an Engine without a tokenizer",
                 param="model",
             )
-        self._chat = tokenizer
+        self.chat = tokenizer
         self.template = ChatTemplate(tokenizer)
         self.tokens = Tokens(backend)
         self.longest_token = max(len(token.encode()) for token in backend.get_vocab())
@@ -150,7 +150,7 @@ class TextFormat:
     @property
     def end_id(self) -> int | None:
         """The token that ends a text, if the tokenizer names one."""
-        return cast("int | None", self._chat.eos_token_id)
+        return cast("int | None", self.chat.eos_token_id)
 
     def answer_decoder(self) -> Tokenizer:
         """As `decoder`; without control tokens it still writes those that begin and end thoughts."""
@@ -466,8 +466,8 @@ class TextFormat:
         return self.template.write(said, options=variables, date=date)
 
     def _bos(self) -> list[int]:
-        added = self._chat("").input_ids
-        return [i for i in added if i == self._chat.bos_token_id]
+        added = self.chat("").input_ids
+        return [i for i in added if i == self.chat.bos_token_id]
 
 
 @dataclass(frozen=True)

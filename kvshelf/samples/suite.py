@@ -50,7 +50,7 @@ COMMON_TO_UNCOMMON: Final = 6
 
 
 @dataclass(frozen=True)
-class Ask:
+class CaseAsk:
     """A question, and the texts that its answer must hold. `by_place`: one number, scored digit by digit."""
 
     text: str
@@ -63,7 +63,7 @@ class Case:
     """A document, and the questions about it in random order, which must stay unknown to its compression."""
 
     text: str
-    asks: tuple[Ask, ...]
+    asks: tuple[CaseAsk, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Draft:
     """The sentences and questions of a task. `more`: endless sentences of the same kind about other things."""
 
     sentences: list[str]
-    asks: list[Ask]
+    asks: list[CaseAsk]
     more: Iterator[str]
     things: list[str] = field(default_factory=list)
     in_order: bool = False
@@ -114,7 +114,7 @@ def make_case(
             made = _common_words(random.Random(f"cwe/{num_tokens}/{seed}"), num_tokens, count_tokens)
         elif haystack != "dense" and task in tasks.TASKS:
             document = tasks.make_document(task, haystack, num_tokens, seed, count_tokens)
-            asks = (Ask(each.text, (each.answer,), task == "digits32") for each in document.questions)
+            asks = (CaseAsk(question.text, (question.answer,), task == "digits32") for question in document.questions)
             made = Case(document.text, tuple(asks))
         else:
             made = _drafted(task, haystack, num_tokens, seed, count_tokens)
@@ -146,7 +146,7 @@ def _single_values(num_facts: int, digits: int | None = None) -> Callable[[rando
         asks = []
         for fact in facts:
             question = fact.question(rng)
-            asks.append(Ask(question.text, (question.answer,), by_place=bool(digits)))
+            asks.append(CaseAsk(question.text, (question.answer,), by_place=bool(digits)))
         return _Draft(list(_stated(rng, facts)), asks, _stated(rng, drawn), [fact.thing for fact in facts])
 
     return draft
@@ -154,10 +154,10 @@ def _single_values(num_facts: int, digits: int | None = None) -> Callable[[rando
 
 def _multivalue(rng: random.Random) -> _Draft:
     groups = _groups(tasks.distinct_facts(rng, _lengths(rng)))
-    asked = next(groups)
-    question = rng.choice(words.ALL_VALUES_PATTERNS).format(a=asked[0].attribute, e=asked[0].thing)
-    ask = Ask(question, tuple(fact.value for fact in asked))
-    return _Draft(list(_stated(rng, asked)), [ask], _stated(rng, chain.from_iterable(groups)), [asked[0].thing])
+    group = next(groups)
+    question = rng.choice(words.ALL_VALUES_PATTERNS).format(a=group[0].attribute, e=group[0].thing)
+    ask = CaseAsk(question, tuple(fact.value for fact in group))
+    return _Draft(list(_stated(rng, group)), [ask], _stated(rng, chain.from_iterable(groups)), [group[0].thing])
 
 
 def _multiquery(rng: random.Random) -> _Draft:
@@ -165,20 +165,20 @@ def _multiquery(rng: random.Random) -> _Draft:
     facts = list(islice(drawn, tasks.MULTIKEY_FACTS))
     asks = []
     for first in range(0, len(facts), VALUES_AT_ONCE):
-        asked = facts[first : first + VALUES_AT_ONCE]
-        *most, last = (f"the {fact.attribute} of {fact.thing}" for fact in asked)
+        group = facts[first : first + VALUES_AT_ONCE]
+        *most, last = (f"the {fact.attribute} of {fact.thing}" for fact in group)
         question = rng.choice(words.SEVERAL_THINGS_PATTERNS).format(list=f"{', '.join(most)} and {last}")
-        asks.append(Ask(question, tuple(fact.value for fact in asked)))
+        asks.append(CaseAsk(question, tuple(fact.value for fact in group)))
     return _Draft(list(_stated(rng, facts)), asks, _stated(rng, drawn), [fact.thing for fact in facts])
 
 
 def _variable_tracking(rng: random.Random) -> _Draft:
     """Each question asks for a chain's names. Assignments keep their order, as each builds on an earlier one."""
     chains = _chains(rng)
-    asked = list(islice(chains, CHAINS))
-    asks = [Ask(words.VARIABLES_QUESTION.format(v=value), tuple(names)) for value, names in asked]
+    asked_chains = list(islice(chains, CHAINS))
+    asks = [CaseAsk(words.VARIABLES_QUESTION.format(v=value), tuple(names)) for value, names in asked_chains]
     more = chain.from_iterable(_woven(rng, list(islice(chains, CHAINS))) for _ in count())
-    return _Draft(_woven(rng, asked), asks, more, in_order=True)
+    return _Draft(_woven(rng, asked_chains), asks, more, in_order=True)
 
 
 _DRAFTS: Final[dict[TaskName, Callable[[random.Random], _Draft]]] = {
@@ -201,14 +201,15 @@ def _common_words(rng: random.Random, num_tokens: int, count_tokens: CountTokens
     items = _items_that_fit(pool, num_tokens, count_tokens)
     # Words recur often enough for the uncommon words to fill the list.
     times = -(-items // (len(uncommon) + COMMON_WORDS * COMMON_TO_UNCOMMON))
-    each = times * COMMON_TO_UNCOMMON
-    others = (items - COMMON_WORDS * each) // times
+    repeats = times * COMMON_TO_UNCOMMON
+    others = (items - COMMON_WORDS * repeats) // times
     if others < COMMON_WORDS:
         raise ValueError(f"only {items} words fit")
-    listed = [word for word in common for _ in range(each)] + [word for word in uncommon[:others] for _ in range(times)]
+    listed = [word for word in common for _ in range(repeats)]
+    listed += [word for word in uncommon[:others] for _ in range(times)]
     rng.shuffle(listed)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
-    return Case(text, (Ask(words.COMMON_WORDS_QUESTION.format(n=COMMON_WORDS), tuple(common)),))
+    return Case(text, (CaseAsk(words.COMMON_WORDS_QUESTION.format(n=COMMON_WORDS), tuple(common)),))
 
 
 def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTokens) -> int:
@@ -274,25 +275,25 @@ def _woven(rng: random.Random, chains: Sequence[tuple[str, list[str]]]) -> list[
 
 
 @dataclass(frozen=True)
-class Score:
+class AnswerScore:
     """`partial` lies between 0 and 1; `exact` says that every reference was found."""
 
     exact: bool
     partial: float
 
 
-def score(ask: Ask, answer: str) -> Score:
+def score(ask: CaseAsk, answer: str) -> AnswerScore:
     """Count the references that stand in `answer`, ignoring its other text and upper or lower case (after RULER).
 
     Unlike RULER's, a reference counts only as a word of its own: values here have three to nine digits, and a short one
     would too easily be found inside a longer, wrong one. A single long number is scored in part by its digits.
     """
     words_of_their_own = (rf"(?<!\w){re.escape(reference)}(?!\w)" for reference in ask.references)
-    found = sum(re.search(pattern, answer, re.IGNORECASE) is not None for pattern in words_of_their_own)
-    share = found / len(ask.references)
+    hits = sum(re.search(pattern, answer, re.IGNORECASE) is not None for pattern in words_of_their_own)
+    share = hits / len(ask.references)
     if ask.by_place:
         share = max(share, digits_at_place(ask.references[0], answer))
-    return Score(found == len(ask.references), share)
+    return AnswerScore(hits == len(ask.references), share)
 
 
 def digits_at_place(reference: str, answer: str) -> float:

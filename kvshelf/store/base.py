@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Self, Unpack
+from typing import TYPE_CHECKING, Final, Protocol, Self, Unpack
 
 from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from kvshelf.artifact.opened.partial import PartialCache
 
 
-class Store(abc.ABC):
+class Store(Protocol):
     """Keeps caches. Several threads and several processes may use one store at once.
 
     Ids are content addresses that include the tenant: an id of another tenant and an id that never existed raise the
@@ -42,7 +41,6 @@ class Store(abc.ABC):
     batches: BatchTable
     metering: Metering
 
-    @abc.abstractmethod
     def put(
         self,
         cache: CompressedCache,
@@ -65,18 +63,15 @@ class Store(abc.ABC):
         while this cache was being written; nothing is visible after an error. A parent that has expired is no error.
         """
 
-    @abc.abstractmethod
     def now(self) -> float:
         """The time by the home's clock, Unix seconds: what expires is compared with it, on every machine."""
 
-    @abc.abstractmethod
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
         """When a cache put now would expire (Unix seconds, None: never), by the rules of this shelf.
 
         Raises `InvalidRequest`, so that a request can be refused before any work.
         """
 
-    @abc.abstractmethod
     def admit(self, tenant: str) -> None:
         """Raises `QuotaExceeded` when the tenant's quota is used up already, before any work is wasted."""
 
@@ -91,7 +86,6 @@ class Store(abc.ABC):
             arriving.read(together=True)
             return arriving.cache()
 
-    @abc.abstractmethod
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
         """Open a cache to read it layer by layer while it is used; its header and content address are checked.
 
@@ -99,7 +93,6 @@ class Store(abc.ABC):
         deleted meanwhile. Close the result before the store.
         """
 
-    @abc.abstractmethod
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
         """Open a cache of which only some runs of rows are read; its header and content address are checked.
 
@@ -108,23 +101,19 @@ class Store(abc.ABC):
         result before the store.
         """
 
-    @abc.abstractmethod
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> types.BlobFile:
         """The stored bytes, verified, for a download. Raises as `get` does."""
 
-    @abc.abstractmethod
     def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
         """The document's text or token ids, verified. Raises `SourceNotKept` where none is kept, and as `get` does. A
         damaged one is removed; its cache stays."""
 
-    @abc.abstractmethod
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, types.Source]:
         """The manifest and the source, to make a cache again: even one that was evicted, has expired or is corrupt.
 
         The manifest of one that is gone is as it was when it was last changed. Raises `SourceNotKept`, `CacheNotFound`.
         """
 
-    @abc.abstractmethod
     def keep_source(
         self,
         cache_id: str,
@@ -141,15 +130,12 @@ class Store(abc.ABC):
         one. It counts for the tenant's quota. Raises as `put` and `get` do.
         """
 
-    @abc.abstractmethod
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
         """Replace the measured quality in a stored cache's manifest. Raises as `get` does."""
 
-    @abc.abstractmethod
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         """The manifest; the blob is not read. Raises as `get` does."""
 
-    @abc.abstractmethod
     def list(
         self,
         *,
@@ -173,7 +159,6 @@ class Store(abc.ABC):
         never had.
         """
 
-    @abc.abstractmethod
     def changes(self, after: str | None, *, tenant: str = "default") -> types.Changes | None:
         """Caches of a tenant that were put, changed or ended after a place; uses are no changes. None as `after` gives
         no changes, but the place that is now: who then lists all caches, and asks for what changed since, knows them.
@@ -182,7 +167,6 @@ class Store(abc.ABC):
         by its expiry may be in none. Places are good for `KEEP_CHANGES_S`.
         """
 
-    @abc.abstractmethod
     def update(
         self,
         cache_id: str,
@@ -199,7 +183,6 @@ class Store(abc.ABC):
         several callers with the same revision, in any processes, one succeeds.
         """
 
-    @abc.abstractmethod
     def delete(
         self,
         cache_id: str,
@@ -217,13 +200,11 @@ class Store(abc.ABC):
         if_revision: as for `update`; it then raises as `get` does.
         """
 
-    @abc.abstractmethod
     def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
         """Erase everything of a subject: its caches and those that extend them, what is derived from them, and lines
         of files and journals that name them (`kvshelf.store.erasure.eraser`). Call it again after a kill, or for the
         rest if it took longer than `limit_s`. Raises `StateConflict` while another process does it."""
 
-    @abc.abstractmethod
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         """Record that the cache was used now. Does nothing if the cache is gone.
 
@@ -231,43 +212,34 @@ class Store(abc.ABC):
         `RENEW_SHARE` of it, that becomes its expiry. So a use never shortens a life, and of many uses few write.
         """
 
-    @abc.abstractmethod
     def sweep(self, now: float | None = None) -> types.Swept:
         """Remove expired items and the remains of crashes. Safe while others write; call it every few minutes."""
 
-    @abc.abstractmethod
     def compact(self) -> int:
         """Write caches anew, each as a whole, that lie in many files because caches were extended again and again.
         Returns how many. Safe while others write; call it after `sweep`."""
 
-    @abc.abstractmethod
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
         """The id a cache with this identity has here under a codec, whether it is stored or not.
 
         Texts of the same codec give the same id. Raises `InvalidRequest` for a text that is no codec.
         """
 
-    @abc.abstractmethod
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         """The id that all caches of one document carry here."""
 
-    @abc.abstractmethod
     def usage(self, *, tenant: str | None = None) -> StoredUsage:
         """Caches and bytes of one tenant, or of all."""
 
-    @abc.abstractmethod
     def health(self) -> Health:
         """Whether the home answers and may be used. Quick: unlike `check`, it does not walk the home."""
 
-    @abc.abstractmethod
     def check(self) -> Sequence[str]:
         """Every inconsistency, one sentence each; empty if the home is sound. Does not read blobs."""
 
-    @abc.abstractmethod
     def scrub(self) -> Iterator[types.Scrubbed]:
         """Read every cache of every tenant to its end, quarantine the corrupt ones, and report on each."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Let go of files and connections. The store cannot be used afterwards."""
 

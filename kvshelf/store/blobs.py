@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from kvshelf.artifact.memory import fill
 
@@ -64,7 +64,7 @@ class Health:
     warnings: tuple[str, ...] = ()
 
 
-class Blobs(abc.ABC):
+class Blobs(Protocol):
     """A place for bytes. Several threads and several processes may use it at once.
 
     `nbytes` is always the size with which a name was written. Methods raise `StoreUnavailable` and `StorageFull` when
@@ -82,7 +82,6 @@ class Blobs(abc.ABC):
     bytes, it already works in parallel, and two threads that pass segments to each other lose more than they gain: 59
     instead of 50 ms of processor time for 64 MB from Redis."""
 
-    @abc.abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
         """Create the name and make its bytes durable. A write longer than the write lease needs `renew` meanwhile.
 
@@ -90,14 +89,12 @@ class Blobs(abc.ABC):
         caller removes them, or a sweep does.
         """
 
-    @abc.abstractmethod
     def renew(self, name: str, nbytes: int) -> None:
         """Make a server keep the bytes written so far for at least another write lease. A disk does nothing here.
 
         Called by another thread while the writer writes. Never shortens a lifetime that `keep_until` has set.
         """
 
-    @abc.abstractmethod
     def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         """A seekable file at byte 0, or None if the name does not exist.
 
@@ -106,11 +103,9 @@ class Blobs(abc.ABC):
         raises `BlobError` (reason "missing") if a part is gone.
         """
 
-    @abc.abstractmethod
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
         """The first `count` bytes, or all if there are fewer; None if the name does not exist. Reads nothing else."""
 
-    @abc.abstractmethod
     def holds(self, name: str, nbytes: int) -> bool:
         """Whether the name exists with this size. The bytes are not read."""
 
@@ -118,7 +113,6 @@ class Blobs(abc.ABC):
         """`holds` for many names with their sizes at once."""
         return [self.holds(name, nbytes) for name, nbytes in names]
 
-    @abc.abstractmethod
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
         """Let the server drop the bytes `MARGIN_S` after a time (Unix seconds), or never. A disk does nothing here.
 
@@ -127,27 +121,22 @@ class Blobs(abc.ABC):
         `BlobError` (reason "missing") if bytes are gone.
         """
 
-    @abc.abstractmethod
     def remove(self, name: str, nbytes: int) -> bool:
         """Remove the bytes, quarantined or not; open readers keep them. Does nothing if there are none.
 
         False: they are still there for a reader, and have no new ones. The caller tries again later.
         """
 
-    @abc.abstractmethod
     def set_aside(self, name: str, nbytes: int) -> None:
         """Keep the bytes of a corrupt cache for inspection, hidden from `open` where hiding them costs no copy. Does
         nothing if there are none."""
 
-    @abc.abstractmethod
     def is_read(self, name: str) -> bool:
         """Whether a reader has the bytes open now."""
 
-    @abc.abstractmethod
     def found(self) -> Iterator[tuple[str, float]]:
         """Every name, with the seconds since its last change. Slow: it walks the whole place."""
 
-    @abc.abstractmethod
     def problems(self) -> list[str]:
         """Problems of the place, one sentence each: strange files, a server that may drop bytes."""
 
@@ -155,7 +144,6 @@ class Blobs(abc.ABC):
         """See `Health`. Called every few seconds, so it must be quick and not walk the place."""
         return Health()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Let go of files and connections."""
 
@@ -242,26 +230,22 @@ TAKEN: Final = "taken"
 """Stands in place of a reader's token in a name that is taken."""
 
 
-class Leases(abc.ABC):
+class Leases(Protocol):
     """Which names in `Blobs` are being read, in all processes of a home. Every method is one atomic step.
 
     A lease ends by itself after `READ_LEASE_S`, so a reader that dies blocks nothing for long. Methods raise
     `StoreUnavailable` when the home does not work.
     """
 
-    @abc.abstractmethod
     def hold(self, name: str, token: str) -> bool:
         """Begin or renew the lease of a reader. False: the name is taken, and its bytes are going."""
 
-    @abc.abstractmethod
     def release(self, name: str, token: str) -> None:
         """End a lease. Ignores an unknown one."""
 
-    @abc.abstractmethod
     def held(self, name: str) -> bool:
         """Whether any reader has a lease."""
 
-    @abc.abstractmethod
     def take(self, name: str) -> bool:
         """Take a name in order to remove its bytes: it gets no new readers. False: a reader has a lease still, and
         nothing was done."""

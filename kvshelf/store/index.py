@@ -12,10 +12,9 @@ After `StorageFull`, the step was not taken; after `StoreUnavailable`, it may ha
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StorageFull, StoreUnavailable
 from kvshelf.store.blobs import Blobs, Leases, Name
@@ -187,7 +186,7 @@ class BasesGone(Exception):
     """A base of a write has ended since, and nothing was done: the caller writes the cache whole."""
 
 
-class Index(abc.ABC):
+class Index(Protocol):
     """The source of truth of a home. Several threads and several processes may use it at once.
 
     A change is durable when its method returns, unless the method says otherwise. `now` is the home's clock
@@ -208,7 +207,6 @@ class Index(abc.ABC):
 
     # Writing
 
-    @abc.abstractmethod
     def begin(self, writing: Writing, quota: Quota) -> None:
         """Register a write and reserve its bytes for the tenant. Need not survive a power cut.
 
@@ -218,15 +216,12 @@ class Index(abc.ABC):
         replaces nothing and adds no cache.
         """
 
-    @abc.abstractmethod
     def renew(self, name: str) -> None:
         """Extend the lease of a write to `write_lease_s` from now. Raises `StoreUnavailable` if it has run out."""
 
-    @abc.abstractmethod
     def abandon(self, name: str) -> None:
         """Forget a write and its reservation, after its bytes were removed. Ignores an unknown name."""
 
-    @abc.abstractmethod
     def abandoned(self) -> list[Writing]:
         """Writes whose lease has run out, and replaced or buried names whose bytes are not removed yet.
 
@@ -234,7 +229,6 @@ class Index(abc.ABC):
         removes their bytes, then calls `abandon`.
         """
 
-    @abc.abstractmethod
     def publish(
         self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
     ) -> tuple[bool, Entry | None]:
@@ -251,15 +245,12 @@ class Index(abc.ABC):
 
     # Reading
 
-    @abc.abstractmethod
     def find(self, cache_id: str, tenant: str) -> Entry | None:
         """The entry of an id, if it belongs to this tenant."""
 
-    @abc.abstractmethod
     def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
         """Live entries, newest first, with a seq below `before`."""
 
-    @abc.abstractmethod
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
         """The entries of a tenant, in any state, that changed after a place, uses aside, in the order of their last
         changes; and the place to ask from next. after None: no entries, and the place that is now.
@@ -268,29 +259,23 @@ class Index(abc.ABC):
         had an expiry, from that on, and entries that changed longer ago than `KEEP_CHANGES_S`.
         """
 
-    @abc.abstractmethod
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
         """The entries in any state that have this cache as their parent; the cache itself need not exist."""
 
-    @abc.abstractmethod
     def usage(self, tenant: str | None) -> StoredUsage:
         """Ready entries and their bytes. tenant None: of all tenants."""
 
-    @abc.abstractmethod
     def stored(self) -> Iterator[Entry]:
         """All ready and corrupt entries, read in batches: there may be a million."""
 
-    @abc.abstractmethod
     def knows(self, name: str) -> bool:
         """Whether an entry or a write in progress has this name in `Blobs`, or it is kept."""
 
-    @abc.abstractmethod
     def is_base(self, name: str) -> bool:
         """Whether a stored entry has this name as a base. Once a name has given way, it does not become one again."""
 
     # Changing
 
-    @abc.abstractmethod
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         """Put another manifest into a ready entry, with the manifest's expiry, labels and pin.
 
@@ -300,16 +285,13 @@ class Index(abc.ABC):
         write has run out, and `BasesGone` as `publish` does.
         """
 
-    @abc.abstractmethod
     def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
         """Count a use of a ready entry. Returns the entry if it has an expiry, which the use may be about to move. Runs
         for every query, so it need not survive a power cut."""
 
-    @abc.abstractmethod
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
         """Mark a ready entry corrupt; it keeps its name. False: the entry is no longer ready, or has another blob."""
 
-    @abc.abstractmethod
     def bury(self, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
         """Turn a stored entry into a tombstone, without data of callers. Its name is then among the `abandoned`, or
         kept.
@@ -320,31 +302,26 @@ class Index(abc.ABC):
         entry has expired at `now`.
         """
 
-    @abc.abstractmethod
     def expired(self, now: float, limit: int) -> list[Entry]:
         """Stored entries that have expired."""
 
-    @abc.abstractmethod
     def victims(self, limit: int) -> list[Entry]:
         """Ready entries that are not pinned and whose blob is no base, those with the lowest priority first."""
 
-    @abc.abstractmethod
     def spliced(self, least: int, limit: int) -> list[Entry]:
         """Ready entries with at least so many bases."""
 
-    @abc.abstractmethod
     def forget(self, before: float) -> int:
         """Drop tombstones that ended before a time; returns how many. One with children stays as long as they do: it
         says whose descendants they are."""
 
-    def purge(self, *, at_once: bool) -> None:  # noqa: B027 - most homes have nothing to do
+    def purge(self, *, at_once: bool) -> None:  # noqa: ARG002 - most homes have nothing to do
         """Let nothing that was removed stay in the home's own files. at_once: or perhaps with a later call."""
+        return
 
-    @abc.abstractmethod
     def problems(self) -> list[str]:
         """Inconsistencies within the index, one sentence each."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Let go of connections."""
 

@@ -22,7 +22,7 @@ class Reader:
         self._sources = sources
         self._blobs = blobs
         self._rules = rules
-        self._now = now
+        self.clock = now
 
     def ready(self, cache_id: str, tenant: str) -> Entry:
         """The entry of a readable cache. Raises the error that says why it is not readable."""
@@ -45,7 +45,7 @@ class Reader:
                 param="cache_id",
                 reason="evicted",
             )
-        if entry.expired(self._now()):
+        if entry.expired(self.clock()):
             raise _expired(cache_id)
         if entry.text is None:
             raise _quarantined(entry)

@@ -64,16 +64,16 @@ class Shelf(Store):
     ) -> None:
         """now: the home's clock, Unix seconds. elapsed: see `Doubt`, None: `now`. on_step: called at each step of a
         write, see `Blobs.write`."""
-        self._index = index
-        self._blobs = blobs
+        self.index = index
+        self.blobs = blobs
         self._rules = rules or Rules()
-        self._now = now
+        self.clock = now
         self._doubt = Doubt(index.jobs, now, elapsed or now)
-        self._walked_at = -math.inf
+        self.walked_at = -math.inf
         self._writer = Writer(index, blobs, self._rules, now, on_step)
-        self._bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
-        self._sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
-        self._reader = Reader(index, blobs, self._rules, self._sources, now)
+        self.bodies = bodies = Bodies(index, blobs, self._writer, self._rules)
+        self.sources = Sources(index.jobs, bodies, now, partial(housekeeping.disown, index))
+        self.reader = Reader(index, blobs, self._rules, self.sources, now)
         self.files = FileTable(index.jobs, bodies, now)
         self.responses = Responses(index.jobs, bodies, self._rules, now)
         self.requests = RequestTable(index.jobs, bodies, now, index.key)
@@ -82,27 +82,27 @@ class Shelf(Store):
         self.transforms = KeptTransforms(index.jobs, bodies)
 
     def close(self) -> None:
-        self._index.close()
-        self._blobs.close()
+        self.index.close()
+        self.blobs.close()
 
     # Ids
 
     @property
     def key(self) -> bytes:
         """The secret that keys this home's content addresses."""
-        return self._index.key
+        return self.index.key
 
     @property
     def incarnation(self) -> str:
         """See `Index.incarnation`."""
-        return self._index.incarnation
+        return self.index.incarnation
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
         text = str(codecs.Codec.parse(codec))
-        return identity.cache_id(key=self._index.key, tenant=tenant, codec=text, format_major=FORMAT_MAJOR)
+        return identity.cache_id(key=self.index.key, tenant=tenant, codec=text, format_major=FORMAT_MAJOR)
 
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
-        return identity.document_id(key=self._index.key, tenant=tenant)
+        return identity.document_id(key=self.index.key, tenant=tenant)
 
     # Writing
 
@@ -131,8 +131,8 @@ class Shelf(Store):
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         if parent_id is not None:
             self._require_parent(parent_id, cache_id, tenant)
-        entry = self._index.find(cache_id, tenant)
-        if entry is not None and entry.live(self._now()) and is_whole(self._blobs, entry):
+        entry = self.index.find(cache_id, tenant)
+        if entry is not None and entry.live(self.clock()) and is_whole(self.blobs, entry):
             if source is None:
                 return entry.manifest()
             return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
@@ -143,7 +143,7 @@ class Shelf(Store):
             "document_id": self.document_id(cache.identity, tenant=tenant),
             "parent_id": parent_id,
         }
-        manifest = describe(cache, packed, created_at=self._now(), **described)
+        manifest = describe(cache, packed, created_at=self.clock(), **described)
         with self._holding(manifest, source, until) as sourced:
             put = partial(self._writer.put, sourced, started=started, parent_id=parent_id)
             with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
@@ -151,7 +151,7 @@ class Shelf(Store):
                     made = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
                 except BasesGone:
                     made = put(blob_content(cache_id, packed))
-        if self._sources.claim(made) or source is None:
+        if self.sources.claim(made) or source is None:
             return made
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
 
@@ -159,18 +159,18 @@ class Shelf(Store):
     def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
         """The manifest of a cache that is to be published, with its source: the given one, or one that an earlier cache
         of this id has left. Nobody but this block needs it if the block raises."""
-        kept = self._sources.find(manifest.id, manifest.tenant)
+        kept = self.sources.find(manifest.id, manifest.tenant)
         info = None if kept is None else kept.manifest.source
         if source is not None:
-            info = self._sources.hold(manifest, source, until)
+            info = self.sources.hold(manifest, source, until)
         try:
             yield manifest.model_copy(update={"source": info})
         except BaseException:
-            self._sources.remove(manifest.id, manifest.tenant, unclaimed=True)
+            self.sources.remove(manifest.id, manifest.tenant, unclaimed=True)
             raise
 
     def _require_parent(self, parent_id: str, cache_id: str, tenant: str) -> None:
-        entry = self._index.find(checks.require_id(parent_id), tenant)
+        entry = self.index.find(checks.require_id(parent_id), tenant)
         if entry is None or entry.state == "deleted":
             raise checks.not_found(parent_id)
         if parent_id == cache_id:
@@ -184,17 +184,17 @@ class Shelf(Store):
         if parent_id is None:
             return blob_content(cache_id, packed)
         try:
-            with self._reader.opening(parent_id, tenant) as (entry, file, nbytes):
+            with self.reader.opening(parent_id, tenant) as (entry, file, nbytes):
                 opened.enter_context(file)
                 return spliced_content(cache_id, packed, entry, file, nbytes)
         except (errors.CacheNotFound, errors.CacheError):
             return blob_content(cache_id, packed)
 
     def now(self) -> float:
-        return self._now()
+        return self.clock()
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
-        return self._rules.expiry(ttl_s, expires_at, self._now())
+        return self._rules.expiry(ttl_s, expires_at, self.clock())
 
     def adopt(self, cache: CompressedCache, manifest: Manifest, *, parent_id: str | None = None) -> None:
         """Store a cache under an existing manifest: copy it to a tier, or give it back to its home, with its parent.
@@ -212,7 +212,7 @@ class Shelf(Store):
 
         Raises as `adopt` and `get` do.
         """
-        entry, packed = self._reader.kept(cache_id, tenant), cache.pack()
+        entry, packed = self.reader.kept(cache_id, tenant), cache.pack()
         if packed.root.hex() != entry.manifest().blob_digest:
             raise errors.BlobError("the copy is another blob", reason="wrong_blob")
         self._writer.swap(entry, blob_content(cache_id, packed))
@@ -221,10 +221,10 @@ class Shelf(Store):
         quota = self._rules.quota
         if quota.max_caches is None and quota.max_bytes is None:
             return
-        usage = self._index.usage(tenant)
+        usage = self.index.usage(tenant)
         if quota.used_up(usage):
-            housekeeping.expire(self._index, self._blobs, self._doubt.deadline())
-            usage = self._index.usage(tenant)
+            housekeeping.expire(self.index, self.blobs, self._doubt.deadline())
+            usage = self.index.usage(tenant)
         if quota.used_up(usage):
             raise errors.QuotaExceeded(
                 f"the quota is used up: {usage.caches} caches of {quota.max_caches or 'any number'}, {usage.bytes} "
@@ -243,10 +243,10 @@ class Shelf(Store):
         checks.require_source(source)
         until = self.expiry(ttl_s, expires_at)
         while True:
-            entry = self._reader.ready(cache_id, tenant)
+            entry = self.reader.ready(cache_id, tenant)
             with self._holding(entry.manifest(), source, until) as manifest:
-                swapped = entry.manifest().source == manifest.source or self._index.swap(entry, manifest)
-                if swapped and self._sources.claim(manifest):
+                swapped = entry.manifest().source == manifest.source or self.index.swap(entry, manifest)
+                if swapped and self.sources.claim(manifest):
                     return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
@@ -257,22 +257,22 @@ class Shelf(Store):
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
         from kvshelf.artifact.opened.arriving import ArrivingCache  # here, because it imports torch
 
-        with self._reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
+        with self.reader.opening(cache_id, tenant, once=True) as (entry, file, nbytes):
             summary = blob.open_file(file, nbytes)  # type: ignore[arg-type]
             self._require_own(cache_id, tenant, entry, summary)
-            guard = partial(self._reader.quarantining, entry)
-            return ArrivingCache(summary, file, guard, read_ahead=self._blobs.read_ahead)
+            guard = partial(self.reader.quarantining, entry)
+            return ArrivingCache(summary, file, guard, read_ahead=self.blobs.read_ahead)
 
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
         from kvshelf.artifact.opened.partial import PartialCache  # here, because it imports torch
 
-        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
+        with self.reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.open_file(RangesFile(file), nbytes)  # type: ignore[arg-type]
             self._require_own(cache_id, tenant, entry, summary)
-            return PartialCache(summary, file, partial(self._reader.quarantining, entry))
+            return PartialCache(summary, file, partial(self.reader.quarantining, entry))
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> types.BlobFile:
-        with self._reader.opening(cache_id, tenant) as (entry, file, nbytes):
+        with self.reader.opening(cache_id, tenant) as (entry, file, nbytes):
             summary = blob.verify_file(file, nbytes)  # type: ignore[arg-type]
             self._require_own(cache_id, tenant, entry, summary)
             file.seek(0)
@@ -287,28 +287,28 @@ class Shelf(Store):
             raise errors.BlobError("its blob belongs to another cache", reason="wrong_identity")
 
     def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
-        entry = self._reader.ready(cache_id, tenant)
+        entry = self.reader.ready(cache_id, tenant)
         try:
-            return self._sources.read(self._kept_source(cache_id, tenant))
+            return self.sources.read(self._kept_source(cache_id, tenant))
         except errors.SourceNotKept:
             info = entry.manifest().source
             if info is not None and (info.expires_at is None or info.expires_at <= self._doubt.deadline()):
-                self._index.swap(entry, entry.manifest().model_copy(update={"source": None}))
+                self.index.swap(entry, entry.manifest().model_copy(update={"source": None}))
             raise
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, types.Source]:
         checks.require_id(cache_id)
-        entry = self._index.find(cache_id, tenant)
+        entry = self.index.find(cache_id, tenant)
         if entry is not None and entry.state == "deleted":
             raise checks.not_found(cache_id)
-        if entry is None and self._sources.find(cache_id, tenant) is None:
+        if entry is None and self.sources.find(cache_id, tenant) is None:
             raise checks.not_found(cache_id)
         kept = self._kept_source(cache_id, tenant)
         there = entry is not None and entry.text is not None
-        return entry.manifest() if entry and there else kept.manifest, self._sources.read(kept)
+        return entry.manifest() if entry and there else kept.manifest, self.sources.read(kept)
 
     def _kept_source(self, cache_id: str, tenant: str) -> SourceRecord:
-        kept = self._sources.find(cache_id, tenant)
+        kept = self.sources.find(cache_id, tenant)
         if kept is None:
             raise errors.SourceNotKept(
                 f"the source of cache {cache_id} is not kept; create it with keep_source to have it", param="cache_id"
@@ -316,16 +316,16 @@ class Shelf(Store):
         return kept
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
-        return self._reader.ready(cache_id, tenant).manifest()
+        return self.reader.ready(cache_id, tenant).manifest()
 
     def remembers(self, cache_id: str, *, tenant: str = "default") -> bool:
         """Whether this home has a cache or its tombstone. `CacheNotFound` alone does not distinguish a deleted cache
         from one that the home never had, or lost."""
-        return self._index.find(checks.require_id(cache_id), tenant) is not None
+        return self.index.find(checks.require_id(cache_id), tenant) is not None
 
     def manifests(self) -> Iterator[Manifest]:
         """The manifests of all live caches of all tenants."""
-        return (entry.manifest() for entry in self._index.stored() if entry.live(self._now()))
+        return (entry.manifest() for entry in self.index.stored() if entry.live(self.clock()))
 
     def list(
         self,
@@ -347,33 +347,33 @@ class Shelf(Store):
             return self._ended(query, limit, after)
         before = None
         if after is not None:
-            cursor = self._index.find(checks.require_text(after, "after"), tenant)
+            cursor = self.index.find(checks.require_text(after, "after"), tenant)
             if cursor is None:
                 raise errors.InvalidRequest(f"after: there is no cache {after[:80]!r} to continue from", param="after")
             before = cursor.seq
-        entries = self._index.listing(query, self._now(), before, limit + 1)
+        entries = self.index.listing(query, self.clock(), before, limit + 1)
         return types.Page(data=tuple(entry.manifest() for entry in entries[:limit]), has_more=len(entries) > limit)
 
     def changes(self, after: str | None, *, tenant: str = "default") -> types.Changes | None:
         incarnation, _, number = (after or "").rpartition(":")
-        if after is not None and (incarnation != self._index.incarnation or not number.isdecimal()):
+        if after is not None and (incarnation != self.index.incarnation or not number.isdecimal()):
             return None
-        entries, now = self._index.changes(tenant, int(number) if after is not None else None, _CHANGES)
-        if after is not None and incarnation != self._index.incarnation:  # found by this very call
+        entries, now = self.index.changes(tenant, int(number) if after is not None else None, _CHANGES)
+        if after is not None and incarnation != self.index.incarnation:  # found by this very call
             return None
-        present = self._now()
+        present = self.clock()
         return types.Changes(
             data=tuple(entry.manifest() for entry in entries if entry.live(present)),
             ended=tuple(entry.id for entry in entries if not entry.live(present)),
-            place=f"{self._index.incarnation}:{now}",
+            place=f"{self.index.incarnation}:{now}",
             has_more=after is not None and str(now) != number,
         )
 
     def _ended(self, query: Filters, limit: int, after: str | None) -> types.Page:
         manifests: list[Manifest] = []
-        for manifest in self._sources.left(query.tenant, after):
-            entry = self._index.find(manifest.id, query.tenant)
-            if query.takes(manifest) and (entry is None or not entry.live(self._now())):
+        for manifest in self.sources.left(query.tenant, after):
+            entry = self.index.find(manifest.id, query.tenant)
+            if query.takes(manifest) and (entry is None or not entry.live(self.clock())):
                 manifests.append(manifest)
             if len(manifests) > limit:
                 break
@@ -392,7 +392,7 @@ class Shelf(Store):
         fields = checks.changes(changes)
         if {"ttl_s", "expires_at"} & changes.keys():
             ttl_s, expires_at = changes.get("ttl_s"), changes.get("expires_at")
-            fields["expires_at"] = self._rules.changed_expiry(ttl_s, expires_at, self._now())
+            fields["expires_at"] = self._rules.changed_expiry(ttl_s, expires_at, self.clock())
         if "ttl_renew_s" in changes:
             fields["ttl_renew_s"] = self._rules.renewal(changes["ttl_renew_s"])
         return self._changed(cache_id, tenant, fields, if_revision)
@@ -402,13 +402,13 @@ class Shelf(Store):
     ) -> Manifest:
         """The manifest after a change of some fields."""
         while True:
-            entry = self._reader.ready(cache_id, tenant)
+            entry = self.reader.ready(cache_id, tenant)
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
             if self._swapped(entry, manifest):  # else it was changed since it was looked up
                 if manifest.has_source:
-                    self._sources.claim(manifest)
+                    self.sources.claim(manifest)
                 return manifest
 
     def _swapped(self, entry: Entry, manifest: Manifest) -> bool:
@@ -416,18 +416,18 @@ class Shelf(Store):
         because another caller may be extending it."""
         old, new = entry.expires_at, manifest.expires_at
         if old is not None and (new is None or new > old):
-            with self._reader.quarantining(entry):
+            with self.reader.quarantining(entry):
                 for name, nbytes in entry.needed():
-                    self._blobs.keep_until(name, nbytes, new)
-        return self._index.swap(entry, manifest)
+                    self.blobs.keep_until(name, nbytes, new)
+        return self.index.swap(entry, manifest)
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        now = self._now()
-        entry = self._index.touch(cache_id, tenant, now)
+        now = self.clock()
+        entry = self.index.touch(cache_id, tenant, now)
         while entry is not None and (renewed := self._renewed(entry, now)) is not None:
             if self._swapped(entry, renewed):
                 return
-            entry = self._index.find(cache_id, tenant)  # it was changed meanwhile
+            entry = self.index.find(cache_id, tenant)  # it was changed meanwhile
 
     def _renewed(self, entry: Entry, now: float) -> Manifest | None:
         """The manifest of an entry after a use, None if the use does not move its expiry."""
@@ -450,18 +450,18 @@ class Shelf(Store):
         cascade: bool = False,
     ) -> types.Receipt:
         checks.require_id(cache_id)
-        now = self._now()
+        now = self.clock()
         descendants: list[str] = []
         freed = 0
         while True:
-            entry = self._index.find(cache_id, tenant) if if_revision is None else self._reader.ready(cache_id, tenant)
+            entry = self.index.find(cache_id, tenant) if if_revision is None else self.reader.ready(cache_id, tenant)
             if entry is None or entry.state == "deleted":
                 # Perhaps its tombstone was forgotten before its source, or a deletion was interrupted.
                 freed += self._end_derived(cache_id, tenant)
                 if not freed:
                     raise checks.not_found(cache_id)
-                self._index.purge(at_once=False)
-                return types.Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self._blobs.home,))
+                self.index.purge(at_once=False)
+                return types.Receipt(id=cache_id, deleted_at=now, bytes_freed=freed, homes=(self.blobs.home,))
             if if_revision is not None:
                 checks.require_revision(entry.manifest(), if_revision)
             for child in self._descendants(entry, now, cascade=cascade):
@@ -469,8 +469,8 @@ class Shelf(Store):
                     descendants.append(child.id)
                     freed += nbytes
             if (nbytes := self._bury(entry, now)) is not None:
-                self._index.purge(at_once=False)
-                ids, homes = tuple(descendants), (self._blobs.home,)
+                self.index.purge(at_once=False)
+                ids, homes = tuple(descendants), (self.blobs.home,)
                 return types.Receipt(
                     id=cache_id, deleted_at=now, bytes_freed=freed + nbytes, homes=homes, descendants=ids
                 )
@@ -480,19 +480,19 @@ class Shelf(Store):
 
     def eraser(self, store: Store) -> Eraser:
         """Of what is in this home. store: this one, or the one that has tiers in front of it."""
-        parts = (self._index, self._bodies, self.files, self.batches, self._blobs.home, self._now)
+        parts = (self.index, self.bodies, self.files, self.batches, self.blobs.home, self.clock)
         return Eraser(*parts, delete=store.delete, sweep=store.sweep)
 
     def _bury(self, entry: Entry, now: float) -> int | None:
         """Delete a cache and what is derived from it; returns the bytes freed, None if the cache was changed since."""
-        if not housekeeping.bury(self._index, self._blobs, entry, "deleted", now):
+        if not housekeeping.bury(self.index, self.blobs, entry, "deleted", now):
             return None
         return entry.nbytes + self._end_derived(entry.id, entry.tenant)
 
     def _end_derived(self, cache_id: str, tenant: str) -> int:
         """Remove what is derived from a cache that is deleted; returns the bytes freed."""
         # A source that was not claimed yet has no owner.
-        return self._bodies.end_owned(cache_id, tenant) + self._sources.remove(cache_id, tenant)
+        return self.bodies.end_owned(cache_id, tenant) + self.sources.remove(cache_id, tenant)
 
     def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
         """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.
@@ -503,7 +503,7 @@ class Shelf(Store):
         left = [entry]
         now = min(now, self._doubt.deadline())
         for parent in left:  # which grows meanwhile
-            for child in self._index.children(parent.id, parent.tenant):
+            for child in self.index.children(parent.id, parent.tenant):
                 if child.id not in children:
                     children[child.id] = child
                     left.append(child)
@@ -511,7 +511,7 @@ class Shelf(Store):
         expired = {
             child.id
             for child in stored
-            if child.expired(now) and housekeeping.bury(self._index, self._blobs, child, "expired", now)
+            if child.expired(now) and housekeeping.bury(self.index, self.blobs, child, "expired", now)
         }
         stored = [child for child in stored if child.id not in expired]
         if stored and not cascade:
@@ -522,20 +522,20 @@ class Shelf(Store):
 
     def sweep(self, now: float | None = None) -> types.Swept:
         now, doubt_s = (self._doubt.deadline(), self._doubt.seconds) if now is None else (now, 0.0)
-        orphans = housekeeping.reclaim(self._index, self._blobs)
-        every_s = self._blobs.walk_every_s
-        if every_s is not None and time.monotonic() - self._walked_at >= every_s:
-            self._walked_at = time.monotonic()
-            orphans += housekeeping.remove_orphans(self._index, self._blobs, doubt_s)
-        jobs = self._index.jobs
+        orphans = housekeeping.reclaim(self.index, self.blobs)
+        every_s = self.blobs.walk_every_s
+        if every_s is not None and time.monotonic() - self.walked_at >= every_s:
+            self.walked_at = time.monotonic()
+            orphans += housekeeping.remove_orphans(self.index, self.blobs, doubt_s)
+        jobs = self.index.jobs
         self._settle_sources(now)
-        housekeeping.adopt(self._index, "source", self._sources.owned, now)
-        housekeeping.adopt(self._index, "response", self.responses.owned, now)
-        expired = housekeeping.expire(self._index, self._blobs, now)  # and what they own is due, for the next lines
+        housekeeping.adopt(self.index, "source", self.sources.owned, now)
+        housekeeping.adopt(self.index, "response", self.responses.owned, now)
+        expired = housekeeping.expire(self.index, self.blobs, now)  # and what they own is due, for the next lines
         swept = types.Swept(
             expired=expired,
             orphans=orphans,
-            tombstones=self._index.forget(now - KEEP_ENDED_S),
+            tombstones=self.index.forget(now - KEEP_ENDED_S),
             requests=jobs.forget("request", now),
             responses=jobs.forget("response", now),
             files=jobs.forget("file", now),
@@ -544,33 +544,33 @@ class Shelf(Store):
             usage=jobs.forget("usage", now),
         )
         jobs.forget("erasure", now)
-        housekeeping.reclaim(self._index, self._blobs)  # the bytes that the forgotten jobs held
-        self._index.purge(at_once=True)
+        housekeeping.reclaim(self.index, self.blobs)  # the bytes that the forgotten jobs held
+        self.index.purge(at_once=True)
         return swept
 
     def _settle_sources(self, now: float) -> None:
         """What is due for removal is either a source whose cache names it, and whose writer died before it claimed it,
         or one whose time is over, as its cache must say."""
-        for item in self._index.jobs.due_items("source", now):
+        for item in self.index.jobs.due_items("source", now):
             kept = read(item, SourceRecord)
-            entry = self._index.find(kept.manifest.id, item.tenant)
+            entry = self.index.find(kept.manifest.id, item.tenant)
             if kept.claimed:
-                housekeeping.disown(self._index, kept)
+                housekeeping.disown(self.index, kept)
             elif entry is not None and entry.state == "ready" and entry.manifest().source == kept.manifest.source:
-                self._sources.claim(entry.manifest())
+                self.sources.claim(entry.manifest())
 
     def drop_lone_sources(self) -> None:
         """Remove the sources whose caches are not here, as a tier must: nothing would tell it of their deletion."""
-        for kept in self._sources.all():
-            entry = self._index.find(kept.manifest.id, kept.manifest.tenant)
-            if entry is None or not entry.live(self._now()):
-                self._sources.remove(kept.manifest.id, kept.manifest.tenant)
-        self._index.purge(at_once=True)
+        for kept in self.sources.all():
+            entry = self.index.find(kept.manifest.id, kept.manifest.tenant)
+            if entry is None or not entry.live(self.clock()):
+                self.sources.remove(kept.manifest.id, kept.manifest.tenant)
+        self.index.purge(at_once=True)
 
     def compact(self) -> int:
         count = 0
         full: set[str] = set()  # tenants; to read their other caches as well would be in vain
-        for entry in self._index.spliced(_COMPACT_BASES, _COMPACT_BATCH):
+        for entry in self.index.spliced(_COMPACT_BASES, _COMPACT_BATCH):
             if entry.tenant in full:
                 continue
             try:
@@ -584,22 +584,22 @@ class Shelf(Store):
         return count
 
     def usage(self, *, tenant: str | None = None) -> StoredUsage:
-        return self._index.usage(tenant)
+        return self.index.usage(tenant)
 
     def health(self) -> Health:
-        self._index.usage(None)
-        return self._blobs.health()
+        self.index.usage(None)
+        return self.blobs.health()
 
     def check(self) -> Sequence[str]:
-        return housekeeping.problems(self._index, self._blobs)
+        return housekeeping.problems(self.index, self.blobs)
 
     def scrub(self) -> Iterator[types.Scrubbed]:
-        for entry in self._index.stored():
+        for entry in self.index.stored():
             problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
             if problem != _GONE:
                 yield _scrubbed(entry, problem)
-        for kept in self._sources.all():
-            problem = _problem(partial(self._sources.read, kept))
+        for kept in self.sources.all():
+            problem = _problem(partial(self.sources.read, kept))
             if problem is not None:
                 yield _scrubbed(kept, problem)
 
@@ -618,13 +618,13 @@ class Shelf(Store):
 
         Manifests stay as they are. An interrupted run continues where it stopped.
         """
-        for entry in self._index.stored():
+        for entry in self.index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(*entry.needed()):
                 problem = self._seal_anew(entry)
                 yield _scrubbed(entry, problem)
-        for kept in self._sources.all():
+        for kept in self.sources.all():
             if not self._writer.would_seal_alike((kept.body.name, kept.body.stored_bytes)):
-                yield _scrubbed(kept, _problem(partial(self._sources.seal_anew, kept)))
+                yield _scrubbed(kept, _problem(partial(self.sources.seal_anew, kept)))
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
@@ -633,7 +633,7 @@ class Shelf(Store):
                 with ExitStack() as parent, suppress(BasesGone):
                     if self._writer.swap(entry, self._content(entry, parent)):
                         return None
-                entry = self._reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
+                entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except errors.KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
         return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
@@ -643,7 +643,7 @@ class Shelf(Store):
         stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
         parent_id = entry.parent_id if entry.bases else None
-        parent = None if parent_id is None else self._index.find(parent_id, entry.tenant)
+        parent = None if parent_id is None else self.index.find(parent_id, entry.tenant)
         if parent is None or parent.state != "ready" or not self._writer.would_seal_alike(*parent.needed()):
             parent_id = None
         return self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)

@@ -7,11 +7,10 @@ another worker took, holds an old term and can change nothing.
 
 from __future__ import annotations
 
-import abc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import StoredRecord
@@ -52,7 +51,7 @@ class Item:
     updated_at: float = 0.0
 
 
-class JobTable(abc.ABC):
+class JobTable(Protocol):
     """The items of one home. Unless a method says otherwise, it is one atomic step, even while others work on the home,
     and durable when it returns. All users of the home share the clock of its leases.
 
@@ -68,31 +67,25 @@ class JobTable(abc.ABC):
     Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
     """
 
-    @abc.abstractmethod
     def add(self, item: Item, *, most_open: int | None = None) -> Item | None:
         """Store a new item; returns it as stored. None if the id is taken.
 
         Raises `QuotaExceeded` if the tenant has `most_open` open items of this kind.
         """
 
-    @abc.abstractmethod
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         """The item of an id, if it is this tenant's. tenant None: any tenant's, for the home's own work."""
 
-    @abc.abstractmethod
     def owned(self, owner: str, tenant: str) -> list[Item]:
         """The items of an owner."""
 
-    @abc.abstractmethod
     def unowned(self, kind: Kind) -> list[Item]:
         """The sources or responses without an owner, of all tenants: held for a cache that is being written, or stored
         by a version of kvshelf that knew no owners."""
 
-    @abc.abstractmethod
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         """A tenant's items, newest first, starting after the item `after`; empty if there is no such item."""
 
-    @abc.abstractmethod
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
         """Replace text, `open`, `due`, `held`, `owner` and `after_s`, if the stored version is `item.version`; returns
         the next version.
@@ -101,53 +94,43 @@ class JobTable(abc.ABC):
         is given and not the newest.
         """
 
-    @abc.abstractmethod
     def remove(self, item_id: str) -> bool:
         """Forget an item with its journal. False if there is none."""
 
-    @abc.abstractmethod
     def forget(self, kind: Kind, now: float) -> int:
         """Remove the items that are due by now, in several steps if they are many; returns how many."""
 
-    @abc.abstractmethod
     def due_items(self, kind: Kind, now: float) -> list[Item]:
         """The items that `forget` would remove, read in several steps if they are many."""
 
-    @abc.abstractmethod
     def open_items(self, kind: Kind, limit: int | None = None) -> list[Item]:
         """Open items of all tenants, oldest first; read in several steps if they are many. limit: at most so many."""
 
     # Leases
 
-    @abc.abstractmethod
     def take(self, item_id: str, *, lease_s: float, holder: str = "") -> int | None:
         """Lease an open item; returns the term. None if another lease lives, or if there is no such open item."""
 
-    @abc.abstractmethod
     def renew(self, item_id: str, term: int, *, lease_s: float) -> None:
         """Extend the lease from now. Raises `StateConflict` if the term is not the newest or was released.
 
         Need not survive a power cut, which ends the holder too.
         """
 
-    @abc.abstractmethod
     def release(self, item_id: str, term: int) -> None:
         """Let others take the item at once. Nothing happens if the term is not the newest. Durable as `renew` is."""
 
     # Journals
 
-    @abc.abstractmethod
     def append(self, item_id: str, term: int, lines: Sequence[bytes]) -> None:
         """Add lines to the end of an item's journal. Raises `StateConflict` if the term is not the newest.
 
         No line is torn, but after an error the first ones may be there.
         """
 
-    @abc.abstractmethod
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         """Lines of a journal, from number `start` (counted from 0)."""
 
-    @abc.abstractmethod
     def erase_lines(self, item_id: str, numbers: Sequence[int]) -> None:
         """Empty these lines of a journal, whoever holds the item; ignores numbers that it does not have."""
 

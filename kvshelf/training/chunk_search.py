@@ -18,7 +18,7 @@ from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.calibration import Chunks, ChunksOrigin
-from kvshelf.training.journal import Journal
+from kvshelf.training.journal import SearchJournal
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
@@ -79,7 +79,7 @@ def find_chunks(
     if min(map(len, documents), default=0) < LEAST_TOKENS:
         raise InvalidRequest(f"chunks are measured on documents of {LEAST_TOKENS} tokens or more", param="text")
     read = canonical_json([list(ids) for ids in documents])
-    kept = Journal(journal, digest("kvshelf.chunks.search", engine.identity.fingerprint(), read))
+    kept = SearchJournal(journal, digest("kvshelf.chunks.search", engine.identity.fingerprint(), read))
     total: list[Tensor] = []
     for number, ids in enumerate(documents):
         found = [torch.tensor(layer) for layer in kept.step(partial(_agreements, engine, ids))]

@@ -25,7 +25,7 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.compresskv import CompressKV
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.model.calibration import Calibration, Origin
-from kvshelf.training.journal import Journal
+from kvshelf.training.journal import SearchJournal
 from kvshelf.training.observing import observe
 
 ANSWER_TOKENS = 32
@@ -73,11 +73,11 @@ def calibrate(
 
     Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
     """
-    kept = Journal(journal, _digest(engine, needles))
+    kept = SearchJournal(journal, _digest(engine, needles))
     samples, scores = [], None
     for needle in needles:
-        found = kept.step(partial(_answered, engine, needle))
-        samples.append(_sample(engine, needle, found["asked"], found["answer"]))
+        found = kept.step(partial(answered_share, engine, needle))
+        samples.append(head_sample(engine, needle, found["asked"], found["answer"]))
         own = torch.tensor(found["scores"], dtype=torch.float64)
         scores = own if scores is None else scores + own
         progress()
@@ -149,7 +149,7 @@ def _errors(engine: Engine, sample: _Sample, even: Calibration) -> list[float]:
 
 
 def _layer_errors(
-    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: Journal
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: SearchJournal
 ) -> tuple[float, ...]:
     """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
     sums: dict[str, Tensor] = {}
@@ -180,18 +180,18 @@ def _output(layer: LayerView, kept: Tensor) -> Tensor:
     return out[0]
 
 
-def _answered(engine: Engine, needle: Needle) -> dict[str, Any]:
+def answered_share(engine: Engine, needle: Needle) -> dict[str, Any]:
     """A question with the model's answer, and the scores of all heads, as a line of the journal."""
     job = engine.prepare(needle.document, policy="full")
     cache = engine.run(job).cache
     query = engine.encode_query(cache, needle.question)
     answer = list(engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids)
     asked = [*query, *answer[:-1]]
-    scores = retrieval_scores(engine, _sample(engine, needle, asked, answer)).tolist()
+    scores = retrieval_scores(engine, head_sample(engine, needle, asked, answer)).tolist()
     return {"asked": asked, "answer": answer, "scores": scores}
 
 
-def _sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
+def head_sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
     text = engine.encoder.require_text("documents")
     job = engine.prepare(needle.document, policy="full")
     # The space before a word is part of its token.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Journal:
+class SearchJournal:
     """The findings of a search, a line of JSON for each of its steps.
 
     Steps come in the same order each time. The first line says which search it is: the file of another one is replaced.

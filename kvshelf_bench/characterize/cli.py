@@ -65,14 +65,13 @@ def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, report
     with needs_extra("serve", "the bench"):
         import torch
 
-        from kvshelf_bench.characterize.load import Cell, characterized, require_known
-        from kvshelf_bench.characterize.tables import cells_table, winners_table
+        from kvshelf_bench.characterize.load import LoadCell, cells_table, characterized, require_known, winners_table
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
     known = require_known(list(split(ways.systems)), decimals(ways.shares, "--shares", 0.01, 1), questions.tokens)
     offer = questions.offer()
-    where, names, cells = machine(), [name.strip() for name in subjects.models.split(",")], list[Cell]()
+    where, names, cells = machine(), [name.strip() for name in subjects.models.split(",")], list[LoadCell]()
     with counted("loads", len(names) * len(offer.rates) * len(known)) as step:
         for name in names:
             with load_subject(name, subjects.device, subjects.dtype, subjects.threads) as subject:
@@ -96,7 +95,7 @@ def heads(
     with needs_extra("serve", "the bench"):
         from kvshelf.samples.tasks import haystacks
         from kvshelf_bench.characterize.heads import heads as measured
-        from kvshelf_bench.characterize.tables import heads_table
+        from kvshelf_bench.characterize.heads import heads_table
         from kvshelf_bench.measure import machine
         from kvshelf_bench.speed.subject import load_subject
 

@@ -13,11 +13,14 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from rich.table import Table
 from torch import Tensor
 
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.engine import Engine
 from kvshelf.kernels.column_sums import column_sums
+from kvshelf_bench.measure import Spread
+from kvshelf_bench.options import ratio
 
 MASS: Final = 0.95
 """Zeta of equation 3: the part of a head's score that the fewest tokens have whose count `sparsity` is about."""
@@ -50,7 +53,7 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     """All heads of the layers that see a whole document, by documents given as token ids, of at least two tokens."""
     seen: list[dict[int, Tensor]] = []
     for ids in documents:
-        found = _Statistics()
+        found = HeadStatistics()
         inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
         engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, found)
         seen.append(found.of_layers)
@@ -61,7 +64,7 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     ]
 
 
-class _Statistics(ForwardContext):
+class HeadStatistics(ForwardContext):
     """Of one document: sparsity, redundancy and mergeable, `[3, kv_heads]` for each layer."""
 
     def __init__(self) -> None:
@@ -104,3 +107,17 @@ def nearest_similarity(keys: Tensor, values: Tensor) -> Tensor:
     nearest = torch.cat(found, dim=1)
     nearest[:, 0] = 0
     return nearest
+
+
+def heads_table(heads: Sequence[Head]) -> Table:
+    """One row for each layer: median and range over its KV heads."""
+    table = Table("layer", "heads", "sparsity", "redundancy", "mergeable")
+    table.title = (
+        f"share of tokens beyond those that receive {MASS:.0%} of the attention; similarity of the most similar other "
+        f"token; share of tokens where it is {TAU} or more"
+    )
+    for layer in dict.fromkeys(head.layer for head in heads):
+        own = [head for head in heads if head.layer == layer]
+        columns = ([getattr(head, name) for head in own] for name in ("sparsity", "redundancy", "mergeable"))
+        table.add_row(str(layer), str(len(own)), *(ratio(Spread.of(column)) for column in columns))
+    return table

@@ -16,13 +16,15 @@ from itertools import product
 from statistics import fmean, quantiles
 from typing import Any, Final
 
+from rich.table import Table
+
 from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.methods.policies import POLICIES
 from kvshelf.model.source import BUNDLED
-from kvshelf.samples.suite import Ask, make_case, score
+from kvshelf.samples.suite import CaseAsk, make_case, score
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 from kvshelf_bench.measure import with_peak
@@ -41,7 +43,7 @@ _SPARE_TOKENS: Final = 8
 
 
 @dataclass(frozen=True)
-class Way:
+class System:
     """A system, and the share of a document's entries that it keeps (a policy) or an answer token reads (a selector).
 
     system: a policy with its parameters, as `lagkv:lag=64`, or a selector, as `quest:page=8`, `policy:snapkv` or
@@ -93,7 +95,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Cell:
+class LoadCell:
     """One way at one rate. first_s, first_p95_s: median and 95th percentile of the time from a question's arrival to
     its first token. tokens_per_s: new tokens of all answers over the time from the first arrival to the last end.
     memory_bytes: of all documents in memory, and what answering added at most. equivalents: PTE of an answer, the mean.
@@ -113,8 +115,8 @@ class Cell:
 
 
 def characterized(
-    subject: Subject, name: str, ways: Sequence[Way], offer: Offer, progress: Callable[[], None] = lambda: None
-) -> list[Cell]:
+    subject: Subject, name: str, ways: Sequence[System], offer: Offer, progress: Callable[[], None] = lambda: None
+) -> list[LoadCell]:
     """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
     machine for a while slows them alike."""
     engine = subject.engine
@@ -129,9 +131,9 @@ def characterized(
     scheduler.start()
     try:
         with endless_answers(subject):
-            _answered(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
+            answered_at(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
             for rate, way in product(offer.rates, ways):
-                run = partial(_answered, scheduler, subject, caches[way], way, offer, rate)
+                run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)
                 served, added = with_peak(subject.device, run)
                 held = sum(engine.attach(cache).nbytes for cache in caches[way])
                 cells.append(_cell(subject, name, rate, way, served, held + added, exact[way]))
@@ -150,8 +152,8 @@ class _Served:
     answers: list[Answer]
 
 
-def _answered(
-    scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: Way, offer: Offer, rate: float
+def answered_at(
+    scheduler: Scheduler, subject: Subject, caches: Sequence[CompressedCache], way: System, offer: Offer, rate: float
 ) -> _Served:
     engine, sampling = subject.engine, Sampling(offer.answer_tokens)
     ended: list[float] = []
@@ -176,11 +178,11 @@ def _answered(
 
 
 def _cell(
-    subject: Subject, name: str, rate: float, way: Way, served: _Served, memory_bytes: int, exact: float | None
-) -> Cell:
+    subject: Subject, name: str, rate: float, way: System, served: _Served, memory_bytes: int, exact: float | None
+) -> LoadCell:
     costs = [cost for answer in served.answers if (cost := answer.usage.prefill_token_equivalents) is not None]
     cuts = quantiles(served.first_s, n=20, method="inclusive")
-    return Cell(
+    return LoadCell(
         model=name,
         parameters=subject.engine.equivalents.parameters,
         rate=rate,
@@ -195,7 +197,7 @@ def _cell(
     )
 
 
-def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], list[Sequence[Ask]]]:
+def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], list[Sequence[CaseAsk]]]:
     """Documents, and for the bundled model questions about each: other models were not trained to find numbers."""
     if name not in BUNDLED:
         return [subject.tokens(offer.tokens, seed=10 + number) for number in range(offer.documents)], []
@@ -206,7 +208,7 @@ def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], li
 
 
 def _exact(
-    subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[Ask]], way: Way
+    subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[CaseAsk]], way: System
 ) -> float | None:
     engine, found = subject.engine, []
     for cache, questions in zip(caches, asks, strict=False):
@@ -221,7 +223,7 @@ _LEAST: Final = 128
 """Entries that a share must have room for: a selector always reads the first and the last pages."""
 
 
-def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[Way]:
+def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) -> list[System]:
     """The ways, `full` once. Raises `InvalidRequest` for an unknown system, and for a share too small for `tokens`."""
     if min(shares) * tokens < _LEAST:
         raise InvalidRequest(
@@ -231,11 +233,71 @@ def require_known(systems: Sequence[str], shares: Sequence[float], tokens: int) 
         )
     ways = []
     for system in systems:
-        way = Way(system)
+        way = System(system)
         try:
             kept, reads = way.kept, way.reads
         except KvshelfError as error:
             raise InvalidRequest(f"--systems has {system!r}: {error.message}", param="systems") from error
         whole = reads is None and "compression_ratio" not in kept
-        ways += [Way(system, share) for share in ((1.0,) if whole else shares)]
+        ways += [System(system, share) for share in ((1.0,) if whole else shares)]
     return ways
+
+
+EVEN: Final = 0.05
+"""Ways that differ from the best by no more than this share of it win with it."""
+
+
+@dataclass(frozen=True)
+class _Measure:
+    title: str
+    value: Callable[[LoadCell], float | None]
+    shown: Callable[[float], str]
+    most: bool = False
+
+    def winners(self, cells: Sequence[LoadCell]) -> str:
+        """The ways that are best, or even with it, the best one first with its value."""
+        found = {cell.system: value for cell in cells if (value := self.value(cell)) is not None}
+        if not found:
+            return "-"
+        ranked = sorted(found, key=found.__getitem__, reverse=self.most)
+        best = found[ranked[0]]
+        even = [name for name in ranked if abs(found[name] - best) <= EVEN * abs(best)]
+        return f"{', '.join(even)}: {self.shown(best)}" if len(even) < len(found) else f"all: {self.shown(best)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+MEASURES: Final = (
+    _Measure("first token", lambda cell: cell.first_s, _ms),
+    _Measure("p95", lambda cell: cell.first_p95_s, _ms),
+    _Measure("tokens/s", lambda cell: cell.tokens_per_s, lambda rate: f"{rate:,.0f}", most=True),
+    _Measure("memory", lambda cell: cell.memory_bytes, lambda held: f"{held / 1e6:,.1f} MB"),
+    _Measure("PTE", lambda cell: cell.equivalents, lambda cost: f"{cost:,.0f}"),
+    _Measure("exact", lambda cell: cell.exact, lambda share: f"{share:.0%}", most=True),
+)
+
+
+def cells_table(cells: Sequence[LoadCell]) -> Table:
+    """One row for each model, rate and way."""
+    table = Table("model", "rate", "system", "share", *(measure.title for measure in MEASURES))
+    table.title = "documents under int4; of the share, quest reads and h2o and kvzip keep; PTE of an answer"
+    for cell in cells:
+        found = ((measure, measure.value(cell)) for measure in MEASURES)
+        shown = ("-" if value is None else measure.shown(value) for measure, value in found)
+        table.add_row(cell.model, f"{cell.rate:g}/s", cell.system, f"{cell.share:g}", *shown)
+    return table
+
+
+def winners_table(cells: Sequence[LoadCell]) -> Table:
+    """Which wins where: a row for each model, rate and share. `full` has no share and is compared in each row."""
+    table = Table("model", "rate", "share", *(measure.title for measure in MEASURES))
+    table.title = f"which wins where: the best, and those within {EVEN:.0%} of it"
+    shares = sorted({cell.share for cell in cells if cell.system != "full"}, reverse=True) or [1.0]
+    for model, rate in dict.fromkeys((cell.model, cell.rate) for cell in cells):
+        here = [cell for cell in cells if (cell.model, cell.rate) == (model, rate)]
+        for share in shares:
+            compared = [cell for cell in here if cell.system == "full" or cell.share == share]
+            table.add_row(model, f"{rate:g}/s", f"{share:g}", *(each.winners(compared) for each in MEASURES))
+    return table

@@ -30,8 +30,7 @@ def append(
     """
     with needs_extra("serve", "the bench"):
         from kvshelf.store.url import open_store
-        from kvshelf_bench.growth.speed import growings
-        from kvshelf_bench.growth.tables import growing_table
+        from kvshelf_bench.growth.speed import growing_table, growings
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
@@ -91,8 +90,7 @@ def turns(
     with needs_extra("serve", "the bench"):
         from kvshelf.client import Client
         from kvshelf.samples.tasks import make_document
-        from kvshelf_bench.growth.tables import turns_table
-        from kvshelf_bench.growth.turns import conversation
+        from kvshelf_bench.growth.turns import conversation, turns_table
         from kvshelf_bench.measure import machine
 
     made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens

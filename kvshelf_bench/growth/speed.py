@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from rich.table import Table
+
 from kvshelf.artifact.records import entries_of
 from kvshelf.kernels.rates import cost
 from kvshelf.store.base import Store
@@ -87,3 +89,20 @@ def _grown(
         written_bytes=written,
         whole_bytes=before + written,
     )
+
+
+def growing_table(found: Sequence[Growing]) -> Table:
+    """A row for each length and level."""
+    headings = ("tokens", "policy", "codec", "prefilled", "append", "all anew", "append / anew", "written", "of new")
+    table = Table(*headings, "of all", title=f"{APPENDED} tokens appended to a stored cache")
+    for row in found:
+        table.add_row(
+            f"{row.tokens}", row.policy, row.codec, f"{row.prefilled}", _ms(row.append_s), _ms(row.anew_s),
+            f"1/{1 / row.ratio.median:.1f}", f"{row.written_bytes / 1e6:.2f} MB",
+            f"{row.written_bytes / row.new_bytes:.2f}", f"{row.written_bytes / row.whole_bytes:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def _ms(spread: Spread) -> str:
+    return f"{1000 * spread.median:,.1f} ms"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from rich.table import Table
 
 from kvshelf.client import Client
 
@@ -69,3 +70,15 @@ def _turn(http: httpx.Client, cache_id: str, messages: list[dict[str, str]], num
     read = usage["prompt_tokens_details"]["cached_tokens"]
     found = Turned(number, read, usage["prompt_tokens"] - read, first_s, usage["completion_tokens"])
     return found, text
+
+
+def turns_table(stored: Sequence[Turned], resent: Sequence[Turned], same: int) -> Table:
+    """A row for each turn."""
+    table = Table("turn", "from the shelf", "prefilled", "first token", "without store: prefilled", "first token")
+    table.title = f"a conversation that is sent whole at every turn; {same} of {len(stored)} answers the same"
+    for row, plain in zip(stored, resent, strict=True):
+        table.add_row(
+            f"{row.number}", f"{row.read}", f"{row.prefilled}", f"{1000 * row.first_s:.0f} ms",
+            f"{plain.prefilled}", f"{1000 * plain.first_s:.0f} ms",
+        )  # fmt: skip
+    return table

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kvshelf.kernels.prefix_attention.attend import CPU_ATTENTION
 
-_WHOLE_WEIGHTS_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
+WHOLE_WEIGHTS_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
 """On a CPU one head at 8192 tokens. On a GPU more, because one head of a shorter sequence does not keep it busy."""
 
 
@@ -69,12 +69,12 @@ def layer_prefill(hidden: Tensor, weights: Sequence[Tensor], head_dim: int) -> T
 def column_sums_of_whole_weights(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """The sums `[q_heads, N]` of queries `[q_heads, N, D]` in three steps: all logits, their softmax, its sums.
 
-    Computes as many query heads at once as `_WHOLE_WEIGHTS_BYTES` of fp32 weights allow, at least one: the weights of a
+    Computes as many query heads at once as `WHOLE_WEIGHTS_BYTES` of fp32 weights allow, at least one: the weights of a
     head of 8192 tokens are 268 MB and exist three times.
     """
     num_tokens = queries.shape[1]
     future = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=queries.device).triu_(1)
-    heads = max(1, _WHOLE_WEIGHTS_BYTES[queries.device.type] // (4 * num_tokens * num_tokens))
+    heads = max(1, WHOLE_WEIGHTS_BYTES[queries.device.type] // (4 * num_tokens * num_tokens))
     sums = []
     blocks = (torch.split(states, heads) for states in (queries, repeated(keys, queries.shape[0])))
     for rows, row_keys in zip(*blocks, strict=True):

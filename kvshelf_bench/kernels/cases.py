@@ -33,7 +33,7 @@ PREFILL, ATTENTION = "prefill of the layer", "causal attention"
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerSize:
     """One layer of a model."""
 
     q_heads: int
@@ -43,7 +43,7 @@ class Shape:
     intermediate: int
 
 
-LLAMA_8B = Shape(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
+LLAMA_8B = LayerSize(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Layer:
     kept: entries that stay in a head. row_bytes: bytes of one key. kv_bytes: bytes of all keys, or of all values.
     """
 
-    def __init__(self, shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: LayerSize, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         if tokens < _KEPT * WINDOW or tokens % LAG:
             raise InvalidRequest(
                 f"{tokens} tokens: give a multiple of {LAG} from {_KEPT * WINDOW}, so that what is kept holds a window",

@@ -14,7 +14,7 @@ import torch
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.rates import copy_bandwidth, cost, matmul_rate
 from kvshelf_bench.kernels import baselines
-from kvshelf_bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
+from kvshelf_bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, LayerSize, cases
 from kvshelf_bench.measure import Spread, cuda_peak
 
 _WARM_UP = 3
@@ -60,7 +60,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def kernel_times(
-    device: torch.device, dtype: torch.dtype, tokens: int, rounds: int, limits: Ceilings, shape: Shape | None = None
+    device: torch.device, dtype: torch.dtype, tokens: int, rounds: int, limits: Ceilings, shape: LayerSize | None = None
 ) -> Iterator[KernelTime]:
     """Every case at one length, one after the other; the shape is `LLAMA_8B` unless given."""
     medians: dict[str, float] = {}

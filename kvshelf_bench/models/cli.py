@@ -14,7 +14,7 @@ from kvshelf.terminal import progress_bar
 from kvshelf_bench.options import Reporting, Threads, choices, publish
 
 if TYPE_CHECKING:
-    from kvshelf_bench.models.trial import Outcome
+    from kvshelf_bench.models.trial import TrialOutcome
 
 
 def models(
@@ -48,7 +48,7 @@ def models(
         raise typer.Exit(1)
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(outcomes: Sequence[TrialOutcome]) -> Table:
     table = Table("type", "outcome", "why, or the difference of logits")
     for outcome in outcomes:
         shown = outcome.why if outcome.difference is None else f"{outcome.difference:.1e} of the largest"

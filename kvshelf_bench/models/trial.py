@@ -31,7 +31,7 @@ WHAT: Final = (EXACT, REFUSED, WRONG, ERROR, NOT_BUILT)
 _LIMIT: Final = 1e-4
 """Largest difference of logits, relative to the largest of them, that rounding explains."""
 
-_TELLING: Final = 10 * _LIMIT
+TELLING: Final = 10 * _LIMIT
 """Smallest such difference between two documents at which a comparison says something."""
 
 _DOCUMENT, _QUESTION, _ANSWER = 100, 9, 40
@@ -42,7 +42,7 @@ _MOST_CHARACTERS: Final = 120
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What became of a model type. why: for `refused`, `error` and `not built`, in a few words. difference: of logits,
     relative to the largest; None where there were none to compare."""
 
@@ -52,23 +52,23 @@ class Outcome:
     difference: float | None = None
 
 
-def tried(model_type: str, limit_s: float) -> Outcome:
+def tried(model_type: str, limit_s: float) -> TrialOutcome:
     """The outcome of a type. Whatever is raised is an outcome; so is a model that takes longer than `limit_s`."""
     with _quiet():
         try:
-            with _time_limit(limit_s):
+            with time_limit(limit_s):
                 model = small_model(model_type)
                 own = _Own.of(model)
         except Exception as error:  # whatever a configuration or a model raises
-            return Outcome(model_type, NOT_BUILT, _few_words(error))
+            return TrialOutcome(model_type, NOT_BUILT, _few_words(error))
         try:
-            with _time_limit(limit_s):
+            with time_limit(limit_s):
                 difference = _difference(Engine(of_text(model, model_type), name=model_type), own)
         except PolicyUnsupported as error:
-            return Outcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
+            return TrialOutcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
         except Exception as error:  # what this bench is here to find, also other errors of kvshelf: the caller is right
-            return Outcome(model_type, ERROR, _few_words(error))
-    return Outcome(model_type, EXACT if difference < _LIMIT else WRONG, difference=difference)
+            return TrialOutcome(model_type, ERROR, _few_words(error))
+    return TrialOutcome(model_type, EXACT if difference < _LIMIT else WRONG, difference=difference)
 
 
 def _ids(count: int, seed: int) -> list[int]:
@@ -88,7 +88,7 @@ class _Own:
         """Raises `NotBuilt` where the logits are the same behind another document: they would show nothing."""
         document, behind = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
         logits, others = (_read(model, each, behind) for each in (document, _ids(_DOCUMENT, 3)))
-        if not _relative(others, logits) > _TELLING:
+        if not _relative(others, logits) > TELLING:
             raise NotBuilt("its small model says the same behind every document")
         return cls(document, behind, logits)
 
@@ -160,7 +160,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TimeoutError` in the block after this time. In the main thread only; another timer goes on afterwards."""
 
     def late(_signal: int, _frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class _Streams:
     """How the beginning of a window is kept, and what follows."""
 
     ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = ""
@@ -48,7 +48,7 @@ class _Windows:
 def perplexity(
     file: Annotated[Path, typer.Argument(help="A text, in UTF-8: a book, say.")],
     loading: Loading,
-    ways: _Ways,
+    ways: _Streams,
     windows: _Windows,
     reporting: Reporting,
 ) -> None:

@@ -213,7 +213,7 @@ class _Asking:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Documents:
     """Which documents, and where their results are kept."""
 
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0
@@ -233,7 +233,7 @@ def needle(
     ways: Annotated[str, typer.Option(help="Such as full/int4,keydiff@0.75,snapkv@128.")] = "keydiff,kvzip,snapkv",
     haystacks: _Haystacks,
     asking: _Asking,
-    run: _Run,
+    run: _Documents,
     printing: _Mapping,
 ) -> None:
     """A needle in a haystack: right answers by the length of the document and the depth of the needle in it."""
@@ -338,7 +338,7 @@ def _memory_table(rows: Sequence[Peak], length: int, answers: Answers) -> Table:
 
 
 @dataclass(frozen=True)
-class _Compression:
+class _Compressing:
     """The policy and its ratio."""
 
     policy: Annotated[str, typer.Option(help="full measures the model itself.")] = "full"
@@ -360,7 +360,7 @@ class _Fresh:
     seed: Annotated[int | None, typer.Option(help="Seed of the first document.")] = None
 
 
-def retrieval(loading: FreeLoading, compression: _Compression, fresh: _Fresh, reporting: Reporting) -> None:
+def retrieval(loading: FreeLoading, compression: _Compressing, fresh: _Fresh, reporting: Reporting) -> None:
     """Exact answers from a cache, per task, haystack and length."""
     with needs_extra("serve", "the bench"):
         from kvshelf.samples.tasks import HAYSTACKS, TASKS

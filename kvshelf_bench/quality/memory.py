@@ -65,13 +65,13 @@ def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Ans
     for row in dict.fromkeys((Row(Variant(BASELINE), 0.0), *rows)):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
-                yield alone.submit(_peak, options, tokens, row, answers).result()
+                yield alone.submit(compression_peak, options, tokens, row, answers).result()
             except BrokenProcessPool:
                 killed = "the process was killed: there was not enough memory"
                 yield replace(_named(row), tokens=tokens, refused=killed)
 
 
-def _peak(options: EngineOptions, tokens: int, row: Row, answers: Answers) -> Peak:
+def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Answers) -> Peak:
     engine = options.load()
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), row)

@@ -17,7 +17,7 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.errors import KvshelfError
-from kvshelf.samples.suite import Ask, make_case, score
+from kvshelf.samples.suite import CaseAsk, make_case, score
 from kvshelf_bench.quality.grid import MadeUnit, Reading, Row
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
 
@@ -110,7 +110,7 @@ def measure_unit(engine: Engine, unit: MadeUnit, protocol: Protocol) -> list[Out
     return [replace(measured, probe_tokens=probe_tokens) for measured in rows]
 
 
-def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[Ask], key: str) -> Outcome:
+def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[CaseAsk], key: str) -> Outcome:
     try:
         started = time.perf_counter()
         cache = engine.encoded(compression.cache, row.codec)
@@ -134,7 +134,7 @@ def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequ
     )
 
 
-def _answer(engine: Engine, cache: CompressedCache, ask: Ask, row: Row) -> tuple[str, float]:
+def _answer(engine: Engine, cache: CompressedCache, ask: CaseAsk, row: Row) -> tuple[str, float]:
     """The answer, and the share of the entries that its tokens read. Where the row is exported, plain transformers
     answer behind an ordinary prefix: the model's own attention, positions 0, 1 ..."""
     longest = _SPARE_TOKENS + sum(map(len, ask.references))

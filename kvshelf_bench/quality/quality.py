@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvshelf.samples.suite import make_case
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.quality.grid import Grid, MadeUnit
 from kvshelf_bench.quality.measuring import Progress, outcomes, require_resumable
@@ -39,4 +39,4 @@ def run(
     units = grid.units()
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
     found = ((row, unit.cell, known[protocol.key(unit, row)]) for unit in units for row in unit.rows)
-    return Summary.of(grid.cells(), grid.rows(), found, Shape.of(engine.model).full_16bit_bytes(1))
+    return Summary.of(grid.cells(), grid.rows(), found, Dimensions.of(engine.model).full_16bit_bytes(1))

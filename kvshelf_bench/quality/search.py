@@ -28,7 +28,7 @@ CODEC: Final = "int4"
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchRow:
     """A way to search, measured. at_1, at_5: the share of the questions whose document is the first, or among the first
     five. nbytes: of a document's summary, the mean; share: of the bytes of its whole cache under `CODEC`; both 0 where
     the texts themselves are searched. ms: of a question, the median."""
@@ -50,7 +50,9 @@ def documents(
         yield make_document(task, haystack, tokens, EVALUATION_SEED + seed + number, counter(engine))
 
 
-def measure(engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None) -> list[Way]:
+def measure(
+    engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None
+) -> list[SearchRow]:
     """Search all documents for the first question about each: by summaries, by their first layer alone, and by BM25.
 
     Raises `PolicyUnsupported` for a model whose documents have no summaries.
@@ -101,7 +103,7 @@ def _way(
     asked: Sequence[TaskDocument],
     caches: Sequence[CompressedCache],
     summaries: Sequence[Sequence[Codes]],
-) -> Way:
+) -> SearchRow:
     ranks, seconds = [], []
     for number, each in enumerate(asked):
         started = time.perf_counter()
@@ -110,4 +112,4 @@ def _way(
         ranks.append(sum(other >= scores[number] for other in scores) - 1)  # equal ones count as before it
     nbytes = fmean(sum(codes.nbytes for codes in summary) for summary in summaries)
     at_1, at_5 = (fmean(rank < first for rank in ranks) for first in (1, 5))
-    return Way(name, at_1, at_5, nbytes, nbytes / fmean(cache.nbytes for cache in caches), 1000 * median(seconds))
+    return SearchRow(name, at_1, at_5, nbytes, nbytes / fmean(cache.nbytes for cache in caches), 1000 * median(seconds))

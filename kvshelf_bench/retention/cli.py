@@ -13,7 +13,7 @@ from kvshelf.terminal import progress_bar
 from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish
 
 if TYPE_CHECKING:
-    from kvshelf_bench.retention.simulation import Outcome
+    from kvshelf_bench.retention.simulation import ReplayOutcome
 
 PARTS = ("simulation", "live")
 
@@ -46,9 +46,8 @@ def retention(
         from kvshelf.engine.engine import Engine
         from kvshelf_bench.measure import load_warning, machine, use_threads
         from kvshelf_bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
-        from kvshelf_bench.retention.orders import ORDERS
         from kvshelf_bench.retention.simulation import Simulation
-        from kvshelf_bench.retention.trace import make_trace
+        from kvshelf_bench.retention.trace import ORDERS, make_trace
 
     chosen, gigabytes = choices(parts, PARTS, "--parts"), decimals(memory, "--memory", 3.1, 1e6)
     use_threads(threads)
@@ -84,7 +83,7 @@ def retention(
 def _add(
     part: str,
     title: str,
-    found: dict[float, dict[str, Outcome]],
+    found: dict[float, dict[str, ReplayOutcome]],
     digest: str,
     report: dict[str, Any],
     tables: list[Table],

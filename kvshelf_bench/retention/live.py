@@ -22,9 +22,8 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.memory.retention import Retention
-from kvshelf_bench.retention.orders import Orchestrator, Order
-from kvshelf_bench.retention.simulation import Outcome
-from kvshelf_bench.retention.trace import ANSWER_S, Program, Trace
+from kvshelf_bench.retention.simulation import ReplayOutcome
+from kvshelf_bench.retention.trace import ANSWER_S, Orchestrator, Order, Program, Trace
 
 SCALE: Final = 64
 SIZE_SCALE: Final = 256
@@ -49,7 +48,7 @@ def shelf_of(trace: Trace, engine: Engine) -> Iterator[tuple[DiskStore, dict[str
 
 def replay(
     trace: Trace, order: Order, max_bytes: int, engine: Engine, store: DiskStore, ids: dict[str, str]
-) -> Outcome:
+) -> ReplayOutcome:
     """One run of a scaled trace. Raises `AssertionError` if memory is over its limit at any step."""
     with Threads(8) as threads:
         limits = ResidentLimits(max_bytes=max_bytes, ahead_s=ResidentLimits.ahead_s / SCALE)
@@ -67,9 +66,9 @@ class _Replay:
         self._ids = ids
         self._orchestrator = Orchestrator(ANSWER_S / SCALE)
         self._waiting = ThreadPoolExecutor(64)
-        self.found = Outcome()
+        self.found = ReplayOutcome()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> ReplayOutcome:
         reading = asyncio.ensure_future(self._residents.read_ahead_forever())
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:

@@ -16,8 +16,7 @@ from typing import Any, Final
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.memory.retention import Key, Retention
 from kvshelf.workers.replica.memory.tools import Tools
-from kvshelf_bench.retention.orders import Orchestrator, Order
-from kvshelf_bench.retention.trace import Trace
+from kvshelf_bench.retention.trace import Orchestrator, Order, Trace
 
 PREFILL_S: Final = 0.1
 READ_S: Final = 0.005
@@ -28,7 +27,7 @@ _TENANT: Final = "default"
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """waits_s: seconds to the first token of each question. hits: questions whose cache was in memory and read.
     read_bytes: of all reads. counts: as `Residents.take_counts`. most_bytes: in memory at any step."""
 
@@ -58,7 +57,7 @@ class _Held:
 
 
 @dataclass
-class _Asked:
+class _Waiting:
     program: int
     turn: int
     at: float
@@ -74,14 +73,14 @@ class Simulation:
         self._byte_s = 1 / read_bytes_s
         self._retention, self._tools, self._orchestrator = Retention(order.priority), Tools(), Orchestrator()
         self._held: dict[str, _Held] = {}
-        self._short: list[_Asked] = []  # questions that wait for room, in their order
+        self._short: list[_Waiting] = []  # questions that wait for room, in their order
         self._room_s = self._room_count = 0.0
         self._disk_free_at = self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ids = itertools.count()
-        self.found = Outcome()
+        self.found = ReplayOutcome()
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayOutcome:
         for number, program in enumerate(self._trace.programs):
             self._at(program.start_s, self._ask, number, 0)
         while self._events:
@@ -96,12 +95,12 @@ class Simulation:
         heapq.heappush(self._events, (at, next(self._ids), act, args))
 
     def _ask(self, program: int, turn: int) -> None:
-        asked = _Asked(program, turn, self._now)
+        asked = _Waiting(program, turn, self._now)
         self._tools.asked(_TENANT, self._cache(asked), self._now)
         if not self._begin(asked):
             self._short.append(asked)
 
-    def _begin(self, asked: _Asked) -> bool:
+    def _begin(self, asked: _Waiting) -> bool:
         """Answer a question if its cache is in memory or room can be made for it."""
         cache = self._cache(asked)
         if (held := self._held.get(cache)) is None:
@@ -121,7 +120,7 @@ class Simulation:
         self._at(first_at + answer_s, self._answered, asked)
         return True
 
-    def _answered(self, asked: _Asked) -> None:
+    def _answered(self, asked: _Waiting) -> None:
         cache, turns = self._cache(asked), self._trace.programs[asked.program].turns
         turn = turns[asked.turn]
         held = self._held[cache]
@@ -139,7 +138,7 @@ class Simulation:
         self._foretell(asked, answering=False)
         self._short = [waiting for waiting in self._short if not self._begin(waiting)]
 
-    def _foretell(self, asked: _Asked, *, answering: bool) -> None:
+    def _foretell(self, asked: _Waiting, *, answering: bool) -> None:
         if not self._order.hints:
             return
         program = self._trace.programs[asked.program]
@@ -194,7 +193,7 @@ class Simulation:
     def _reload_s(self, cache: str) -> float:
         return READ_S + self._trace.sizes[cache] * self._byte_s
 
-    def _cache(self, asked: _Asked) -> str:
+    def _cache(self, asked: _Waiting) -> str:
         return self._trace.programs[asked.program].turns[asked.turn].cache
 
 

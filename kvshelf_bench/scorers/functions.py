@@ -47,7 +47,7 @@ def unfit(_: Sequence[str], classes: Sequence[str]) -> str | None:
         return "the row needs lang, repo and each turn's name, as SCBench's repoqa has them"
     if classes[0] not in _FUNCTIONS:
         return f"the row's lang is {classes[0]!r}; it must be one of {', '.join(_FUNCTIONS)}"
-    _parsing(classes[0])
+    parsing(classes[0])
     return None
 
 
@@ -80,7 +80,7 @@ def _function(answer: str, language: str) -> str:
     blocks = _blocks(answer)
     for block in blocks:
         text = block.encode()
-        parser, find = _parsing(language)
+        parser, find = parsing(language)
         nodes = [node for found in find(parser.parse(text).root_node).values() for node in found]
         if nodes:
             first = min(nodes, key=lambda node: (node.start_byte, -node.end_byte))
@@ -103,7 +103,7 @@ def _blocks(answer: str) -> list[str]:
 
 
 @cache
-def _parsing(language: str) -> Any:
+def parsing(language: str) -> Any:
     """A parser of a language, and what finds the functions of a tree."""
     with needs_extra("bench", "the score of scbench_repoqa"):
         from tree_sitter import Language, Parser, Query, QueryCursor

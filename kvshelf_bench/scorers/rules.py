@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvshelf_bench.scorers.words import contains, words
+from kvshelf_bench.scorers.choices import contains, words
 
 Check = Callable[[str, str], bool]
 """Of an answer and what the rule needs."""

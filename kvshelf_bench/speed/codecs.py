@@ -81,7 +81,7 @@ class CodecCosts:
 
 
 @dataclass(frozen=True)
-class Way:
+class CodecWay:
     """One codec for one cache. nbytes: of the result."""
 
     nbytes: int
@@ -140,17 +140,17 @@ def _ratio(seconds: list[float] | None, others: list[float] | None) -> Spread | 
     return ratios(seconds, others) if seconds and others else None
 
 
-def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, Way]:
+def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, CodecWay]:
     """The codecs of kvshelf that encode a plain cache, and Zstandard on its numbers in bfloat16."""
     ways = {}
     for codec in _ENCODED if engine.coders.writes_klt else _ENCODED[:-1]:
         coded = engine.encoded(cache, codec)
         decode = partial(_plain_rows, coded, engine.coders.own if codec == "klt" else None)
-        ways[codec] = Way(coded.pack().nbytes, partial(engine.encoded, cache, codec), decode)
+        ways[codec] = CodecWay(coded.pack().nbytes, partial(engine.encoded, cache, codec), decode)
     numbers = [rows.bfloat16().cpu().view(torch.uint8).numpy().tobytes() for rows in _plain_rows(cache, None)]
     compress = partial(_side_by_side, partial(zstandard.compress, level=_ZSTD_LEVEL), numbers)
     frames = compress()
-    ways["zstd"] = Way(sum(map(len, frames)), compress, partial(_side_by_side, zstandard.decompress, frames))
+    ways["zstd"] = CodecWay(sum(map(len, frames)), compress, partial(_side_by_side, zstandard.decompress, frames))
     return ways
 
 
@@ -194,7 +194,7 @@ def _document(subject: Subject, tokens: int) -> tuple[str, list[int]]:
 
 def _measured(
     subject: Subject,
-    ways: Mapping[str, Way],
+    ways: Mapping[str, CodecWay],
     shelved: Mapping[str, Callable[[], CompressedCache]],
     ids: list[int],
     rounds: int,

@@ -121,7 +121,7 @@ def _measure(
     try:
         runs = interleaved(
             {
-                "alone": lambda: _one_at_a_time(subject, caches[:_ALONE], new_tokens),
+                "alone": lambda: one_at_a_time(subject, caches[:_ALONE], new_tokens),
                 "together": lambda: _together(subject, scheduler, caches, new_tokens),
                 "first": lambda: _together(subject, scheduler, caches, 1),
             },
@@ -150,10 +150,10 @@ def _measure(
     )
 
 
-def _one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
+def one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
     def ask() -> list[int]:
         answers = (
-            subject.engine.answer(cache, _question(subject, i), max_new_tokens=new_tokens)
+            subject.engine.answer(cache, question(subject, i), max_new_tokens=new_tokens)
             for i, cache in enumerate(caches)
         )
         return [len(answer.token_ids) for answer in answers]
@@ -164,7 +164,7 @@ def _one_at_a_time(subject: Subject, caches: Sequence[CompressedCache], new_toke
 def _together(subject: Subject, scheduler: Scheduler, caches: Sequence[CompressedCache], new_tokens: int) -> _Answered:
     def ask() -> list[int]:
         sampling = Sampling(max_tokens=new_tokens)
-        tickets = [scheduler.generate(cache, _question(subject, i), sampling) for i, cache in enumerate(caches)]
+        tickets = [scheduler.generate(cache, question(subject, i), sampling) for i, cache in enumerate(caches)]
         return [len(ticket.future.result().token_ids) for ticket in tickets]
 
     return _answered(subject, ask)
@@ -176,7 +176,7 @@ def _answered(subject: Subject, ask: Callable[[], list[int]]) -> _Answered:
     return _Answered(cost(lambda: counts.extend(ask()), subject.device), sum(counts))
 
 
-def _question(subject: Subject, i: int) -> list[int]:
+def question(subject: Subject, i: int) -> list[int]:
     return subject.tokens(QUESTION_TOKENS, seed=1000 + i)
 
 

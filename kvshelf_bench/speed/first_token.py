@@ -102,7 +102,7 @@ def first_tokens(
         for policy, removed in levels:
             cache = subject.engine.compress(document, policy=policy, compression_ratio=removed or None)
             file = Path(folder) / f"{policy}-{removed}.safetensors"
-            for place, ask in _ways(subject, cache, stores, file, question, cleanup):
+            for place, ask in ways_to_ask(subject, cache, stores, file, question, cleanup):
                 ways[policy, removed, place] = partial(settled, ask)
             prefilled = subject.engine.answer(cache, question, max_new_tokens=1).usage.prefill_tokens
             known[policy, removed] = prefilled, file.stat().st_size
@@ -133,7 +133,7 @@ def settled(ask: Callable[[], Cost]) -> Cost:
     return sorted((ask() for _ in range(_ASKED)), key=lambda each: each.seconds)[_ASKED // 2]
 
 
-def _ways(
+def ways_to_ask(
     subject: Subject,
     cache: CompressedCache,
     stores: Mapping[str, Store],

@@ -1,4 +1,4 @@
-"""The parts of `kvshelf bench speed`: what measures each, and the tables that show it."""
+"""The parts of `kvshelf bench speed`: the tables that show what each measures, and what measures it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,179 @@ from rich.table import Table
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 from kvshelf.store.base import Store
 from kvshelf.store.url import open_store
-from kvshelf_bench.options import split
+from kvshelf_bench.measure import Spread
+from kvshelf_bench.options import ratio, split
 from kvshelf_bench.quality.grid import Row
-from kvshelf_bench.speed import tables as show
 from kvshelf_bench.speed.codecs import CodecCosts, codec_costs
 from kvshelf_bench.speed.cold import Cold, colds
 from kvshelf_bench.speed.compression import ONE_PASS, CompressionCosts, compression_costs
 from kvshelf_bench.speed.decode import DEFAULT, DOCUMENT_TOKENS, Decodings, decodings
 from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
 from kvshelf_bench.speed.options import SpeedOptions
-from kvshelf_bench.speed.peers import open_kvpress
 from kvshelf_bench.speed.ranks import Sharing, sharings
 from kvshelf_bench.speed.selecting import SELECTORS, Selecting, selectings
-from kvshelf_bench.speed.serving import LENGTHS, Serving, serving
+from kvshelf_bench.speed.serving import LENGTHS, Serving, ServingPace, ServingRow, serving
 from kvshelf_bench.speed.subject import Subject, fitting
 from kvshelf_bench.speed.suffixes import BoundedAnswer, bounded_answers
+from kvshelf_bench.speed.ways import open_kvpress
+
+
+def compression_table(costs: CompressionCosts) -> Table:
+    """One length: our hook and kvpress's, as shares of the prefill around them, and the whole over a plain prefill."""
+    table = Table("policy", "compression", "of prefill", "kvpress", "of prefill", "ours / kvpress", "whole / plain")
+    row = costs.rows[0]
+    table.title = (
+        f"compressing {costs.tokens} tokens, {row.removed:.1%} removed; plain prefill {_ms(row.plain_s)}, "
+        f"over itself {ratio(costs.same)}"
+    )
+    for row in costs.rows:
+        peer = ("", "", "")
+        if row.peer_s is not None and row.peer_share is not None and row.beside_peer is not None:
+            peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", ratio(row.beside_peer))
+        table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, ratio(row.whole))
+    return table
+
+
+def codecs_table(costs: CodecCosts) -> Table:
+    """One document: a row for each codec and number of threads."""
+    table = Table("codec", "bytes a token", "of 16 bits", "threads", "encode", "of prefill", "decode")
+    for name in ("first token", "over int4", "decoding"):
+        table.add_column(name)
+    table.title = (
+        f"the full cache of {costs.tokens} tokens ({costs.document}), in MB of 16 bits a second; "
+        f"plain prefill {_ms(costs.prefill_s)}"
+    )
+    if not any(row.codec == "klt" for row in costs.rows):
+        table.caption = "klt: not measured; make transforms with kvshelf calibrate"
+    for row in costs.rows:
+        table.add_row(
+            row.codec,
+            f"{row.bytes_per_token:,.0f}",
+            f"1/{row.smaller:.2f}",
+            str(row.threads),
+            f"{row.encode_mb_s.median:,.0f}" if row.encode_mb_s else "",
+            f"{row.of_prefill.median:.2%}" if row.of_prefill else "",
+            f"{row.decode_mb_s.median:,.0f}" if row.decode_mb_s else "",
+            _ms(row.first_s) if row.first_s else "",
+            f"{row.over_int4.median:.2f}" if row.over_int4 else "",
+            f"{row.decoding.median:.0%}" if row.decoding else "",
+        )
+    return table
+
+
+def first_token_table(firsts: FirstTokens) -> Table:
+    """One length: a column per place that the cache comes from."""
+    tiers = list(firsts.rows[0].tiers)
+    table = Table("policy", "entries", "run", *(name for tier in tiers for name in (tier, "of again")))
+    table.title = (
+        f"first token after {firsts.tokens} tokens; prefilling again {_ms(firsts.again_s)}, "
+        f"over itself {ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
+        f"1/{firsts.alone.speedup.median:.0f}"
+    )
+    if not any(tier.startswith("redis") for tier in tiers):
+        table.caption = "redis: not measured; give its URL as --store"
+    for row in firsts.rows:
+        cells = [cell for tier in row.tiers.values() for cell in (_ms(tier.first_s), _inverse(tier.speedup))]
+        label = f"{row.policy}, {row.removed:.1%} removed" if row.removed else row.policy
+        table.add_row(label, f"{row.entry_bytes / 1e6:.2f} MB", f"{row.prefill_tokens}", *cells)
+    return table
+
+
+def decode_table(found: Decodings) -> Table:
+    """One row per way, length and number of questions and documents."""
+    table = Table("way", "tokens", "questions", "documents", "held", "one by one", "together", "gain", "step", "read")
+    table.title = (
+        f"new tokens per second: {found.question_tokens} + {found.new_tokens} tokens behind documents; a step, what it "
+        f"reads, and its share of the {found.read_bandwidth / 1e9:.1f} GB/s that memory gives"
+    )
+    for row in found.rows:
+        rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
+        read = f"{row.step_bytes / 1e6:,.1f} MB, {row.share.median:.0%}"
+        about = (row.way, f"{row.document_tokens:,}", f"{row.questions}", f"{row.documents}")
+        table.add_row(*about, f"{row.held_bytes / 1e6:,.1f} MB", *rates, _ms(row.step_s), read)
+    return table
+
+
+def selecting_table(rows: Sequence[Selecting]) -> Table:
+    """One row for each length, selector and number of answers: a step that reads all, and one that reads a part."""
+    table = Table("tokens", "read", "answers", "selector", "all", "a part", "of all's", "choice", "of the step")
+    table.title = "processor time of a decode step, each answer on a document of its own under int4"
+    for row in rows:
+        cells = (f"{row.document_tokens:,}", f"{row.read_tokens:,}", str(row.rows), row.selector)
+        times = (_ms(row.dense_s), _ms(row.selected_s), ratio(row.ratio))
+        table.add_row(*cells, *times, _ms(row.choice_s), f"{row.choice_share.median:.0%}")
+    return table
+
+
+def cold_table(rows: Sequence[Cold]) -> Table:
+    """One row for each length and place: a question that reads all, and one that reads what it selects."""
+    table = Table("tokens", "from", "all", "read", "a part", "read", "of all's")
+    table.title = "wall time to the first token over a document under int4 that is not in memory; selector infllm"
+    for row in rows:
+        read = (f"{each / 1e6:,.1f} MB" for each in (row.all_bytes, row.part_bytes))
+        table.add_row(
+            f"{row.tokens:,}", row.place, _ms(row.all_s), next(read), _ms(row.part_s), next(read), ratio(row.ratio)
+        )
+    return table
+
+
+def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
+    """One row for each suffix policy, behind the answer with all of its suffix."""
+    table = Table("policy", "stored", "memory", "a token", "same choice", "same answer")
+    table.title = f"greedy answers of {rows[0].tokens:,} tokens, and what each holds beside its document"
+    for row in rows:
+        cells = (
+            row.policy or "(none)",
+            f"{row.stored:,}",
+            f"{row.bytes / 2**20:,.2f} MiB",
+            f"{1e3 * row.token_s:.2f} ms",
+        )
+        table.add_row(*cells, f"{row.behind:.1%}", f"{row.equal:.1%}")
+    return table
+
+
+def serving_table(serving: Serving) -> Table:
+    """One row for each work: seconds of each way, and how many times as fast the replica was."""
+    table = Table("", *serving.ways, "rounds")
+    table.title = "wall time; in brackets how many times as fast the replica was"
+    for row in serving.rows:
+        table.add_row(row.work, *(_cell(row, way) for way in serving.ways), str(row.rounds))
+    return table
+
+
+def serving_line(row: ServingRow) -> str:
+    """A row before the table is whole."""
+    return f"{row.work}: " + ", ".join(f"{way} {_cell(row, way)}" for way in row.seconds)
+
+
+def _cell(row: ServingRow, way: str) -> str:
+    if way not in row.seconds:
+        return ""
+    seconds, beside = row.seconds[way].median, row.beside.get(way)
+    return f"{seconds:.3g} s" + (f" ({beside.median:.2f})" if beside else "")
+
+
+def sharing_table(rows: Sequence[Sharing]) -> Table:
+    """One row for each length: one process, and several that share the model."""
+    table = Table("tokens", "work", "one process", f"{rows[0].ranks} processes", "times as fast", "memory of each")
+    table.title = "wall time; the processes have as many threads together as the one"
+    for row in rows:
+        held = ", ".join(f"{bytes_ / 1e6:,.0f} MB" for bytes_ in row.held_bytes["shared"])
+        of_one = f"{row.held_bytes['one'][0] / 1e6:,.0f} MB, and {held}"
+        both = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
+        for work, seconds, faster, memory in both:
+            table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)
+    return table
+
+
+def _ms(spread: Spread) -> str:
+    milliseconds = spread.median * 1e3
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2f} ms"
+
+
+def _inverse(spread: Spread) -> str:
+    return f"1/{spread.median:.0f} ({spread.low:.0f} - {spread.high:.0f})"
+
 
 _COMPRESSION_LENGTHS = (2048, 4096, 8192)
 _CODECS_LENGTHS = (8192,)
@@ -117,9 +275,10 @@ def _suffix(run: Run) -> list[BoundedAnswer]:
 def _serving(run: Run) -> Serving:
     lengths = run.lengths(LENGTHS, "serving")
     bar = run.progress.add_task("serving", total=None)
+    pace = ServingPace(run.options.rounds, run.options.budget)
     served = serving(
-        run.subject, lengths, run.options.rounds, run.options.budget, run.options.interpreters(), run.threads,
-        tell=lambda row: run.progress.console.print(show.serving_line(row), soft_wrap=True, highlight=False),
+        run.subject, lengths, pace, run.options.interpreters(), run.threads,
+        tell=lambda row: run.progress.console.print(serving_line(row), soft_wrap=True, highlight=False),
         turn=lambda said: run.progress.update(bar, description=said),
     )  # fmt: skip
     run.progress.remove_task(bar)
@@ -151,15 +310,15 @@ def _one(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Table]]:
 
 
 PARTS = {
-    "compression": Part(_compression, _each(show.compression_table)),
-    "codecs": Part(_codecs, _each(show.codecs_table)),
-    "first-token": Part(_first_token, _each(show.first_token_table)),
-    "decode": Part(_decode, _one(show.decode_table)),
-    "select": Part(_select, _one(show.selecting_table)),
-    "cold": Part(_cold, _one(show.cold_table)),
-    "suffix": Part(_suffix, _one(show.suffix_table)),
-    "serving": Part(_serving, _one(show.serving_table)),
-    "ranks": Part(_ranks, _one(show.sharing_table)),
+    "compression": Part(_compression, _each(compression_table)),
+    "codecs": Part(_codecs, _each(codecs_table)),
+    "first-token": Part(_first_token, _each(first_token_table)),
+    "decode": Part(_decode, _one(decode_table)),
+    "select": Part(_select, _one(selecting_table)),
+    "cold": Part(_cold, _one(cold_table)),
+    "suffix": Part(_suffix, _one(suffix_table)),
+    "serving": Part(_serving, _one(serving_table)),
+    "ranks": Part(_ranks, _one(sharing_table)),
 }
 """In the order in which they are measured."""
 

@@ -13,9 +13,8 @@ from typing import Final
 
 from kvshelf.kernels.rates import Cost
 from kvshelf_bench.measure import Spread, ratios
-from kvshelf_bench.speed.peers import open_llama, open_vllm
 from kvshelf_bench.speed.subject import ANSWER_TOKENS, QUESTION_TOKENS, Subject
-from kvshelf_bench.speed.ways import MOST_ANSWERS, OfPeer, Way, own_ways
+from kvshelf_bench.speed.ways import MOST_ANSWERS, OfPeer, Way, open_llama, open_vllm, own_ways
 
 LENGTHS: Final = (2048, 8000)
 """Tokens of the documents; questions are asked on one of the first length."""
@@ -35,7 +34,7 @@ _WARM_ANSWER: Final = 8
 _GROWTH: Final = 1.6
 """A prefill takes this power of its tokens, or less: products take the first, attention the second."""
 
-_REST_S: Final = 0.5
+REST_S: Final = 0.5
 """Before each turn: threads of the way before it may still look for work, on the cores of whoever is next."""
 
 
@@ -50,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Row:
+class ServingRow:
     """seconds: wall time of each way that was measured, processor_s: of its process. beside: how many times as fast as
     each other way the replica was in wall time, within a round. rounds: how often it was measured."""
 
@@ -66,9 +65,18 @@ class Serving:
     """missing: what was not measured, and why. versions: of the packages of each peer."""
 
     ways: list[str]
-    rows: list[Row]
+    rows: list[ServingRow]
     missing: list[str]
     versions: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class ServingPace:
+    """rounds: at most. budget_s: seconds of all of them. rest_s: see `REST_S`."""
+
+    rounds: int
+    budget_s: float
+    rest_s: float = REST_S
 
 
 def works(lengths: Sequence[int]) -> list[Work]:
@@ -85,16 +93,15 @@ def works(lengths: Sequence[int]) -> list[Work]:
 def serving(
     subject: Subject,
     lengths: Sequence[int],
-    rounds: int,
-    budget_s: float,
+    pace: ServingPace,
     interpreters: Mapping[str, str | None],
     threads: int,
-    tell: Callable[[Row], None] = lambda _: None,
+    tell: Callable[[ServingRow], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
 ) -> Serving:
-    """Up to `rounds` rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
+    """The rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
     one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
-    ends, started = time.monotonic() + budget_s, time.monotonic() + _START * budget_s
+    ends, started = time.monotonic() + pace.budget_s, time.monotonic() + _START * pace.budget_s
     longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
     turn("starting peers")
     with (
@@ -105,26 +112,27 @@ def serving(
         peers = {"vLLM": vllm, "llama.cpp": llama}
         ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
         versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
-        run = _Run(subject, ways, works(lengths), ends, turn)
+        run = ServingRun(subject, ways, works(lengths), ends, turn, pace.rest_s)
         run.warm()
         for work in run.works:
             if run.measure_first(work):
                 tell(run.row(work))
-        for number in range(1, rounds):
+        for number in range(1, pace.rounds):
             if not all(run.measure_again(work, number) or work is not run.works[0] for work in run.works):
                 break  # without its document, questions would be on the one before
     missing = [f"{name}: {_ABSENT[name]}" for name, peer in peers.items() if peer is None]
     rows = [run.row(work) for work in run.works if run.taken[work.name]]
-    return Serving([*ways], rows, [*missing, *run.missing(rounds)], versions)
+    return Serving([*ways], rows, [*missing, *run.missing(pace.rounds)], versions)
 
 
 @dataclass
-class _Run:
+class ServingRun:
     subject: Subject
     ways: Mapping[str, Way]
     works: Sequence[Work]
     ends: float
     turn: Callable[[str], None]
+    rest_s: float = REST_S
     taken: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
     _prefilled: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Of each way, the tokens and seconds of its last prefill."""
@@ -178,7 +186,7 @@ class _Run:
 
     def _take_turn(self, name: str, work: Work, document: list[int], questions: list[list[int]], number: int) -> None:
         self.turn(f"{work.name}: {name}, round {number + 1}")
-        time.sleep(_REST_S)
+        time.sleep(self.rest_s)
         way = self.ways[name]
         if work.document:
             cost = way.prefilled(document)
@@ -201,13 +209,13 @@ class _Run:
         self._seed += 1
         return self.subject.tokens(count, seed=self._seed)
 
-    def row(self, work: Work) -> Row:
+    def row(self, work: Work) -> ServingRow:
         taken = self.taken[work.name]
         wall = {name: [cost.wall_s for cost in costs] for name, costs in taken.items()}
         processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in taken.items()}
         beside = {name: ratios(own, wall[REPLICA]) for name, own in wall.items() if REPLICA in wall and name != REPLICA}
         seconds = {name: Spread.of(own) for name, own in wall.items()}
-        return Row(work.name, max(map(len, wall.values())), seconds, processor, beside)
+        return ServingRow(work.name, max(map(len, wall.values())), seconds, processor, beside)
 
     def missing(self, rounds: int) -> list[str]:
         """What the budget left out, one line each."""

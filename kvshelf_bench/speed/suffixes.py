@@ -52,19 +52,19 @@ def bounded_answers(
     engine = subject.engine
     cache = engine.compress(subject.tokens(_DOCUMENT_TOKENS, seed=10), policy="full")
     with endless_answers(subject), kvshelf_attention(engine.model):
-        whole = _Run.of(subject, cache, None, tokens, budget)
+        whole = _SuffixRun.of(subject, cache, None, tokens, budget)
         found = [whole.told(whole.chosen, whole.chosen)]
         progress()
         for policy in policies:
-            own = _Run.of(subject, cache, policy, tokens, budget)
-            forced = _Run.of(subject, cache, policy, tokens, budget, whole.chosen)
+            own = _SuffixRun.of(subject, cache, policy, tokens, budget)
+            forced = _SuffixRun.of(subject, cache, policy, tokens, budget, whole.chosen)
             found.append(own.told(whole.chosen, forced.chosen))
             progress()
     return found
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SuffixRun:
     """chosen: the tokens that the model chose, whichever were run next."""
 
     policy: str | None
@@ -82,7 +82,7 @@ class _Run:
         tokens: int,
         budget: int,
         forced: Sequence[int] = (),
-    ) -> _Run:
+    ) -> _SuffixRun:
         """forced: an answer whose tokens are run in place of those chosen."""
         engine, question = subject.engine, subject.tokens(QUESTION_TOKENS, seed=1000)
         reducer = None if policy is None else engine.bound(policy, question_tokens=len(question), budget=budget)

@@ -23,7 +23,7 @@ from kvshelf.store.blobs import Blobs
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.disk.leases import SqliteLeases
+from kvshelf.store.disk.jobs import SqliteLeases
 from kvshelf.store.index import Index, MakeBlobs, blobs_place
 
 if TYPE_CHECKING:
@@ -123,29 +123,29 @@ class BareFile:
     peer = None
 
     def __init__(self, path: Path, packed: PackedBlob) -> None:
-        self._path = path
+        self.path = path
         self._buffers = list(packed.buffers)
         self._sizes = [sum(map(len, part)) for part in packed.parts]  # a shelf reads and digests one at a time
-        self._reused = memoryview(bytearray(packed.nbytes))
+        self.reused = memoryview(bytearray(packed.nbytes))
         self._write()
         self.writes: Ways = {"file, fsync": self._write}
         self.reads: Ways = {
-            self.limit: lambda: self._read(self._reused),
+            self.limit: lambda: self._read(self.reused),
             "file into a fresh buffer, digest": lambda: self._read(memoryview(bytearray(packed.nbytes))),
-            "file into a reused buffer": lambda: self._read(self._reused, digest=False),
+            "file into a reused buffer": lambda: self._read(self.reused, digest=False),
         }
 
     def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        with self._path.open("wb", buffering=0) as file:
+        with self.path.open("wb", buffering=0) as file:
             for buffer in self._buffers:
                 file.write(buffer)
             os.fsync(file.fileno())
 
     def _read(self, buffer: memoryview, *, digest: bool = True) -> memoryview:
-        with self._path.open("rb", buffering=0) as file:
+        with self.path.open("rb", buffering=0) as file:
             rest = buffer
             for size in self._sizes:
                 part, rest = rest[:size], rest[size:]
@@ -174,7 +174,7 @@ class RedisHome:
     def open(self, blobs: MakeBlobs | None = None) -> tuple[Index, Blobs]:
         from kvshelf.store.redis.blobs import RedisBlobs
         from kvshelf.store.redis.index import RedisIndex
-        from kvshelf.store.redis.leases import RedisLeases
+        from kvshelf.store.redis.jobs import RedisLeases
         from kvshelf.store.redis.link import RedisLink
 
         link = RedisLink(self._address)
@@ -221,10 +221,10 @@ class BareValues:
     def __init__(self, client: redis.Redis, key: str, packed: PackedBlob) -> None:
         from kvshelf.store.redis.blobs import CHUNK
 
-        self._client = client
-        self._key = key
+        self.client = client
+        self.key = key
         self._whole = b"".join(packed.buffers)
-        self._reused = memoryview(bytearray(packed.nbytes))
+        self.reused = memoryview(bytearray(packed.nbytes))
         starts = range(0, packed.nbytes, CHUNK)
         self._chunks = {f"{key}:{start}": self._whole[start : start + CHUNK] for start in starts}
         for name, chunk in self._chunks.items():
@@ -241,17 +241,17 @@ class BareValues:
             self.writes["redis-py set of one value"] = lambda: client.set(key, self._whole)
 
     def remove(self) -> None:
-        self._client.delete(self._key)
+        self.client.delete(self.key)
 
     def _read(self) -> None:
         """Asks for all chunks at once and digests each as it arrives: the best that a client can do."""
-        pool = self._client.connection_pool
+        pool = self.client.connection_pool
         connection = pool.get_connection()
         try:
             # redis-py connects and authenticates; only a private name gives its socket.
             sock: socket.socket = connection._sock  # type: ignore[assignment]
             sock.sendall(b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(k), k.encode()) for k in self._chunks))
-            rest = self._reused
+            rest = self.reused
             for chunk in self._chunks.values():
                 part, rest = rest[: len(chunk)], rest[len(chunk) :]
                 _expect(sock, b"$%d\r\n" % len(chunk))
@@ -336,7 +336,7 @@ class BareObject:
     def __init__(self, store: ObjectStore, packed: PackedBlob) -> None:
         import obstore
 
-        self._store = store
+        self.store = store
         whole = b"".join(packed.buffers)
         self.writes: Ways = {"obstore put": lambda: obstore.put(store, "bare", whole)}
         self.reads: Ways = {self.limit: lambda: self._read(digest=True), self.peer: self._read}
@@ -345,12 +345,12 @@ class BareObject:
     def remove(self) -> None:
         import obstore
 
-        obstore.delete(self._store, "bare")
+        obstore.delete(self.store, "bare")
 
     def _read(self, *, digest: bool = False) -> memoryview:
         import obstore
 
-        data = memoryview(obstore.get(self._store, "bare").bytes())
+        data = memoryview(obstore.get(self.store, "bare").bytes())
         if digest:
             blake3(data).digest()
         return data

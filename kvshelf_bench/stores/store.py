@@ -47,7 +47,7 @@ and digests the blob, and registers the write."""
 
 
 @dataclass(frozen=True)
-class Way:
+class WayTime:
     """One way to write or read the bytes. wall_s, cpu_s: seconds of a call, the latter of this process alone.
 
     ours, ours_cpu: how many times as fast `put` or `get` is within a round, by either clock; 1 for `put` and `get`.
@@ -66,7 +66,7 @@ class Throughput:
     home: str
     nbytes: int
     layers: int
-    ways: dict[str, Way]
+    ways: dict[str, WayTime]
     steps_s: dict[str, Spread]
     limit: str
     peer: str | None
@@ -76,13 +76,13 @@ def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throug
     """Put and get a cache of a size (millions of bytes) `rounds` times, interleaved with the ways without kvshelf."""
     cache = random_cache(megabytes, layers)
     packed = cache.pack()
-    steps = _Steps()
+    steps = PutSteps()
     index, blobs = home.open()
     with Shelf(index, blobs, on_step=steps) as store:
         cache_id = store.put(cache).id
         bare = home.bare(packed)
         ways: dict[str, Callable[[], Cost]] = {
-            PUT: partial(_put, store, cache, steps),
+            PUT: partial(timed_put, store, cache, steps),
             **{name: partial(_write, bare, run) for name, run in bare.writes.items()},
             GET: partial(cost, lambda: store.get(cache_id)),
             FIRST_LAYER: partial(_first_layer, store, cache_id),
@@ -132,12 +132,12 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
     )
 
 
-class _Steps:
+class PutSteps:
     """Observes the steps of puts, and records the time of each."""
 
     def __init__(self) -> None:
         self._last = 0.0
-        self._taken: dict[str, list[float]] = {}
+        self.taken: dict[str, list[float]] = {}
 
     def begin(self) -> None:
         self._last = time.perf_counter()
@@ -145,15 +145,15 @@ class _Steps:
     def __call__(self, step: str) -> None:
         if step in STEPS:
             now = time.perf_counter()
-            self._taken.setdefault(STEPS[step], []).append(now - self._last)
+            self.taken.setdefault(STEPS[step], []).append(now - self._last)
             self._last = now
 
     def spreads(self, rounds: int) -> dict[str, Spread]:
         """Of the last `rounds` puts."""
-        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self._taken.items()}
+        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self.taken.items()}
 
 
-def _put(store: Store, cache: CompressedCache, steps: _Steps) -> Cost:
+def timed_put(store: Store, cache: CompressedCache, steps: PutSteps) -> Cost:
     with suppress(CacheNotFound):
         store.delete(store.cache_id(cache.identity))
     steps.begin()
@@ -177,7 +177,7 @@ def _first_layer(store: Store, cache_id: str) -> Cost:
         return cost(wait)
 
 
-def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> Way:
+def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> WayTime:
     wall, cpu = [each.wall_s for each in costs], [each.seconds for each in costs]
     our_wall, our_cpu = [each.wall_s for each in ours], [each.seconds for each in ours]
-    return Way(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))
+    return WayTime(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvshelf_bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, Shape, cases
+from kvshelf_bench.kernels.cases import LLAMA_8B, PREFILL, Case, Layer, LayerSize, cases
 from kvshelf_bench.kernels.kernels import Ceilings, case_time, ceilings
 from scripts.gpu_parts.part import Part
 
 _LENGTHS, _ROUNDS = (8192, 32768), 10
-_SMALL = Shape(q_heads=4, kv_heads=2, head_dim=32, hidden=128, intermediate=256)
+_SMALL = LayerSize(q_heads=4, kv_heads=2, head_dim=32, hidden=128, intermediate=256)
 
 _WANTED = 0.6
 _WITH_GOAL = ("pack", "window_scores", "prefix_attention")

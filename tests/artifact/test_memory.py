@@ -22,9 +22,9 @@ HUGE = 2 * MB
 
 @pytest.fixture(autouse=True)
 def nothing_spare() -> Iterator[None]:
-    memory._spare.clear()
+    memory.spare.clear()
     yield
-    memory._spare.clear()
+    memory.spare.clear()
 
 
 def address(memory: memoryview) -> int:
@@ -77,11 +77,11 @@ def test_larger_memory_is_used_and_smaller_is_left_for_later() -> None:
 def test_only_the_last_is_kept_and_none_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = used_memory(MB), used_memory(3 * MB)
     del one, two
-    assert [len(block) for block in memory._spare] == [3 * MB + 2 * HUGE]
+    assert [len(block) for block in memory.spare] == [3 * MB + 2 * HUGE]
     monkeypatch.setattr(memory, "_SPARE_BYTES", 8 * MB)
     large = used_memory(5 * MB)
     del large
-    assert [len(block) for block in memory._spare] == [3 * MB + 2 * HUGE]
+    assert [len(block) for block in memory.spare] == [3 * MB + 2 * HUGE]
 
 
 MEASURED = """

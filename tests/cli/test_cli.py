@@ -363,7 +363,7 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     """Of fewer texts than a user gets: the test below finds the chunks of all."""
     from kvshelf.engine.engine import Engine
 
-    monkeypatch.setattr("kvshelf.cli.calibrate._TEXTS", 2)
+    monkeypatch.setattr("kvshelf.cli.calibrate.TEXTS", 2)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     made = run("calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu")
     assert made.exit_code == 0, made.output
@@ -507,7 +507,7 @@ def test_a_plan_is_made_with_numbers(option: str) -> None:
 
 
 def test_a_listing_has_the_model_where_there_are_several() -> None:
-    from kvshelf.cli.caches import _narrow
+    from kvshelf.cli.caches import narrow_columns
 
-    assert "model" not in _narrow({"one"})
-    assert _narrow({"one", "other"})[-2:] == ("model", "name")
+    assert "model" not in narrow_columns({"one"})
+    assert narrow_columns({"one", "other"})[-2:] == ("model", "name")

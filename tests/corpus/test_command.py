@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.cli.batch import _Job, _tell_of_a_service
+from kvshelf.cli.batch import BatchJob, tell_of_a_service
 from kvshelf.store.url import StoreConfig
 from tests.conftest import _descendants
 from tests.corpus.hostile import corpus
@@ -156,7 +156,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
     written = ["out.jsonl", "out.jsonl.journal", "out.jsonl.partial", "morning.html", "morning.html.partial"]
     for name in ("one.txt", "jsonl", *written):
         Path(name).write_text("x")
-    job = _Job(".", Path("out.jsonl"), Path("morning.html"), {}, {}, False)
+    job = BatchJob(".", Path("out.jsonl"), Path("morning.html"), {}, {}, False)
     assert [file.name for file in job.corpus().files] == ["jsonl", "one.txt"]
 
 
@@ -194,10 +194,10 @@ def test_a_service_of_this_machine_is_told_of(
     service_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVSHELF_URL", service_url)
-    _tell_of_a_service(8765)
+    tell_of_a_service(8765)
     assert f"A service listens at {service_url}. This batch starts a model of its own" in capsys.readouterr().err
     monkeypatch.setenv("KVSHELF_URL", "http://127.0.0.1:1")
-    _tell_of_a_service(8765)
+    tell_of_a_service(8765)
     assert capsys.readouterr().err == ""
 
 

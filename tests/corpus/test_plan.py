@@ -40,7 +40,7 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.methods.catalog import compress_share
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf_bench.stores.store import random_cache
 from tests.store.objects.faulty import FaultyProxy
 from tests.store.objects.servers import BUCKET, S3Server
@@ -48,7 +48,7 @@ from tests.store.objects.servers import BUCKET, S3Server
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "internals" / "scale.md"
 
-LLAMA = Shape(layers=32, kv_heads=8, head_dim=128, itemsize=2, device="meta", flops=1.5e10)
+LLAMA = Dimensions(layers=32, kv_heads=8, head_dim=128, itemsize=2, device="meta", flops=1.5e10)
 SPEED = Speed(10_000.0, "as given")
 
 
@@ -157,7 +157,7 @@ def test_a_policy_without_a_budget_keeps_everything_and_a_budget_no_more_than_th
 def test_the_shape_of_a_built_in_name_is_that_of_the_model(name: str) -> None:
     config = AutoConfig.for_model("llama", **asdict(BUILT_IN[name]), dtype="bfloat16")
     with torch.device("meta"):
-        assert shape_of(name) == Shape.of(AutoModelForCausalLM.from_config(config))
+        assert shape_of(name) == Dimensions.of(AutoModelForCausalLM.from_config(config))
 
 
 def test_what_a_policy_adds_to_a_prefill_is_planned() -> None:

@@ -19,7 +19,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.model.prepacking import prepack
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from tests.amounts import SOAK
 from tests.engine.asking import ids, logits_behind
 
@@ -224,7 +224,7 @@ def test_another_chunk_is_another_model(engine: Engine) -> None:
 
 
 def test_sizes_count_what_questions_see(engine: Engine) -> None:
-    shape = Shape.of(engine.model)
+    shape = Dimensions.of(engine.model)
     for tokens in (48, 60, 300):
         cache = engine.compress(ids(tokens), policy="full")
         seen = 2 * tokens + 2 * (tokens % CHUNK)

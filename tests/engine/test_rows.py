@@ -158,7 +158,7 @@ def test_a_token_that_cannot_be_taken_ends_its_own_row(
     assert engine.text is not None
     assert "".join(asked[bad].pieces) == engine.text.decoder().decode(ids[:at])
     assert [each.answer() for i, each in enumerate(asked) if i != bad] == expected[:bad] + expected[bad + 1 :]
-    assert scheduler._batch.nbytes == 0
+    assert scheduler.batch.nbytes == 0
 
 
 def test_an_answer_that_had_an_error_is_never_whole_and_goes_on_no_further(
@@ -200,7 +200,7 @@ def test_a_document_that_is_corrupt_ends_its_own_row(
     assert asked[bad].pieces == []
     for i in {0, 1, 2} - {bad}:
         assert asked[i].answer() == alone(engine, cache, QUESTIONS[i])
-    assert scheduler._batch.nbytes == 0
+    assert scheduler.batch.nbytes == 0
 
 
 def test_a_corrupt_document_that_joins_late_takes_no_piece_of_the_others(

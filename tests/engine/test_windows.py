@@ -21,7 +21,7 @@ from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.model.prepacking import prepack
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from kvshelf_bench.models.small import small_model
 from tests.amounts import SOAK
@@ -239,7 +239,7 @@ def test_layers_that_use_the_keys_and_values_of_others_store_none(options: dict[
     engine, document, behind = Engine(small_model("gemma3n_text"), name="m"), ids(100), ids(2 * WINDOW, seed=2)
     cache = CompressedCache.from_bytes(engine.compress(document, **options).to_bytes())
     assert [entries_of(layer) is not None for layer in cache.layers] == [True, True, False, False]
-    assert cache.bytes_full == Shape.of(engine.model).full_bytes(100)
+    assert cache.bytes_full == Dimensions.of(engine.model).full_bytes(100)
     with torch.no_grad():
         expected = engine.model(torch.tensor([document + behind]), use_cache=False).logits[0, 100:]
     found = logits_behind(engine, cache, behind, [5, 1, WINDOW, WINDOW - 6])
@@ -277,7 +277,7 @@ def test_a_shelf_counts_what_policies_choose_from_and_answers_after_a_restart(
     assert sum(found.counts) == sum(layer.entries for layer in of_layers)
     assert (found.num_heads, found.num_layers, len(found.layers)) == (4, 4, 4)
     assert "sliding window" in found.meaning
-    shape = Shape.of(before.model)
+    shape = Dimensions.of(before.model)
     tokens = 2 * cache.num_tokens + 2 * (WINDOW - 1)
     assert manifest.bytes["full"] == shape.full_bytes(cache.num_tokens) == tokens * 2 * 2 * 16 * 4
     for codec in ("none", "int4"):

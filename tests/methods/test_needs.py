@@ -13,7 +13,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import POLICIES, ScoringPolicy
 from kvshelf.methods.policies.base import Observes
-from kvshelf.methods.policies.gate_file import Gates, Header, gate_path
+from kvshelf.methods.policies.gate_file import GateHeader, Gates, gate_path
 from kvshelf.methods.policies.h2o import H2O
 from tests.methods.policies.gates import TRAINING
 
@@ -49,7 +49,7 @@ def test_needs_of_gates_are_met_by_the_file_of_the_policys_name(engine):
     tensors = {f"{i}.direction": torch.randn(size, generator=generator) for i in range(engine.preparer.geometry.layers)}
     about = {"weights": engine.identity.weights, "policy": "weighed", "family": "flag", "revision": 3, "width": 1}
     path = gate_path(engine.identity.weights, "weighed")
-    path.write_bytes(Gates.of(Header(training=TRAINING, **about), tensors).to_bytes())
+    path.write_bytes(Gates.of(GateHeader(training=TRAINING, **about), tensors).to_bytes())
     full, cache = engine.compress(TEXT, policy="full"), engine.compress(TEXT, policy="weighed", budget_tokens=40)
     keys = full.layers[1].keys.view(full.layers[1].kv_heads, full.num_tokens, -1).float()
     scores = keys @ tensors["1.direction"]

@@ -175,8 +175,8 @@ def test_whoever_loads_a_model_has_it_prepacked_and_the_identity_of_its_weights(
     replica = ServedReplica(ReplicaConfig(str(tiny_folder), StoreConfig(f"disk://{tmp_path}/home"), device="cpu"))
     try:
         loaded, plain = Engine.load(str(tiny_folder), device="cpu"), plain_engine(tiny_folder)
-        assert packed_layers(replica._engine.model) == packed_layers(loaded.model) != []
-        assert replica._engine.identity.weights == loaded.identity.weights == plain.identity.weights
+        assert packed_layers(replica.engine.model) == packed_layers(loaded.model) != []
+        assert replica.engine.identity.weights == loaded.identity.weights == plain.identity.weights
     finally:
         replica.stop()
 

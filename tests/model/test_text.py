@@ -42,7 +42,7 @@ def decoded(text, ids):
 
 
 def rendered(text, messages, opening=True):
-    return text._chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
+    return text.chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
 
 
 @pytest.mark.parametrize("document", ["The code is 123456.", HOSTILE, "  spaces \n\n around \n"])
@@ -102,15 +102,15 @@ def test_plain_layout_is_the_text_alone(text):
 
 
 def test_a_bos_token_is_put_before_plain_text_and_protected(text):
-    text._chat.bos_token = "<|system|>"
-    text._chat.backend_tokenizer.post_processor = None
+    text.chat.bos_token = "<|system|>"
+    text.chat.backend_tokenizer.post_processor = None
     from tokenizers.processors import TemplateProcessing
 
     bos = text.decoder().token_to_id("<|system|>")
-    text._chat.backend_tokenizer.post_processor = TemplateProcessing(
+    text.chat.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|system|> $A", special_tokens=[("<|system|>", bos)]
     )
-    encoded = TextFormat(text._chat).document("Some text.", "plain")
+    encoded = TextFormat(text.chat).document("Some text.", "plain")
     assert encoded.token_ids[0] == bos
     assert encoded.protected_prefix == 1
 
@@ -194,12 +194,12 @@ def test_a_tokenizer_without_a_template_is_plain():
 
 def test_digests_change_with_tokenizer_and_template(text):
     tokenizer, template = text.digests()
-    text._chat.chat_template = (text._chat.chat_template or "") + " "
-    changed = TextFormat(text._chat)
+    text.chat.chat_template = (text.chat.chat_template or "") + " "
+    changed = TextFormat(text.chat)
     assert changed.digests()[0] == tokenizer
     assert changed.digests()[1] != template
-    text._chat.add_tokens(["zyzzyva"])
-    assert TextFormat(text._chat).digests()[0] != tokenizer
+    text.chat.add_tokens(["zyzzyva"])
+    assert TextFormat(text.chat).digests()[0] != tokenizer
 
 
 @pytest.mark.parametrize("sample", [HOSTILE, "aaaaaaaaaaaaaaaa" * 9, "日本語 🙂", "the report was read " * 30, ""])

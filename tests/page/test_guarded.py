@@ -59,8 +59,8 @@ def fill(home: Path) -> None:
             cache_id = "kvs_" + digest("test.page", str(number))
             manifest = template.model_copy(update={"id": cache_id, "name": f"number {number}"})
             writing = Writing(cache_id, cache_id, "many", 1)
-            store._index.begin(writing, Quota())
-            store._index.publish(writing, manifest, over=None, cost_s=1.0, now=manifest.created_at)
+            store.index.begin(writing, Quota())
+            store.index.publish(writing, manifest, over=None, cost_s=1.0, now=manifest.created_at)
 
 
 def enter(page: Page, key: str) -> None:

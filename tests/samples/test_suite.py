@@ -12,8 +12,8 @@ from kvshelf.errors import InvalidRequest
 from kvshelf.samples.suite import (
     HAYSTACK_NAMES,
     TASK_NAMES,
-    Ask,
-    Score,
+    AnswerScore,
+    CaseAsk,
     digits_at_place,
     fits,
     make_case,
@@ -71,8 +71,8 @@ def test_words_are_asked_for_in_a_task_of_their_own(count):
     assert not re.search(r"\d{3}", case.text)
     for ask in case.asks:
         assert re.fullmatch(r"[a-z]+ [a-z]+", *ask.references)
-        assert score(ask, ask.references[0]) == Score(True, 1.0)
-        assert score(ask, ask.references[0].split()[0]) == Score(False, 0.0)
+        assert score(ask, ask.references[0]) == AnswerScore(True, 1.0)
+        assert score(ask, ask.references[0].split()[0]) == AnswerScore(False, 0.0)
 
 
 GOLDEN = {
@@ -134,18 +134,18 @@ def test_what_does_not_fit_is_refused_by_name(count, task, haystack):
 @pytest.mark.parametrize(
     ("references", "answer", "expected"),
     [
-        (("482",), "482", Score(True, 1.0)),
-        (("482",), "It is 482.", Score(True, 1.0)),
-        (("482",), "4821", Score(False, 0.0)),
-        (("482",), "", Score(False, 0.0)),
-        (("17", "28", "39", "40"), "40, 17 and 39", Score(False, 0.75)),
-        (("17", "28", "39", "40"), "39 40 17 28", Score(True, 1.0)),
-        (("amber", "iron"), "Iron; AMBER", Score(True, 1.0)),
-        (("amber", "iron"), "environment amber", Score(False, 0.5)),
+        (("482",), "482", AnswerScore(True, 1.0)),
+        (("482",), "It is 482.", AnswerScore(True, 1.0)),
+        (("482",), "4821", AnswerScore(False, 0.0)),
+        (("482",), "", AnswerScore(False, 0.0)),
+        (("17", "28", "39", "40"), "40, 17 and 39", AnswerScore(False, 0.75)),
+        (("17", "28", "39", "40"), "39 40 17 28", AnswerScore(True, 1.0)),
+        (("amber", "iron"), "Iron; AMBER", AnswerScore(True, 1.0)),
+        (("amber", "iron"), "environment amber", AnswerScore(False, 0.5)),
     ],
 )
 def test_references_are_found_as_words_of_their_own(references, answer, expected):
-    assert score(Ask("?", references), answer) == expected
+    assert score(CaseAsk("?", references), answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_references_are_found_as_words_of_their_own(references, answer, expected
 )
 def test_a_long_number_is_scored_digit_by_digit(reference, answer, share):
     assert digits_at_place(reference, answer) == share
-    assert score(Ask("?", (reference,), by_place=True), answer) == Score(share == 1.0, share)
+    assert score(CaseAsk("?", (reference,), by_place=True), answer) == AnswerScore(share == 1.0, share)

@@ -65,7 +65,7 @@ def test_nothing_is_imported_that_a_machine_with_a_card_need_not_have():
     code = f"import sys\nfor name in {ABSENT!r}: sys.modules[name] = None\nimport {modules}, scripts.gpu_parts.__main__"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, check=False,
-        env=gpu._environment(None, ()),
+        env=gpu.environment_of(None, ()),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -78,20 +78,20 @@ def test_a_part_that_hangs_is_killed_and_keeps_its_rows(tmp_path):
     part_in(tmp_path).row("measured before", 1.0)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"part": "decode", "na')
-    ended = gpu._ran(gpu.Task("decode", 60, "a goal"), tmp_path, None, 0.1, given(tmp_path))
+    ended = gpu.ran(gpu.Task("decode", 60, "a goal"), tmp_path, None, 0.1, given(tmp_path))
     assert ended["state"] == "out of time"
     assert ended["seconds"] < 30
     report = {"toy": True, "machine": {"card": None, "sources": "s"}, "parts": [ended], "seconds": 1.0}
-    gpu._write(tmp_path, report)
+    gpu.write(tmp_path, report)
     told = (tmp_path / "gpu.md").read_text()
     assert "- decode: out of time" in told
     assert "measured before" in told
     assert "half a row" in told
-    assert gpu._wrong(report)
+    assert gpu.what_is_wrong(report)
 
 
 def test_a_part_that_fails_says_why(tmp_path):
-    ended = gpu._ran(gpu.Task("no_such_part", 60, "a goal"), tmp_path, None, 60, given(tmp_path))
+    ended = gpu.ran(gpu.Task("no_such_part", 60, "a goal"), tmp_path, None, 60, given(tmp_path))
     assert ended["state"] == "done"
     error, whole = rows_in(tmp_path)
     assert "ModuleNotFoundError" in error["error"]
@@ -122,7 +122,7 @@ def test_goals_that_are_missed_come_first(tmp_path):
     part.row("met", 1.005, "times", at_most=1.01)
     part.row("absent", None, at_least=2.0)
     ended = {"name": "decode", "goal": "g", "state": "done", "seconds": 1.0, "most_s": 2.0}
-    gpu._write(tmp_path, {"toy": False, "machine": {"card": "H", "sources": "s"}, "parts": [ended], "seconds": 1.0})
+    gpu.write(tmp_path, {"toy": False, "machine": {"card": "H", "sources": "s"}, "parts": [ended], "seconds": 1.0})
     short = (tmp_path / "gpu.md").read_text().partition("## decode")[0]
     assert "| decode | near | 0.59 of the limit | at least 0.6 | 0.98 | a / b |" in short
     assert "| decode | absent | not measured | at least 2 |" in short
@@ -141,9 +141,9 @@ def test_wheels_of_another_python_are_left_alone(tmp_path):
     ):
         with zipfile.ZipFile(wheels / f"{name}-1.0-{tag}.whl", "w") as archive:
             archive.writestr(f"{name}.py", "")
-    assert gpu._unpacked(wheels, site) == site
+    assert gpu.unpacked(wheels, site) == site
     assert sorted(path.name for path in site.iterdir()) == ["mine.py", "pure.py", "stable.py"]
-    assert gpu._unpacked(tmp_path / "nothing", site) is None
+    assert gpu.unpacked(tmp_path / "nothing", site) is None
 
 
 def test_positions_are_recorded_as_bits():
@@ -182,7 +182,7 @@ def test_parts_put_their_tensors_where_the_model_is(name, tmp_path):
     from kvshelf.kernels import rates
 
     with devices(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rates._BUFFER_BYTES, ONE.type, 1 << 20)
+        patch.setitem(rates.BUFFER_BYTES, ONE.type, 1 << 20)
         patch.setattr(Asked, "information", by_the_cpu(Asked.information))
         part = part_in(tmp_path, name, device=ONE, seconds=600)
         import_module(f"scripts.gpu_parts.{name}").measure(part)

@@ -58,7 +58,7 @@ class FamilyWalk:
 
     def check(self) -> None:
         """Reference counts, names, bytes and victims."""
-        index = self._store._index
+        index = self._store.index
         owned = {known.name: line for line, known in self._known.items() if known.state == "ready"}
         references = Counter(base for line in owned.values() for base in self._known[line].bases)
         entries = {entry.name: entry for entry in index.stored()}
@@ -144,9 +144,9 @@ class FamilyWalk:
         self._clock.time += self._chance.choice([3, 20])
 
     def _evict(self) -> None:
-        victims = self._store._index.victims(1)
+        victims = self._store.index.victims(1)
         if victims:
-            assert housekeeping.make_room(self._store._index, self._store._blobs, 1, self._clock.time)
+            assert housekeeping.make_room(self._store.index, self._store.blobs, 1, self._clock.time)
             line = next(line for line, known in self._known.items() if known.name == victims[0].name)
             self._known[line].state = "evicted"
 
@@ -186,7 +186,7 @@ class FamilyWalk:
         return self._store.cache_id(self._cache(line).identity)
 
     def _entry(self, line: Line) -> Entry:
-        entry = self._store._index.find(self._id(line), "default")
+        entry = self._store.index.find(self._id(line), "default")
         assert entry is not None
         return entry
 

@@ -212,7 +212,7 @@ def remove_late_arrivals(store: Shelf) -> None:
     """Remove what requests of a killed writer wrote after its bytes were swept; a sweep does so after an hour."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(housekeeping, "ORPHAN_GRACE_S", -60.0)  # the server's clock has whole seconds
-        housekeeping.remove_orphans(store._index, store._blobs)
+        housekeeping.remove_orphans(store.index, store.blobs)
 
 
 def flip(data: bytearray) -> bytearray:

@@ -61,13 +61,13 @@ def put_all(store: Store, caches: list[CompressedCache], **fields: Any) -> list[
 
 def bytes_of(store: Shelf, cache_id: str) -> int:
     """Those of a cache's own file."""
-    entry = store._index.find(cache_id, "default")
+    entry = store.index.find(cache_id, "default")
     assert entry is not None
     return entry.nbytes
 
 
 def bases_of(store: Shelf, cache_id: str) -> int:
-    entry = store._index.find(cache_id, "default")
+    entry = store.index.find(cache_id, "default")
     assert entry is not None
     return len(entry.bases)
 
@@ -209,7 +209,7 @@ def test_only_caches_that_are_no_base_are_evicted(place: Place, clock: Clock) ->
         made = put_all(store, caches)
         rules = Rules(quota=Quota(budget_bytes=store.usage().bytes + 1000))
     with place.open(now=clock, rules=rules) as store:
-        assert [entry.id for entry in store._index.victims(9)] == [made[2].id]
+        assert [entry.id for entry in store.index.victims(9)] == [made[2].id]
         for seed in range(7, 12):
             kept = {store.put(big(seed), timings=Timings(prefill_s=100.0)).id}
             gone = [each for each in made if each.id not in {found.id for found in store.list().data}]
@@ -486,11 +486,11 @@ def test_tiers_hold_whole_caches(tiered: TieredStore, place: Place, tmp_path: Pa
 def test_a_tier_drops_a_parent_alone(tiered: TieredStore) -> None:
     caches = family(2)
     made = put_all(tiered, caches)
-    for tier in tiered._tiers.all:
+    for tier in tiered.tiers.all:
         assert tier.drop(made[0].id, "default")
         assert tier.open_blob(made[1]) is not None
     require_equal(caches[0], tiered.get(made[0].id))
-    assert all(tier.open_blob(made[0]) is not None for tier in tiered._tiers.all)
+    assert all(tier.open_blob(made[0]) is not None for tier in tiered.tiers.all)
 
 
 def test_damage_at_home_is_mended_from_a_tier(tiered: TieredStore, place: Place) -> None:
@@ -499,7 +499,7 @@ def test_damage_at_home_is_mended_from_a_tier(tiered: TieredStore, place: Place)
     made = put_all(tiered, caches)
     place.change(made[0], flip)
     assert sum(found.problem is not None for found in tiered.scrub()) == 3
-    home = tiered._home
+    home = tiered.home
     for manifest, cache in zip(made, caches, strict=True):
         require_equal(cache, home.get(manifest.id))
     assert [bases_of(home, each.id) for each in made] == [0, 0, 0]
@@ -521,7 +521,7 @@ def test_a_home_that_lost_everything_learns_of_parents_again(
                 continue
             store.sweep()
             for manifest, cache in zip(made, caches, strict=True):
-                require_equal(cache, store._home.get(manifest.id))
+                require_equal(cache, store.home.get(manifest.id))
             assert {each.id for each in store.list(parent_id=made[0].id).data} == {made[1].id}
             with pytest.raises(CacheHasChildren, match="2 caches"):
                 store.delete(made[0].id)

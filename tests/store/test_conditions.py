@@ -116,14 +116,14 @@ def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens
     place = RedisPlace(shared_valkey)
     with place.open() as ours, place.open() as theirs:
         seen = ours.put(make_cache(), ttl_s=100, source="its text")
-        rewrite = theirs._index.swap
+        rewrite = theirs.index.swap
 
         def overtaken(*args: Any) -> bool:
             changed = rewrite(*args)
             ours.update(seen.id, ttl_s=5000)
             return changed
 
-        monkeypatch.setattr(theirs._index, "swap", overtaken)
+        monkeypatch.setattr(theirs.index, "swap", overtaken)
         theirs.update(seen.id, ttl_s=30)
         assert ours.stat(seen.id).expires_at == pytest.approx(time.time() + 5000, abs=60)
         client = shared_valkey.client()
@@ -135,11 +135,11 @@ def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens
 
 
 def _before_burying(shelf: Shelf, call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    bury = shelf._index.bury
+    bury = shelf.index.bury
 
     def late(*args: Any) -> bool:
-        monkeypatch.setattr(shelf._index, "bury", bury)
+        monkeypatch.setattr(shelf.index, "bury", bury)
         call()
         return bury(*args)
 
-    monkeypatch.setattr(shelf._index, "bury", late)
+    monkeypatch.setattr(shelf.index, "bury", late)

@@ -84,7 +84,7 @@ def require_sound(
         assert store.check() == []
         if place.kind == "objects":
             remove_late_arrivals(store)
-        needed = {name for entry in store._index.stored() for name, _ in entry.needed()}
+        needed = {name for entry in store.index.stored() for name, _ in entry.needed()}
         assert place.names() == needed
         assert kept is None or len(needed) == len(visible) + kept
     return visible
@@ -242,14 +242,14 @@ def test_killed_in_the_middle_of_a_cascade(place: Place, deleted: int) -> None:
 
     def work() -> None:
         with place.open() as store:
-            bury, left = store._index.bury, iter(range(deleted))
+            bury, left = store.index.bury, iter(range(deleted))
 
             def die(*args: Any) -> bool:
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return bury(*args)
 
-            store._index.bury = die  # type: ignore[method-assign]
+            store.index.bury = die  # type: ignore[method-assign]
             store.delete(ids[0], cascade=True)
 
     assert place.start(work).wait() == -signal.SIGKILL
@@ -365,7 +365,7 @@ def test_a_cache_is_durable_before_it_is_visible(home: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", watched)
     with DiskStore.open(home, on_step=events.append) as store:
         store.put(make_cache())
-        with store._index._database.read() as connection:
+        with store.index.database.read() as connection:
             assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2, "a commit waits for the disk"
             assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert events == ["created", "written", "fsync kvb", "fsync blobs", "synced", "verified", "published", "replaced"]

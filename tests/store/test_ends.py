@@ -76,7 +76,7 @@ class Copies:
     def contents(self) -> Iterator[bytes]:
         if self.folder.folder.exists():
             yield from self.folder.contents()
-        for copy in self.ram._copies.values():
+        for copy in self.ram.copies.values():
             yield copy.manifest.model_dump_json().encode()
             yield repr(copy.summary.header).encode()
             yield bytes(copy.body)
@@ -137,9 +137,9 @@ def expire(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  #
 
 def evict(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
     for cache_id in (things.turn, things.root):
-        entry = shelf._index.find(cache_id, "default")
+        entry = shelf.index.find(cache_id, "default")
         assert entry is not None
-        assert housekeeping.bury(shelf._index, shelf._blobs, entry, "evicted", clock.time)
+        assert housekeeping.bury(shelf.index, shelf.blobs, entry, "evicted", clock.time)
 
 
 def delete(shelf: Shelf, place: Place, things: Things, clock: Clock) -> None:  # noqa: ARG001
@@ -274,7 +274,7 @@ def die_after(count: int, *shelves: Shelf) -> None:
         return taken
 
     for shelf in shelves:
-        parts = {"_index": shelf._index, "_blobs": shelf._blobs, "jobs": shelf._index.jobs}
+        parts = {"_index": shelf.index, "_blobs": shelf.blobs, "jobs": shelf.index.jobs}
         for part, names in _CHANGING.items():
             for name in names:
                 setattr(parts[part], name, counted(getattr(parts[part], name)))
@@ -360,7 +360,7 @@ def test_a_kill_between_any_two_steps_leaves_no_text(place: Place, clock: Clock,
 
 def tiers_swept(place: Place, clock: Clock, folder: Path, count: int) -> None:
     with with_tiers(place, folder, clock) as (store, home, _):
-        die_after(count, home, store._tiers.all[1]._store)  # type: ignore[attr-defined]
+        die_after(count, home, store.tiers.all[1].store)  # type: ignore[attr-defined]
         store.sweep()
 
 

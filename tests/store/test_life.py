@@ -71,7 +71,7 @@ def test_no_cache_is_kept_longer_than_the_maximum(place: Place, clock: Clock) ->
         with pytest.raises(InvalidRequest, match="no expiry"):
             shelf.update(manifest.id, ttl_s=None)
         assert shelf.update(manifest.id, ttl_s=10).expires_at == clock.time + 10
-        assert place.names() == {shelf._index.find(manifest.id, "default").name}  # type: ignore[union-attr]
+        assert place.names() == {shelf.index.find(manifest.id, "default").name}  # type: ignore[union-attr]
 
 
 # Renewal by use
@@ -114,7 +114,7 @@ def test_a_use_shortens_no_life_and_uses_close_to_each_other_write_once(shelf: S
     shelf.update(made.id, ttl_s=100, ttl_renew_s=100)
 
     def version() -> int:
-        entry = shelf._index.find(made.id, "default")
+        entry = shelf.index.find(made.id, "default")
         assert entry is not None
         return entry.version
 
@@ -292,14 +292,14 @@ def test_room_that_others_take_is_made_again(place: Place, clock: Clock, monkeyp
     with place.open(now=clock, rules=budget) as ours, place.open(now=clock, rules=budget) as theirs:
         for seed in range(3):
             ours.put(make_cache(seed))
-        begin, faster = ours._index.begin, iter(range(3, 8))
+        begin, faster = ours.index.begin, iter(range(3, 8))
 
         def late(*args: Any) -> None:
             if (seed := next(faster, None)) is not None:
                 theirs.put(make_cache(seed))
             begin(*args)
 
-        monkeypatch.setattr(ours._index, "begin", late)
+        monkeypatch.setattr(ours.index, "begin", late)
         mine = ours.put(make_cache(9))
         assert list(faster) == [], "all of them were faster"
         require_equal(make_cache(9), ours.get(mine.id))
@@ -313,7 +313,7 @@ def test_what_another_evicted_first_is_room_as_well(
     budget = rules(budget_bytes=SIZE)
     with place.open(now=clock, rules=budget) as ours, place.open(now=clock, rules=budget) as theirs:
         first = ours.put(make_cache(0))
-        victims = ours._index.victims
+        victims = ours.index.victims
 
         def listed(limit: int) -> Any:
             found = victims(limit)
@@ -321,7 +321,7 @@ def test_what_another_evicted_first_is_room_as_well(
             monkeypatch.undo()
             return found
 
-        monkeypatch.setattr(ours._index, "victims", listed)
+        monkeypatch.setattr(ours.index, "victims", listed)
         second = ours.put(make_cache(1))
         require_equal(make_cache(1), ours.get(second.id))
         with pytest.raises(CacheNotFound):  # evicted, it would raise `CacheExpired`: the other was faster
@@ -410,7 +410,7 @@ def test_a_scrub_reads_everything_and_sets_aside_what_is_corrupt(place: Place) -
     with place.open() as shelf:
         manifests = [shelf.put(make_cache(seed), tenant=f"t{seed % 2}", source="text") for seed in range(4)]
         assert [found.problem for found in shelf.scrub()] == [None] * 4
-        shelf._blobs.remove(shelf._index.find(manifests[1].id, "t1").name, SIZE)  # type: ignore[union-attr, arg-type]
+        shelf.blobs.remove(shelf.index.find(manifests[1].id, "t1").name, SIZE)  # type: ignore[union-attr, arg-type]
         found = {one.id: one.problem for one in shelf.scrub()}
         assert [found[m.id] is None for m in manifests] == [True, False, True, True]
         with pytest.raises(CacheCorrupt):
@@ -424,9 +424,9 @@ def sealed(*keys: int) -> Rules:
 def holds(shelf: Shelf, cache: CompressedCache) -> bool:
     """Whether plain bytes of a cache lie in the home."""
     needle = cache.layers[0].keys.numpy().tobytes()[:64]
-    entry = shelf._index.find(shelf.cache_id(cache.identity), "default")
+    entry = shelf.index.find(shelf.cache_id(cache.identity), "default")
     assert entry is not None
-    file = shelf._blobs.open(entry.name or "", entry.nbytes)
+    file = shelf.blobs.open(entry.name or "", entry.nbytes)
     assert file is not None
     with file:
         return needle in (file.read(entry.nbytes) or b"")

@@ -304,13 +304,13 @@ def test_object_storage_sends_no_more_than_was_asked_for(
 ) -> None:
     """But for gaps that take less time than a request."""
     asked: list[int] = []
-    fetch = ObjectBlobs._range
+    fetch = ObjectBlobs.fetch_range
 
     def counted(blobs: ObjectBlobs, path: str, start: int, stop: int) -> memoryview:
         asked.append(stop - start)
         return fetch(blobs, path, start, stop)
 
-    monkeypatch.setattr(ObjectBlobs, "_range", counted)
+    monkeypatch.setattr(ObjectBlobs, "fetch_range", counted)
     place = ObjectsPlace(DiskPlace(tmp_path / "home"), shared_s3, start_child)
     with place.open() as shelf:
         manifest = shelf.put(make_cache(num_tokens=6000, lengths=((6000, 5500),), dims=(64, 64)))
@@ -334,7 +334,7 @@ def tiered(folder: Path) -> Iterator[TieredStore]:
 def test_tiers_give_runs(tmp_path: Path, first: str, dropped: int) -> None:
     with tiered(tmp_path) as store:
         manifest = store.put(long_cache())
-        for tier in store._tiers.all[:dropped]:
+        for tier in store.tiers.all[:dropped]:
             tier.drop(manifest.id, manifest.tenant)
         with store.open_parts(manifest.id) as parts:
             assert parts.place == first
@@ -350,7 +350,7 @@ def test_tiers_give_runs(tmp_path: Path, first: str, dropped: int) -> None:
 def test_a_damaged_copy_on_disk_is_left_for_the_home(tmp_path: Path) -> None:
     with tiered(tmp_path) as store:
         manifest = store.put(long_cache())
-        store._tiers.all[0].drop(manifest.id, manifest.tenant)
+        store.tiers.all[0].drop(manifest.id, manifest.tenant)
         header = blob.inspect(long_cache().to_bytes()).header
         start = manifest.bytes_stored - 40 - header.body_bytes + header.layers[0].run_spans(3)[0].offset
         with store.open_parts(manifest.id) as parts:

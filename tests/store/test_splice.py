@@ -219,7 +219,7 @@ def test_the_bytes_of_another_tenant_are_no_base(tmp_path: Path, sealed: bool) -
         theirs = store.put(root, tenant="you")
         mine = store.put(root)
         manifest = store.put(child, parent_id=mine.id)
-        entry, other = store._index.find(manifest.id, "default"), store._index.find(theirs.id, "you")
+        entry, other = store.index.find(manifest.id, "default"), store.index.find(theirs.id, "you")
         assert entry is not None
         assert other is not None
         require_equal(child, store.get(manifest.id))

@@ -91,7 +91,7 @@ def test_rules_hold_for_the_home_and_not_for_copies(tmp_path: Path) -> None:
 def test_sizes(tmp_path: Path, text: str, size: int) -> None:
     with open_store(f"ram:{text}+disk://{tmp_path}/home") as store:
         assert isinstance(store, TieredStore)
-        assert store._tiers.all[0].max_bytes == size  # type: ignore[attr-defined]
+        assert store.tiers.all[0].max_bytes == size  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

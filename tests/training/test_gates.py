@@ -17,12 +17,12 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.gate_file import Gates, gate_path, own_tensors
 from kvshelf.samples.suite import HELD_OUT, LESSONS, lesson_case
 from kvshelf.training.gates import trainer
-from kvshelf.training.gates.behind import Read
+from kvshelf.training.gates.behind import ReadBehind
 from kvshelf.training.gates.distill import SHARE, excess, gating, kept
 from kvshelf.training.gates.lessons import Lesson, answered
 from kvshelf.training.gates.lookahead import divergence
 from kvshelf.training.gates.objectives import objective, trained_policy
-from kvshelf.training.gates.trainer import Checkpoint, Settings, Trainer, rank_correlation
+from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings, rank_correlation
 from kvshelf.training.observing import observe
 from tests.conftest import save_random_model
 from tests.methods.policies.gates import GATED, random_gates
@@ -47,7 +47,7 @@ def short(monkeypatch):
 
 def training(engine, name, output, *, steps=4, width=4, seed=0):
     made = objective(POLICIES[name], engine, width)
-    return Trainer(engine, made, lessons(engine), Settings(steps, 512, seed), Checkpoint(output))
+    return Trainer(engine, made, lessons(engine), TrainingSettings(steps, 512, seed), Checkpoint(output))
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_logits_behind_a_document_are_the_models(tiny):
     document = observed.job.document
     with torch.no_grad():
         for probe, rows in zip(observed.passes, observed.answering, strict=True):
-            made = Read.of(tiny, document.token_ids).logits(probe, rows)
+            made = ReadBehind.of(tiny, document.token_ids).logits(probe, rows)
             own = tiny.model(torch.tensor([[*document.token_ids, *probe.token_ids]])).logits[0, -rows:]
             torch.testing.assert_close(made, own, rtol=1e-4, atol=1e-3)
 
@@ -195,7 +195,7 @@ def test_what_is_left_is_beta_to_the_age():
 def test_gates_that_keep_all_change_no_prediction(tiny, name):
     family = POLICIES[name].family
     observed = answered(tiny, lessons(tiny)(0))
-    document = Read.of(tiny, observed.job.document.token_ids)
+    document = ReadBehind.of(tiny, observed.job.document.token_ids)
     outputs = {layer: torch.full((2, observed.job.num_tokens), 60.0) for layer in range(4)}
     with torch.no_grad():
         plain = document.logits(observed.passes[0], observed.answering[0])

@@ -20,8 +20,8 @@ ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compressio
 
 
 def sample_of(engine, needle):
-    found = head_search._answered(engine, needle)
-    return head_search._sample(engine, needle, found["asked"], found["answer"])
+    found = head_search.answered_share(engine, needle)
+    return head_search.head_sample(engine, needle, found["asked"], found["answer"])
 
 
 @pytest.fixture(scope="module")

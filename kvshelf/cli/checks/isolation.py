@@ -195,7 +195,7 @@ def _mark() -> str:
     return secrets.token_hex(8)
 
 
-def _unknown(id: str) -> str:
+def nobodys(id: str) -> str:
     """An id of the same form that nobody has."""
     return re.sub(r"[0-9a-f]{8,}", lambda match: secrets.token_hex(len(match[0]))[: len(match[0])], id)
 
@@ -220,17 +220,21 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("extensions", "GET", "/v1/caches?parent_id={}", None),
         ("next page", "GET", "/v1/caches?after={}", None),
     ):
-        yield Lookup(what, method, path, body), id, _unknown(id)
+        yield Lookup(what, method, path, body), id, nobodys(id)
     for what, method, path, body in (
         ("verify", "POST", "/v1/caches/{}/verify", None),
         ("change", "PATCH", "/v1/caches/{}", {"name": "a stranger's"}),
         ("delete", "DELETE", "/v1/caches/{}", None),
     ):
-        yield Lookup(what, method, path, body, timed=False), id, _unknown(id)
-    yield Lookup("documents", "GET", "/v1/caches?document_id={}"), cache["document_id"], _unknown(cache["document_id"])
+        yield Lookup(what, method, path, body, timed=False), id, nobodys(id)
+    yield (
+        Lookup("documents", "GET", "/v1/caches?document_id={}"),
+        cache["document_id"],
+        nobodys(cache["document_id"]),
+    )
     yield Lookup("names", "GET", "/v1/caches?name={}"), mark, _mark()
     yield Lookup("labels", "GET", "/v1/caches?label.mark={}"), mark, _mark()
-    yield Lookup("short ids", "GET", "/v1/caches?id_prefix={}"), id[:12], _unknown(id)[:12]
+    yield Lookup("short ids", "GET", "/v1/caches?id_prefix={}"), id[:12], nobodys(id)[:12]
     query = {"query": "the word {}", "model": model}
     yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
     yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
@@ -251,18 +255,18 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("batch", "GET", "/v1/batches/{}", batch_id),
         ("batch events", "GET", "/v1/batches/{}/events", batch_id),
     ):
-        yield Lookup(what, method, path), of, _unknown(of)
-    yield Lookup("file delete", "DELETE", "/v1/files/{}", timed=False), file_id, _unknown(file_id)
-    yield Lookup("batch cancel", "POST", "/v1/batches/{}/cancel", timed=False), batch_id, _unknown(batch_id)
+        yield Lookup(what, method, path), of, nobodys(of)
+    yield Lookup("file delete", "DELETE", "/v1/files/{}", timed=False), file_id, nobodys(file_id)
+    yield Lookup("batch cancel", "POST", "/v1/batches/{}/cancel", timed=False), batch_id, nobodys(batch_id)
     of_file = {"input_file_id": "{}", "endpoint": "/v1/caches"}
-    yield Lookup("batch of a file", "POST", "/v1/batches", of_file, timed=False), file_id, _unknown(file_id)
+    yield Lookup("batch of a file", "POST", "/v1/batches", of_file, timed=False), file_id, nobodys(file_id)
 
     question = {"model": model, "cache_id": id, "input": "Say one word.", "max_output_tokens": 1, "store": True}
     response_id = owner.make("/v1/responses", question)["id"]
-    yield Lookup("response", "GET", "/v1/responses/{}"), response_id, _unknown(response_id)
+    yield Lookup("response", "GET", "/v1/responses/{}"), response_id, nobodys(response_id)
     follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
-    yield Lookup("next response", "POST", "/v1/responses", follow), response_id, _unknown(response_id)
-    yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, _unknown(response_id)
+    yield Lookup("next response", "POST", "/v1/responses", follow), response_id, nobodys(response_id)
+    yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, nobodys(response_id)
 
 
 def _await(party: Party, path: str) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from kvshelf.cli.output import HarmlessConsole, harmless, say_json
 from kvshelf.terminal import json_or_text
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from kvshelf.client import Client
 
 EXIT_CODES = """\b
@@ -153,11 +151,11 @@ class Failures:
 
 
 @contextmanager
-def connected(url: str | None, *, as_json: bool) -> Iterator[Client]:
-    """A client of the service at `url`, with `named_errors` around it."""
+def connected(url: str | None) -> Iterator[Client]:
+    """A client of the service at `url`."""
     from kvshelf.client import Client
 
-    with named_errors(as_json=as_json), Client(url) as client:
+    with Client(url) as client:
         yield client
 
 
@@ -169,10 +167,6 @@ def written(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise errors.InvalidRequest(f"cannot write {path}: {error.strerror}", param="--output") from error
-
-
-def print_object(obj: BaseModel) -> None:
-    say_json(obj)
 
 
 def pairs(texts: Sequence[str] | None, option: str) -> dict[str, str]:

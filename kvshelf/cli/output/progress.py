@@ -135,7 +135,7 @@ class Spent:
 def _display(progress: Progress) -> Group:
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=60)
     workers = _workers(progress) if len(progress.workers) > 1 else ""
-    return Group(Text(_headline(progress)), bar, Text(_numbers(progress), style="dim"), workers)
+    return Group(Text(_headline(progress)), bar, Text(numbers_told(progress), style="dim"), workers)
 
 
 def _headline(progress: Progress) -> str:
@@ -145,7 +145,7 @@ def _headline(progress: Progress) -> str:
     return f"{progress.state}{reason}: {progress.done + progress.failed:,}{of} documents, {progress.fraction:.0%}{left}"
 
 
-def _numbers(progress: Progress) -> str:
+def numbers_told(progress: Progress) -> str:
     return (
         f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
         f"{common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "

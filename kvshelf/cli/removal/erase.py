@@ -10,7 +10,7 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options
 from kvshelf.cli.checks import stores
-from kvshelf.cli.output import common, say
+from kvshelf.cli.output import common, say, say_json
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def erase(
     encryption_key_file: _options.KeyFile = None,
     erasure_key_file: SigningKey = None,
     url: _options.Url = None,
-    as_json: _options.AsJson = False,
+    as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Erase everything of a subject, and print the receipt as JSON.
 
@@ -46,29 +46,28 @@ def erase(
     service, or with --store directly in a store, with the copies of its tiers on this machine. After a stop, the same
     command goes on.
     """
-    with common.named_errors(as_json=as_json):
-        if not any(fields[name] for name in ("labels", "name")) and fields["tenant"] is None:
-            raise InvalidRequest(
-                "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
-                param="--label",
-            )
-        if store is None:
-            receipt = _by_service(url, fields)
-        else:
-            with stores.opened(store, encryption_key_file) as shelf:
-                from kvshelf.store.erasure.eraser import Subject
-                from kvshelf.store.erasure.signing import Signer, sealed
+    if not any(fields[name] for name in ("labels", "name")) and fields["tenant"] is None:
+        raise InvalidRequest(
+            "say what is to be erased: --label subject=X, --name NAME, or --tenant NAME for everything of it",
+            param="--label",
+        )
+    if store is None:
+        receipt = _by_service(url, fields)
+    else:
+        with stores.opened(store, encryption_key_file) as shelf:
+            from kvshelf.store.erasure.eraser import Subject
+            from kvshelf.store.erasure.signing import Signer, sealed
 
-                signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
-                tenant, labels = fields["tenant"] or _TENANT, fields["labels"] or {}
-                subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
-                receipt = sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
-        if output is None:
-            common.print_object(receipt)
-        else:
-            with common.written(output) as file:
-                file.write(receipt.model_dump_json().encode())
-            say(output)
+            signer = None if erasure_key_file is None else Signer.read(erasure_key_file)
+            tenant, labels = fields["tenant"] or _TENANT, fields["labels"] or {}
+            subject = Subject(tenant=tenant, labels=labels, name=fields["name"])
+            receipt = sealed(shelf.erase(subject, dry_run=bool(fields["dry_run"])), signer)
+    if output is None:
+        say_json(receipt)
+    else:
+        with common.written(output) as file:
+            file.write(receipt.model_dump_json().encode())
+        say(output)
     common.notes.print(_told(receipt), soft_wrap=True)
 
 
@@ -99,7 +98,7 @@ def verify_receipt(
     ] = None,
 ) -> None:
     """Check the digest and the signature of a receipt."""
-    with common.named_errors(), needs_extra("serve", purpose="the digest of a receipt"):
+    with needs_extra("serve", purpose="the digest of a receipt"):
         from kvshelf.api.caches import Erasure
         from kvshelf.store.erasure.signing import verify
 

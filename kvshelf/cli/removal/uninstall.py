@@ -72,19 +72,18 @@ def uninstall(
     remark stays: servers and buckets, key files, units of systemd and their settings, and what other programs may use.
     Stop the services first.
     """
-    with common.named_errors():
-        left = list(dict.fromkeys(found(os.environ, store)))
-        _show(left)
-        ours = [remainder for remainder in left if not remainder.remedy]
-        if dry_run or not ours:
-            return
-        if running := _running([remainder.place for remainder in ours]):
-            raise InvalidRequest(f"kvshelf runs (process {', '.join(running)}); stop it first", param="--yes")
-        if not yes and not (sys.stdin.isatty() and typer.confirm("Remove all that has no remark?")):
-            raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
-        for remainder in ours:
-            _remove(remainder)
-            say("removed", remainder.place)
+    left = list(dict.fromkeys(found(os.environ, store)))
+    _show(left)
+    ours = [remainder for remainder in left if not remainder.remedy]
+    if dry_run or not ours:
+        return
+    if running := running_in([remainder.place for remainder in ours]):
+        raise InvalidRequest(f"kvshelf runs (process {', '.join(running)}); stop it first", param="--yes")
+    if not yes and not (sys.stdin.isatty() and typer.confirm("Remove all that has no remark?")):
+        raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
+    for remainder in ours:
+        _remove(remainder)
+        say("removed", remainder.place)
     common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
@@ -160,7 +159,7 @@ def _there(what: What, place: str | None, remedy: str = "") -> Iterator[Left]:
         yield Left(what, str(path), _size(path), remedy)
 
 
-def _running(places: Sequence[str]) -> list[str]:
+def running_in(places: Sequence[str]) -> list[str]:
     """The processes of this user that are services or batches of kvshelf, or whose command names one of the places, as
     those of Ray name their sockets."""
     names: list[str] = []

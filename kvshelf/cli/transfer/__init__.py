@@ -105,20 +105,19 @@ def export_cache(
     from a running service, or with --store directly from a store. With --to llama.cpp it is the state of a sequence
     (`llama_state_seq_load_file`, llama-server's slots), with --to mlx a prompt cache of mlx-lm 0.32 or newer.
     """
-    with common.named_errors(as_json=as_json):
-        wanted.require_sound(store)
-        if store is None:
-            with common.connected(url, as_json=as_json) as client, common.notes.status(f"fetching {cache} ..."):
-                id = _references.id_at(client, cache)
-                if wanted.to is None:
-                    blob = client.caches.download(id, about=True)
-                else:
-                    blob = client.caches.export(id, wanted.to, **wanted.told)  # type: ignore[arg-type]
-                _write(wanted, path := wanted.path(output, id), [blob])
-        else:
-            with stores.opened(store, encryption_key_file) as shelf:
-                id = _references.id_in(shelf, cache)
-                _write(wanted, path := wanted.path(output, id), _stored(shelf, id, wanted))
+    wanted.require_sound(store)
+    if store is None:
+        with common.connected(url) as client, common.notes.status(f"fetching {cache} ..."):
+            id = _references.id_at(client, cache)
+            if wanted.to is None:
+                blob = client.caches.download(id, about=True)
+            else:
+                blob = client.caches.export(id, wanted.to, **wanted.told)  # type: ignore[arg-type]
+            _write(wanted, path := wanted.path(output, id), [blob])
+    else:
+        with stores.opened(store, encryption_key_file) as shelf:
+            id = _references.id_in(shelf, cache)
+            _write(wanted, path := wanted.path(output, id), _stored(shelf, id, wanted))
     size = path.stat().st_size
     if as_json:
         say_json({"id": id, "file": str(path), "bytes": size})
@@ -174,24 +173,23 @@ def import_cache(
     Writes through a running service, or with --store directly into a store. A service also refuses caches of models
     that it does not run, and keeps the document's text, after checking it against the cache.
     """
-    with common.named_errors(as_json=as_json):
-        from kvshelf.artifact.exported import MAGIC
+    from kvshelf.artifact.exported import MAGIC
 
-        blob = _read(file)
-        if fields["name"] is None and not blob.endswith(MAGIC):
-            fields["name"] = file.name
-        if store is None:
-            with (
-                common.connected(url, as_json=as_json) as client,
-                common.notes.status(f"sending {file} ..."),
-                _of_input(file),
-            ):
-                cache = client.caches.import_blob(blob, **fields)
-        else:
-            with _of_input(file), stores.opened(store, encryption_key_file) as shelf:
-                cache = put_export(shelf, blob, fields)
+    blob = _read(file)
+    if fields["name"] is None and not blob.endswith(MAGIC):
+        fields["name"] = file.name
+    if store is None:
+        with (
+            common.connected(url) as client,
+            common.notes.status(f"sending {file} ..."),
+            _of_input(file),
+        ):
+            cache = client.caches.import_blob(blob, **fields)
+    else:
+        with _of_input(file), stores.opened(store, encryption_key_file) as shelf:
+            cache = put_export(shelf, blob, fields)
     if as_json:
-        common.print_object(cache)
+        say_json(cache)
     else:
         say(cache.id)
 

@@ -66,22 +66,21 @@ def push(
     The caches that are named, and those with every --label. Everything is written and read back before the bundle
     appears; a reader finds the one before it or this one. It is signed and not encrypted.
     """
-    with common.named_errors(as_json=as_json):
-        with needs_extra("serve", purpose="kvshelf push"):
-            from kvshelf.store.bundles.bundle import push as push_bundle
-            from kvshelf.store.bundles.places import place_at
-            from kvshelf.store.erasure.signing import Signer
+    with needs_extra("serve", purpose="kvshelf push"):
+        from kvshelf.store.bundles.bundle import push as push_bundle
+        from kvshelf.store.bundles.places import place_at
+        from kvshelf.store.erasure.signing import Signer
 
-        if signing.key is None:
-            raise InvalidRequest("a bundle is signed; name the private key with --key", param="--key")
-        labels = common.pairs(label, "--label")
-        if not caches and not labels:
-            raise InvalidRequest("no cache was named; give some, or --label", param="CACHE")
-        signer = Signer.read(signing.key, param="--key")
-        with ExitStack() as stack:
-            exports = _exports(stack, shelf, caches or [], labels)
-            software = f"kvshelf {kvshelf.__version__}"
-            entry = push_bundle(place_at(place), signing.name, exports, signer, signing.producer, software)
+    if signing.key is None:
+        raise InvalidRequest("a bundle is signed; name the private key with --key", param="--key")
+    labels = common.pairs(label, "--label")
+    if not caches and not labels:
+        raise InvalidRequest("no cache was named; give some, or --label", param="CACHE")
+    signer = Signer.read(signing.key, param="--key")
+    with ExitStack() as stack:
+        exports = _exports(stack, shelf, caches or [], labels)
+        software = f"kvshelf {kvshelf.__version__}"
+        entry = push_bundle(place_at(place), signing.name, exports, signer, signing.producer, software)
     if as_json:
         say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})
     else:
@@ -101,22 +100,21 @@ def pull(
     Refused, before any is stored: a bundle whose key is not trusted, one that was changed, one of a newer format, one
     with caches of a model that the service does not run, and one older than another of the same name that was pulled.
     """
-    with common.named_errors(as_json=as_json):
-        with needs_extra("serve", purpose="kvshelf pull"):
-            from kvshelf.store.bundles.bundle import opened
-            from kvshelf.store.bundles.places import place_at
-            from kvshelf.store.bundles.trust import Trust
+    with needs_extra("serve", purpose="kvshelf pull"):
+        from kvshelf.store.bundles.bundle import opened
+        from kvshelf.store.bundles.places import place_at
+        from kvshelf.store.bundles.trust import Trust
 
-        signed = opened(place_at(place), Trust(trust), bundle)
-        with _importing(signed, shelf) as put:
-            signed.verify()
-            for export in signed.exports():
-                cache = put(export, fields)
-                if as_json:
-                    common.print_object(cache)
-                else:
-                    say(cache.id)
-        signed.taken()
+    signed = opened(place_at(place), Trust(trust), bundle)
+    with _importing(signed, shelf) as put:
+        signed.verify()
+        for export in signed.exports():
+            cache = put(export, fields)
+            if as_json:
+                say_json(cache)
+            else:
+                say(cache.id)
+    signed.taken()
     summary = f"{signed.about.name} number {signed.about.sequence}, signed by {signed.producer}"
     common.notes.print(summary, style="dim", soft_wrap=True)
 
@@ -129,13 +127,12 @@ def trust(
     file: TrustFile,
 ) -> None:
     """Trust bundles that are signed with a key. The file is made if it is missing; only its owner may read it."""
-    with common.named_errors():
-        with needs_extra("serve", purpose="kvshelf trust"):
-            from kvshelf.store.bundles.trust import Trust
-            from kvshelf.store.erasure.signing import public_key as read_key
+    with needs_extra("serve", purpose="kvshelf trust"):
+        from kvshelf.store.bundles.trust import Trust
+        from kvshelf.store.erasure.signing import public_key as read_key
 
-        key = read_key(public_key, param="KEY")
-        Trust(file).add(name, key)
+    key = read_key(public_key, param="KEY")
+    Trust(file).add(name, key)
     say(key)
 
 

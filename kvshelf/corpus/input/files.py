@@ -39,12 +39,12 @@ _TEXTS_PER_SHARD: Final = 256
 _EXTRACTED_PER_SHARD: Final = 16
 """Files of PDF and HTML, which take a second or more each: the first documents of a corpus should not wait long."""
 
-_AT_ONCE: Final = min(4, os.cpu_count() or 1)
+AT_ONCE: Final = min(4, os.cpu_count() or 1)
 """Files of a shard that are read at once: PDF and HTML in processes of their own, files of S3 over the network."""
 
 _LIMITS: Final = ExtractLimits(MAX_DOCUMENT_BYTES, 1 << 30, 60.0)
 
-_SHARD_BYTES: Final = 32 << 20
+SHARD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
@@ -140,7 +140,7 @@ class FileCorpus:
             else:
                 (extracted if _media_type(file) else texts).append(file)
         for files, most in ((texts, _TEXTS_PER_SHARD), (extracted, _EXTRACTED_PER_SHARD)):
-            for group in cut(files, lambda file: file.nbytes, most=most, size=_SHARD_BYTES):
+            for group in cut(files, lambda file: file.nbytes, most=most, size=SHARD_BYTES):
                 shards.append(DocumentShard(self._system, group, self._defaults, self._limits))
         return shards
 
@@ -168,7 +168,7 @@ class DocumentShard(_FileShard):
         self._limits = limits
 
     def read(self) -> Iterator[Row]:
-        with _event_loop() as loop, ThreadPoolExecutor(_AT_ONCE) as pool:
+        with _event_loop() as loop, ThreadPoolExecutor(AT_ONCE) as pool:
             yield from pool.map(partial(self._row, loop), self._files)
 
     def _row(self, loop: asyncio.AbstractEventLoop, file: InputFile) -> Row:

@@ -17,10 +17,9 @@ from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.row import CHARS_PER_TOKEN, Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
-from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
-from kvshelf.corpus.run.sampling import is_measured
+from kvshelf.corpus.run.runner import PAUSES, Pauses, RequestJob, Runner, refuse, stored_caches
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -140,7 +139,7 @@ class Asks(Protocol):
 @dataclass(eq=False)
 class RowCaller:
     """Sends rows to the engines, `slots` at a time, on one event loop. going: set while rows may begin. asks: for a
-    batch of questions. replicas: this caller's part of them, if there are several callers."""
+    batch of questions. replicas: this caller's part of them, if there are several callers. pauses: of its `Runner`."""
 
     engines: Mapping[str, RemoteEngine]
     store: Store
@@ -149,11 +148,12 @@ class RowCaller:
     slots: int
     asks: Asks | None = None
     replicas: float = 1.0
+    pauses: Pauses = PAUSES
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.slots)
         # Rows wait for a quota too: error rows would be of no use once there is space.
-        self._runner = Runner(errors.StoreError, errors.QuotaExceeded)
+        self._runner = Runner(errors.StoreError, errors.QuotaExceeded, pauses=self.pauses)
         self._begun: Counter[str] = Counter()  # by model
         self._shares = Shares(self.replicas)
         self.going = self._runner.going
@@ -326,3 +326,19 @@ def _level(manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "quality": None if manifest.quality is None else manifest.quality.model_dump(),
     }
+
+
+_SHARE: Final = 0.1
+CUE_TOKENS: Final = 58
+"""Tokens that a cue runs behind the full cache and the compressed one."""
+_TOKENS_OF_A_CUE, _FEWEST, _MOST = 128, 10, 48
+"""As of a fast probe (`kvshelf.engine.quality`, which needs torch; a front end has none)."""
+_DIGITS: Final = 8
+
+
+def is_measured(row_id: str, characters: int) -> bool:
+    """Whether the row with this id is of the sample: each with the probability at which measuring all rows like it
+    would take a tenth of their prefills. Drawn by the id, so that a batch that goes on has the same sample."""
+    tokens = characters / CHARS_PER_TOKEN
+    cost = CUE_TOKENS * min(max(tokens // _TOKENS_OF_A_CUE, _FEWEST), _MOST)
+    return int(row_id[-_DIGITS:], 16) / 16**_DIGITS < _SHARE * tokens / cost

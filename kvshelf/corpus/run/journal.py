@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import pyarrow as pa
 import pydantic_core
@@ -27,17 +26,15 @@ ReadLines = Callable[[], Iterable[tuple[str, bytes]]]
 """Gives the same lines each time, each with the place where it stands."""
 
 
-class Lines(abc.ABC):
+class Lines(Protocol):
     """Where the lines of a journal are.
 
     Every method may raise `StoreUnavailable` or `StorageFull`; the caller then appends the same lines again.
     """
 
-    @abc.abstractmethod
     def append(self, lines: Sequence[bytes]) -> None:
         """Add lines, which have no line ends; they are durable when it returns."""
 
-    @abc.abstractmethod
     def reader(self, *, of_this_run: bool) -> ReadLines:
         """Reads the lines that are there now. of_this_run: without those that only earlier runs appended."""
 
@@ -65,25 +62,23 @@ class Journal:
         return Row.from_dict(pydantic_core.from_json(line))
 
 
-class OutputLines(Lines):
+class OutputLines(Lines, Protocol):
     """The lines of a journal beside an output, and the identity of their batch. where: for messages."""
 
     where: Place
 
-    @abc.abstractmethod
     def is_new(self) -> bool:
         """Whether no identity is recorded. Creates nothing."""
 
-    @abc.abstractmethod
     def open(self, identity: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open or create them; returns the identity that is recorded now. identity: to record where there is none."""
 
-    @abc.abstractmethod
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Remove all lines, and record this identity if it is another one."""
 
     def close(self) -> None:
         """End the use of them. Each `append` has written all that it was given."""
+        return
 
 
 class OutputJournal(Journal):

@@ -46,7 +46,7 @@ def run_at(
     Raises what the service answers to a batch that it refuses, such as `InvalidRequest` for an unknown policy.
     """
     with TemporaryFile() as upload:
-        rows = list(_written(shards, upload))
+        rows = list(uploaded_rows(shards, upload))
         ended = [row for row in rows if row.error is not None]
         if len(ended) == len(rows):
             reason = f"none of the {len(rows)} rows can be compressed"
@@ -69,7 +69,7 @@ def run_at(
     return replace(summary, reason=INTERRUPTED) if interrupted else summary, ended
 
 
-def _written(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
+def uploaded_rows(shards: Sequence[Shard], upload: BinaryIO) -> Iterator[Row]:
     """Write the rows that can be sent, with their numbers as custom ids; yields all rows, without their documents."""
     for number, row in enumerate(row for shard in shards for row in shard.read()):
         if row.spec is None:

@@ -20,8 +20,7 @@ from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
-from kvshelf.corpus.run.tally import Tally
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine, called
@@ -124,7 +123,7 @@ class BatchRun:
             if drained and trouble is None:
                 return
             order, state, reason = self._orders(trouble)
-            said = _told(control, order)
+            said = give_order(control, order)
             if state is RunState.RUNNING and said.trouble:
                 state, reason = RunState.WAITING, said.trouble
             self._enter(state, reason)
@@ -210,7 +209,7 @@ class BatchRun:
         return RunState.COMPLETED, ""
 
 
-def _told(control: Any, order: Order) -> Report:
+def give_order(control: Any, order: Order) -> Report:
     try:
         said: Report = ray.get(called(control, Control.give, order), timeout=5)
     except ray_errors.RayTaskError:

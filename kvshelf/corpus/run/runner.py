@@ -30,9 +30,17 @@ log = structlog.get_logger("kvshelf.corpus")
 
 ResultT = TypeVar("ResultT")
 
-POLL_S: Final = 0.5
-_PAUSE_S: Final = 2.0
-_MAX_PAUSE_S: Final = 30.0
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds: between two looks at a request; between two tries while the store is down, at first and at most."""
+
+    poll_s: float = 0.5
+    first_s: float = 2.0
+    most_s: float = 30.0
+
+
+PAUSES: Final = Pauses()
 
 _NOT_BEGUN: Final = (errors.NoWorker, errors.QueueFull, errors.StateConflict, errors.Cancelled)
 """Nothing was tried: no replica runs, the queue is full, or another worker has the request or was stopped."""
@@ -74,8 +82,9 @@ class Breaker:
     A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened it.
     """
 
-    def __init__(self, *trips: type[errors.KvshelfError]) -> None:
+    def __init__(self, *trips: type[errors.KvshelfError], pauses: Pauses = PAUSES) -> None:
         self.trips = trips
+        self._pauses = pauses
         self.trouble: errors.KvshelfError | None = None
         self._tries = 0
         self._probe = asyncio.Lock()
@@ -85,7 +94,7 @@ class Breaker:
         async with self._probe if self.trouble else nullcontext():
             trying = self.trouble is not None
             if trying:
-                await asyncio.sleep(backoff_s(self._tries, _PAUSE_S, _MAX_PAUSE_S))
+                await asyncio.sleep(backoff_s(self._tries, self._pauses.first_s, self._pauses.most_s))
             try:
                 yield
             except self.trips as error:
@@ -106,8 +115,9 @@ class Runner:
     die together again, and one that kills its worker would take innocent ones with it.
     """
 
-    def __init__(self, *trouble: type[errors.KvshelfError]) -> None:
-        self.breaker = Breaker(*trouble)
+    def __init__(self, *trouble: type[errors.KvshelfError], pauses: Pauses = PAUSES) -> None:
+        self.breaker = Breaker(*trouble, pauses=pauses)
+        self._poll_s = pauses.poll_s
         self.going = asyncio.Event()
         self._suspects = asyncio.Lock()
 
@@ -132,14 +142,14 @@ class Runner:
             except self.breaker.trips:
                 raise
             except (errors.NoWorker, errors.QueueFull, errors.Cancelled) as error:
-                return _pause_s(error)
+                return self._pause_s(error)
             except errors.KvshelfError as error:
                 if error.details.get("begun") is not False:
                     failed += 1
                     log.info("an attempt failed", code=error.code)
                     if failed >= max_attempts or isinstance(error, errors.CallerError | errors.CacheError):
                         return error, failed
-                return _pause_s(error)
+                return self._pause_s(error)
 
         return await self._until_end(attempt, "the store keeps a question waiting")
 
@@ -154,7 +164,7 @@ class Runner:
                 log.warning(waiting, **about, code=error.code, message=error.message)
                 continue
             except errors.StateConflict:  # another worker has it, or has just released it
-                end = POLL_S
+                end = self._poll_s
             if not isinstance(end, float):
                 if not isinstance(end, RequestRecord) or end.ended:
                     self.breaker.close()
@@ -168,7 +178,7 @@ class Runner:
             case Standing.ENDED:
                 return record
             case Standing.HELD:
-                return record if job.leaves_held else POLL_S
+                return record if job.leaves_held else self._poll_s
             case Standing.SPENT:
                 await asyncio.to_thread(give_up, job.requests, record)
                 return 0.0
@@ -188,10 +198,10 @@ class Runner:
             job.lost = record.attempts + 1
             raise
         except _NOT_BEGUN as error:
-            return _pause_s(error)
+            return self._pause_s(error)
         except errors.KvshelfError as error:
             if error.details.get("begun") is False:  # the deadline passed before the attempt began
-                return POLL_S
+                return self._poll_s
             job.spent_s += time.monotonic() - started
             log.info("an attempt failed", request=job.id, code=error.code)
             silent = (
@@ -202,9 +212,12 @@ class Runner:
                 return 0.0
             job.unrecorded += 1
             if job.unrecorded < job.max_attempts:
-                return _pause_s(error)
+                return self._pause_s(error)
             await asyncio.to_thread(refuse, job.requests, job.id, error)
             return 0.0
+
+    def _pause_s(self, error: errors.KvshelfError) -> float:
+        return float(error.details.get("retry_after_s", self._poll_s))
 
 
 def stored_caches(store: Store, record: RequestRecord) -> list[Manifest] | None:
@@ -230,7 +243,3 @@ def _record(job: RequestJob) -> RequestRecord:
     lost = errors.StoreUnavailable("the store was gone when this attempt ended")
     job.requests.fail(record.id, record.attempts, code=lost.code, message=lost.message, final=False, counted=False)
     return job.record()
-
-
-def _pause_s(error: errors.KvshelfError) -> float:
-    return float(error.details.get("retry_after_s", POLL_S))

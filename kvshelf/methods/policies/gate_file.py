@@ -55,7 +55,7 @@ class Training(BaseModel):
     held_out: float
 
 
-class Header(BaseModel):
+class GateHeader(BaseModel):
     """What a gate file is of. weights: digest of the model's, as in `ModelIdentity`. revision: of the policy's formula,
     as the policy's `gate_revision`. inputs: what a gate reads of a token."""
 
@@ -93,7 +93,7 @@ class Geometry(NamedTuple):
 class Gates:
     """A gate file: tensors by name, as stored. digest: BLAKE3 of the file, hex."""
 
-    header: Header
+    header: GateHeader
     tensors: Mapping[str, Tensor]
     digest: str
 
@@ -106,7 +106,7 @@ class Gates:
         return to_safetensors(self.tensors, self.header.model_dump_json())
 
     @classmethod
-    def of(cls, header: Header, tensors: Mapping[str, Tensor]) -> Gates:
+    def of(cls, header: GateHeader, tensors: Mapping[str, Tensor]) -> Gates:
         """Gates made here, of the tensors as they are stored."""
         made = cls(header, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, "")
         return cls(header, made.tensors, blake3(made.to_bytes()).hexdigest())
@@ -115,7 +115,7 @@ class Gates:
     def from_bytes(cls, data: bytes) -> Gates:
         """Read a file. Raises ValueError for anything that is no gate file, and for numbers that are not finite."""
         try:
-            header = Header.model_validate_json(metadata(data))
+            header = GateHeader.model_validate_json(metadata(data))
             tensors = load(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]

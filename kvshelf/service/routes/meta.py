@@ -21,7 +21,7 @@ from kvshelf.service.access.limits import allowance
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.service import InService, Service
-from kvshelf.store.disk.room import shortage
+from kvshelf.store.disk.folder import shortage
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kvshelf.store.blobs import Blobs, Step, StoredFile, is_name
 from kvshelf.store.disk.faults import translated
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
 
 _SUFFIX = ".kvb"
 
@@ -178,3 +179,18 @@ def _unlink(file: str, folder: int) -> None:
     # A folder in a blob's place is not ours; `problems` reports it.
     with suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(file, dir_fd=folder)
+
+
+LEAST_BYTES: Final = 256 << 20
+LEAST_FILES: Final = 1000
+
+
+def shortage(folder: Path) -> str | None:
+    """What the file system of a folder has too little of, None if it has room: `LEAST_BYTES` and `LEAST_FILES`."""
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < LEAST_BYTES:
+        return f"the disk of {folder} is full: {free / 2**20:.0f} MiB are free, fewer than {LEAST_BYTES >> 20}"
+    if room.f_files and room.f_favail < LEAST_FILES:
+        return f"the disk of {folder} is full: it takes {room.f_favail} more files, fewer than {LEAST_FILES}"
+    return None

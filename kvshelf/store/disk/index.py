@@ -32,7 +32,7 @@ class SqliteIndex(Index):
     ) -> None:
         self.key = key
         self.jobs = SqliteJobs(database, now)
-        self._database = database
+        self.database = database
         self._now = now
         self.write_lease_s = write_lease_s
 
@@ -41,7 +41,7 @@ class SqliteIndex(Index):
     def begin(self, writing: Writing, quota: Quota) -> None:
         size = writing.nbytes
         replaced = writing.cache_id if writing.of_cache else ""
-        with self._database.write(durable=False) as tx:
+        with self.database.write(durable=False) as tx:
             caches, nbytes = _taken(tx, replaced, writing.tenant)
             if quota.max_caches is not None and replaced and caches + 1 > quota.max_caches:
                 raise quota.exceeded("max_caches", caches, size)
@@ -53,16 +53,16 @@ class SqliteIndex(Index):
 
     def renew(self, name: str) -> None:
         now = self._now()
-        with self._database.write(durable=False) as tx:
+        with self.database.write(durable=False) as tx:
             _require_lease(tx, name, now)
             tx.execute("UPDATE writes SET lease_until = ? WHERE name = ?", (now + self.write_lease_s, name))
 
     def abandon(self, name: str) -> None:
-        with self._database.write(durable=False) as tx:
+        with self.database.write(durable=False) as tx:
             tx.execute("DELETE FROM writes WHERE name = ?", (name,))
 
     def abandoned(self) -> list[Writing]:
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             tx.execute("UPDATE writes SET lease_until = 0 WHERE lease_until <= ?", (self._now(),))
             rows = tx.execute("SELECT name, id AS cache_id, tenant, nbytes, of_cache FROM writes WHERE lease_until = 0")
             return [Writing(**{**row, "of_cache": bool(row["of_cache"])}) for row in rows]
@@ -70,7 +70,7 @@ class SqliteIndex(Index):
     def publish(
         self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
     ) -> tuple[bool, Entry | None]:
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             _require_lease(tx, writing.name, self._now())
             old = _find(tx, manifest.id, manifest.tenant)
             if old is not None and old.live(now) and (over is None or old.name != over.name):
@@ -90,7 +90,7 @@ class SqliteIndex(Index):
     # Reading
 
     def find(self, cache_id: str, tenant: str) -> Entry | None:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _find(connection, cache_id, tenant)
 
     def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
@@ -111,11 +111,11 @@ class SqliteIndex(Index):
         if before is not None:
             where.append("seq < ?")
             values.append(before)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _entries(connection, f"{' AND '.join(where)} ORDER BY seq DESC LIMIT ?", (*values, limit))
 
     def changes(self, tenant: str, after: int | None, limit: int) -> tuple[list[Entry], int]:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             if after is None:  # numbers are of the whole home, so that none is given twice
                 last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
                 return [], 0 if last is None else int(last["seq"])
@@ -129,20 +129,20 @@ class SqliteIndex(Index):
         return list(map(_entry, changed)), numbers[-1]
 
     def children(self, cache_id: str, tenant: str) -> list[Entry]:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _entries(connection, "parent_id = ? AND tenant = ? ORDER BY seq", (cache_id, tenant))
 
     def usage(self, tenant: str | None) -> StoredUsage:
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         query = f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM usage {where}"
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return StoredUsage(**connection.execute(query, values).fetchone())
 
     def stored(self) -> Iterator[Entry]:
         seq = 0
         while True:
             where = "state IN ('ready', 'corrupt') AND seq > ? ORDER BY seq LIMIT ?"
-            with self._database.read() as connection:  # a connection is not held while the caller works
+            with self.database.read() as connection:  # a connection is not held while the caller works
                 batch = _entries(connection, where, (seq, _BATCH))
             if not batch:
                 return
@@ -152,12 +152,12 @@ class SqliteIndex(Index):
     def knows(self, name: str) -> bool:
         where = "id = ? AND name = ?"  # the id is part of the name and is indexed; the names of caches are not
         values = (cache_of(name), name)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             queries = (f"SELECT 1 FROM {table} WHERE {where}" for table in ("caches", "writes"))
             return any(connection.execute(query, values).fetchone() for query in queries)
 
     def is_base(self, name: str) -> bool:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _is_base(connection, name)
 
     # Changing
@@ -165,7 +165,7 @@ class SqliteIndex(Index):
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
         new, gone = entry.swapped(manifest, writing)
         states = "'ready'" if writing is None else "'ready', 'corrupt'"
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             if writing is not None:
                 _require_lease(tx, writing.name, self._now())
                 _require_bases(tx, writing)
@@ -190,7 +190,7 @@ class SqliteIndex(Index):
         return True
 
     def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
-        with self._database.write(durable=False) as tx:
+        with self.database.write(durable=False) as tx:
             entry = _find(tx, cache_id, tenant)
             if entry is not None and entry.state == "ready":
                 uses = entry.uses + 1
@@ -200,7 +200,7 @@ class SqliteIndex(Index):
         return None if entry is None or entry.expires_at is None else entry
 
     def mark_corrupt(self, entry: Entry, problem: str) -> bool:
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             marked = tx.execute(
                 "UPDATE caches SET state = 'corrupt', problem = ? WHERE seq = ? AND state = 'ready' AND name = ?",
                 (problem, entry.seq, entry.name),
@@ -214,7 +214,7 @@ class SqliteIndex(Index):
             "evicted": f"state = 'ready' AND pinned = 0 AND NOT {_IS_BASE}",
         }[state]
         bound: dict[str, list[float]] = {"deleted": [entry.version], "expired": [now], "evicted": []}
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             due = _entries(tx, f"seq = ? AND {where}", (entry.seq, *bound[state]))
             if not due or (state == "deleted" and _has_descendants(tx, entry)):
                 return False
@@ -232,21 +232,21 @@ class SqliteIndex(Index):
         return True
 
     def expired(self, now: float, limit: int) -> list[Entry]:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _entries(connection, "state IN ('ready', 'corrupt') AND expires_at <= ? LIMIT ?", (now, limit))
 
     def victims(self, limit: int) -> list[Entry]:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             where = f"state = 'ready' AND pinned = 0 AND NOT {_IS_BASE} ORDER BY priority LIMIT ?"
             return _entries(connection, where, (limit,))
 
     def spliced(self, least: int, limit: int) -> list[Entry]:
         where = "state = 'ready' AND bases != '[]' AND json_array_length(bases) >= ? LIMIT ?"
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return _entries(connection, where, (least, limit))
 
     def forget(self, before: float) -> int:
-        with self._database.write() as tx:
+        with self.database.write() as tx:
             return tx.execute(
                 "DELETE FROM caches WHERE state IN ('expired', 'evicted', 'deleted') AND ended_at < ? "
                 "AND NOT EXISTS (SELECT 1 FROM caches AS child WHERE child.parent_id = caches.id)",
@@ -254,16 +254,16 @@ class SqliteIndex(Index):
             ).rowcount
 
     def purge(self, *, at_once: bool) -> None:
-        self._database.purge(at_once=at_once)
+        self.database.purge(at_once=at_once)
 
     def problems(self) -> list[str]:
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             problems = [row[0] for row in connection.execute("PRAGMA quick_check") if row[0] != "ok"]
             problems += [row[0] for query in _WRONG_REFERENCES for row in connection.execute(query)]
         return [f"index: {problem}" for problem in problems]
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
 
 def _entries(

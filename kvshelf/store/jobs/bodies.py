@@ -34,7 +34,7 @@ class Bodies:
     def __init__(self, index: Index, blobs: Blobs, writer: Writer, rules: Rules) -> None:
         self._index = index
         self._blobs = blobs
-        self._writer = writer
+        self.writer = writer
         self._rules = rules
 
     def write(
@@ -60,17 +60,17 @@ class Bodies:
         parts = [[data[start : start + size]] for start in range(0, len(data), size)]
         content = Content(subject, parts, len(data), lambda file, _: digest_of(file) == digest)
         key = f"kvs_{secrets.token_hex(20)}"
-        writing = self._writer.writing(key, tenant, content, of_cache=False, quota=quota)
+        writing = self.writer.writing(key, tenant, content, of_cache=False, quota=quota)
         with writing as written:
             # Forever: an item of the job table ends with a sweep, whatever the server's clock says.
-            self._writer.keep_until(written, None)
+            self.writer.keep_until(written, None)
         try:
             stored = store(StoredBody(name=written.name, stored_bytes=written.nbytes, digest=digest))
         except StorageFull:
-            self._writer.discard(written)
+            self.writer.discard(written)
             raise
         if stored is None:
-            self._writer.discard(written)
+            self.writer.discard(written)
         return stored
 
     def open(self, body: StoredBody, tenant: str, subject: str) -> RawIOBase:

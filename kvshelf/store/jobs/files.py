@@ -46,8 +46,8 @@ class FileTable:
     """The files of one home. Two tenants see nothing of each other. Raises as `JobTable` and `Blobs` do."""
 
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float]) -> None:
-        self._table = table
-        self._bodies = bodies
+        self.table = table
+        self.bodies = bodies
         self._now = now
 
     def create(
@@ -78,17 +78,17 @@ class FileTable:
         )
 
         def keep(body: StoredBody | None) -> Item | None:
-            return self._table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
+            return self.table.add(replace(_item(record.model_copy(update={"body": body})), owner=batch_id))
 
         content = mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) if record.nbytes else b""
         subject = FILE_PREFIX + record.id
-        stored = self._bodies.write(tenant, subject, memoryview(content), keep, beyond_quota=beyond_quota)
+        stored = self.bodies.write(tenant, subject, memoryview(content), keep, beyond_quota=beyond_quota)
         assert stored is not None, "no other file has this id"
         return _record(stored)
 
     def get(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound` for an unknown id, an expired one, and another tenant's, with the same message."""
-        item = self._table.find(file_id, tenant)
+        item = self.table.find(file_id, tenant)
         if item is None or item.kind != "file" or (item.due is not None and item.due <= self._now()):
             raise FileNotFound(f"there is no file {file_id[:80]!r}", param="file_id")
         return _record(item)
@@ -97,10 +97,10 @@ class FileTable:
         self, *, tenant: str, limit: int, after: str | None = None, purpose: str | None = None
     ) -> tuple[list[FileRecord], bool]:
         """A tenant's files, newest first, and whether more follow. Raises `InvalidRequest` for an unknown `after`."""
-        require_after(self._table, tenant, after)
+        require_after(self.table, tenant, after)
         records: list[FileRecord] = []
         while True:
-            items = self._table.listing("file", tenant, after, _BATCH)
+            items = self.table.listing("file", tenant, after, _BATCH)
             now = self._now()
             live = (_record(item) for item in items if item.due is None or item.due > now)
             records += (record for record in live if purpose in (None, record.purpose))
@@ -117,7 +117,7 @@ class FileTable:
         if record.body is None:
             return BlobFile(BytesIO(), 0, record.digest)
         try:
-            opened = self._bodies.open(record.body, tenant, FILE_PREFIX + file_id)
+            opened = self.bodies.open(record.body, tenant, FILE_PREFIX + file_id)
         except BlobError as error:
             raise FileNotFound(
                 f"the content of file {file_id} is lost or damaged ({error}); upload it again", param="file_id"
@@ -127,7 +127,7 @@ class FileTable:
     def erase_lines(self, file_id: str, numbers: Container[int], *, tenant: str) -> None:
         """Empty lines of a file, numbered from 0; the others keep their numbers. Raises `FileNotFound`."""
         record = self.get(file_id, tenant=tenant)
-        item = self._table.find(file_id, tenant)
+        item = self.table.find(file_id, tenant)
         if item is None or record.body is None:
             return
         with TemporaryFile() as after:
@@ -139,19 +139,19 @@ class FileTable:
 
             def keep(body: StoredBody | None) -> Item | None:
                 changed = _item(record.model_copy(update={"body": body, "nbytes": nbytes}))
-                return self._table.change(replace(changed, version=item.version, owner=item.owner))
+                return self.table.change(replace(changed, version=item.version, owner=item.owner))
 
-            if self._bodies.write(tenant, FILE_PREFIX + file_id, content, keep, beyond_quota=True) is not None:
-                self._bodies.remove(record.body)
+            if self.bodies.write(tenant, FILE_PREFIX + file_id, content, keep, beyond_quota=True) is not None:
+                self.bodies.remove(record.body)
 
     def delete(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound`."""
         record = self.get(file_id, tenant=tenant)
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
-        if not self._table.remove(record.id):
+        if not self.table.remove(record.id):
             return self.get(file_id, tenant=tenant)  # another caller was faster
         if record.body is not None:
-            self._bodies.remove(record.body)
+            self.bodies.remove(record.body)
         return record
 
 

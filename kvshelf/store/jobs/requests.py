@@ -73,8 +73,8 @@ class RequestTable:
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float], key: bytes) -> None:
         """key: that of the home's content addresses."""
         self._key = key
-        self._table = table
-        self._bodies = bodies
+        self.table = table
+        self.bodies = bodies
         self._now = now
 
     def now(self) -> float:
@@ -93,10 +93,10 @@ class RequestTable:
         hashes that include the tenant.
         """
         while True:
-            item = self._table.find(request_id, None)
+            item = self.table.find(request_id, None)
             if item is None:
                 new = RequestRecord(id=request_id, tenant=tenant, state="queued")
-                stored = self._queue(new, body, self._table.add)
+                stored = self._queue(new, body, self.table.add)
             elif item.tenant != tenant or item.kind != "request":
                 raise StateConflict(f"request id {request_id!r} is taken", param="request_id")
             else:
@@ -104,7 +104,7 @@ class RequestTable:
                 if record.state != "failed" and not (record.state == "done" and again):
                     return record
                 anew = {"state": "queued", "attempts_before": record.attempts, "cache_ids": (), "error": None}
-                stored = self._queue(record.model_copy(update=anew), body, self._table.change)
+                stored = self._queue(record.model_copy(update=anew), body, self.table.change)
             if stored is not None:  # else another caller was faster
                 return _record(stored)
 
@@ -112,7 +112,7 @@ class RequestTable:
         def keep(stored_body: StoredBody | None) -> Item | None:
             return store(self._item(record.model_copy(update={"body": stored_body})))
 
-        return self._bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep)
+        return self.bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep)
 
     def start(self, request_id: str, *, worker: str, lease_s: float) -> int:
         """Count an attempt and take the lease; returns the attempt's number, 1 for the first.
@@ -120,7 +120,7 @@ class RequestTable:
         A running request whose lease ran out is taken over. Raises `StateConflict` when another worker's lease lives or
         the request has ended, `RequestNotFound`.
         """
-        while (attempt := self._table.take(request_id, lease_s=lease_s, holder=worker)) is None:
+        while (attempt := self.table.take(request_id, lease_s=lease_s, holder=worker)) is None:
             record = self._find(request_id)
             if record.ended:
                 raise StateConflict(f"request {request_id!r} has ended ({record.state}); there is nothing to do")
@@ -130,7 +130,7 @@ class RequestTable:
 
     def renew(self, request_id: str, attempt: int, *, lease_s: float) -> None:
         """Extend the lease from now. Raises `StateConflict` when the attempt no longer holds the request."""
-        self._table.renew(request_id, attempt, lease_s=lease_s)
+        self.table.renew(request_id, attempt, lease_s=lease_s)
 
     def finish(self, request_id: str, attempt: int, *, cache_ids: Sequence[str]) -> None:
         """The work is done, its caches are stored; the body is dropped. Raises `StateConflict` for a stale holder."""
@@ -170,9 +170,9 @@ class RequestTable:
             changed = record.model_copy(update={"attempts_before": before, **changes})
             dropped = {"body": None} if changed.ended else {}
             item = self._item(changed.model_copy(update=dropped))
-            stored = self._table.change(item, term=attempt, release=True)
+            stored = self.table.change(item, term=attempt, release=True)
         if changed.ended and record.body is not None:
-            self._bodies.remove(record.body)
+            self.bodies.remove(record.body)
 
     def get(self, request_id: str, *, tenant: str) -> RequestRecord:
         """Raises `RequestNotFound` for an unknown id and for another tenant's, with the same message."""
@@ -187,7 +187,7 @@ class RequestTable:
         try:
             if not record.ended:
                 subject = REQUEST_PREFIX + request_id
-                return b"" if record.body is None else self._bodies.read(record.body, record.tenant, subject)
+                return b"" if record.body is None else self.bodies.read(record.body, record.tenant, subject)
         except BlobError as error:
             if not self._find(request_id).ended:
                 raise InternalError(f"the body of {request_id!r} is lost or damaged: {error}") from error
@@ -195,10 +195,10 @@ class RequestTable:
 
     def unfinished(self) -> list[RequestRecord]:
         """Requests queued or running, of all tenants, oldest first; bodies are fetched one by one with `body`."""
-        return [_record(item) for item in self._table.open_items("request")]
+        return [_record(item) for item in self.table.open_items("request")]
 
     def _find(self, request_id: str, tenant: str | None = None) -> RequestRecord:
-        item = self._table.find(request_id, tenant)
+        item = self.table.find(request_id, tenant)
         if item is None or item.kind != "request":
             raise RequestNotFound(f"there is no request {request_id[:80]!r}", param="request_id")
         return _record(item)

@@ -129,7 +129,7 @@ class Sources:
     def left(self, tenant: str, after: str | None) -> Iterator[Manifest]:
         """The manifests of the claimed sources of a tenant, those that were kept last first, with the time until which
         they stay. after: the cache id that was the last one before. Raises `InvalidRequest` for an unknown one."""
-        place = None if after is None else _id(after)
+        place = None if after is None else source_id(after)
         require_after(self._table, tenant, place)
         while items := self._table.listing("source", tenant, place, _BATCH):
             for item in items:
@@ -158,7 +158,7 @@ class Sources:
     def _write_new(
         self, item: Item | None, manifest: Manifest, source: Source, until: float | None, *, claimed: bool = False
     ) -> Item | None:
-        data, how = _packed(source, manifest.num_tokens)
+        data, how = packed_source(source, manifest.num_tokens)
         form: Literal["text", "tokens"] = "text" if isinstance(source, str) else "tokens"
         info = SourceInfo(form=form, nbytes=len(data), digest=blake3(data).hexdigest(), expires_at=until)
         return self._write(item, _with(manifest, info), data, {**how, "claimed": claimed})
@@ -181,7 +181,7 @@ class Sources:
 
     def _stored(self, kept: SourceRecord, before: Item | None = None) -> Item:
         manifest, version, until = kept.manifest, before.version if before else 0, _info(kept).expires_at
-        place = (_id(manifest.id), manifest.tenant, kept.model_dump_json(), version)
+        place = (source_id(manifest.id), manifest.tenant, kept.model_dump_json(), version)
         item = Item("source", *place, open=True, due=self._now() + UNCLAIMED_S, held=kept.body.name)
         if not kept.claimed:
             return item
@@ -189,7 +189,7 @@ class Sources:
         return replace(item, due=until, owner=manifest.id, after_s=after_s)
 
     def _item(self, cache_id: str, tenant: str) -> Item | None:
-        return self._table.find(_id(cache_id), tenant)
+        return self._table.find(source_id(cache_id), tenant)
 
     def _over(self, item: Item) -> bool:
         return item.due is not None and item.due <= self._now()
@@ -200,7 +200,7 @@ def _is_part(manifest: Manifest) -> bool:
     return manifest.parent_id is not None or bool(manifest.identity.get("parent"))
 
 
-def _id(cache_id: str) -> str:
+def source_id(cache_id: str) -> str:
     return cache_id.replace("kvs_", "src_", 1)
 
 
@@ -218,7 +218,7 @@ def _later(one: float | None, other: float | None) -> bool:
     return other is not None and (one is None or one > other)
 
 
-def _packed(source: Source, num_tokens: int) -> tuple[bytes, dict[str, Any]]:
+def packed_source(source: Source, num_tokens: int) -> tuple[bytes, dict[str, Any]]:
     """The bytes to keep, and the fields of `SourceRecord` that say how to read them. A text stays as it is."""
     if isinstance(source, str):
         return source.encode(), {}
@@ -237,7 +237,7 @@ def _packed(source: Source, num_tokens: int) -> tuple[bytes, dict[str, Any]]:
 
 
 def _unpacked(data: bytes, kept: SourceRecord) -> Source:
-    """The inverse of `_packed`. Raises `BlobError` for anything else."""
+    """The inverse of `packed_source`. Raises `BlobError` for anything else."""
     if not kept.width:
         return data.decode()
     size = kept.width * kept.manifest.num_tokens

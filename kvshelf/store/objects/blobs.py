@@ -59,7 +59,7 @@ class ObjectBlobs(Blobs):
         ObjectBlobs._threads_of = os.getpid()
         self._place = place
         self._index = index
-        self._leases = leases
+        self.leases = leases
         self._store = connect(place)
         self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="kvshelf-objects")
         self._known: tuple[str, str] | None = None  # the index's incarnation, and its namespace, found with its marker
@@ -103,7 +103,7 @@ class ObjectBlobs(Blobs):
 
     def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         path, token = self._path(name), secrets.token_hex(8)
-        lease = Lease(lambda: self._leases.hold(name, token), lambda: self._leases.release(name, token))
+        lease = Lease(lambda: self.leases.hold(name, token), lambda: self.leases.release(name, token))
         if not lease.hold():
             return None
         try:
@@ -119,7 +119,7 @@ class ObjectBlobs(Blobs):
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
         path = self._path(name)
         with suppress(FileNotFoundError):
-            return bytes(self._range(path, 0, min(count, nbytes))) if nbytes else b""
+            return bytes(self.fetch_range(path, 0, min(count, nbytes))) if nbytes else b""
         return None
 
     def holds(self, name: str, nbytes: int) -> bool:
@@ -137,7 +137,7 @@ class ObjectBlobs(Blobs):
 
     def remove(self, name: str, nbytes: int) -> bool:  # noqa: ARG002
         path = self._path(name)
-        if not self._leases.take(name):
+        if not self.leases.take(name):
             return False
         with suppress(FileNotFoundError), translated(self._place):
             obstore.delete(self._store, path)
@@ -147,7 +147,7 @@ class ObjectBlobs(Blobs):
         """The bytes stay where they are: to move an object is to copy it."""
 
     def is_read(self, name: str) -> bool:
-        return self._leases.held(name)
+        return self.leases.held(name)
 
     def found(self) -> Iterator[tuple[str, float]]:
         with suppress(FileNotFoundError):
@@ -219,9 +219,9 @@ class ObjectBlobs(Blobs):
         return Ends(size, head, tail.result())
 
     def _fetch(self, path: str, start: int, stop: int) -> Future[memoryview]:
-        return self._pool.submit(self._range, path, start, stop)
+        return self._pool.submit(self.fetch_range, path, start, stop)
 
-    def _range(self, path: str, start: int, stop: int) -> memoryview:
+    def fetch_range(self, path: str, start: int, stop: int) -> memoryview:
         """Raises `FileNotFoundError`."""
         try:
             with translated(self._place):

@@ -53,7 +53,7 @@ class ObjectFile(SeekableFile):
         super().__init__()
         self._fetch = fetch
         self._ends = ends
-        self._lease = lease
+        self.lease = lease
         self._renew_at = time.monotonic() + READ_LEASE_S / 3
         self.nbytes = ends.nbytes
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
@@ -68,7 +68,7 @@ class ObjectFile(SeekableFile):
         if not self.closed:
             self._end_stream()
             with suppress(StoreError):  # the lease ends by itself
-                self._lease.release()
+                self.lease.release()
         super().close()
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]], /) -> None:
@@ -98,7 +98,7 @@ class ObjectFile(SeekableFile):
     def _keep_lease(self) -> None:
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + READ_LEASE_S / 3
-            if not self._lease.hold():
+            if not self.lease.hold():
                 raise gone()
 
     def _read_some(self, view: memoryview) -> int:

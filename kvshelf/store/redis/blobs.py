@@ -46,7 +46,7 @@ class RedisBlobs(Blobs):
         read_lease_s: float = READ_LEASE_S,
     ) -> None:
         """prefix: the prefix of every key. The caller closes the link."""
-        self._link = link
+        self.link = link
         self._prefix = prefix
         self._write_lease_s = write_lease_s
         self._read_lease_s = read_lease_s
@@ -54,11 +54,11 @@ class RedisBlobs(Blobs):
 
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
         keys = self._chunks(name, nbytes)
-        if self._link.call("EXISTS", keys[0]):
+        if self.link.call("EXISTS", keys[0]):
             raise StoreUnavailable(f"{name} is in the Redis store already; a name is written once")
-        loan = self._link.borrow(keys[0])
+        loan = self.link.borrow(keys[0])
         on_step("created")
-        with self._link.talking(loan) as wire:
+        with self.link.talking(loan) as wire:
             writer = _Writer(wire, keys, nbytes, self._write_lease_s)
             for buffer in buffers:
                 writer.write(memoryview(buffer).cast("B"))
@@ -76,22 +76,22 @@ class RedisBlobs(Blobs):
         pieces = [ChunkPiece(key, size) for key, size in zip(keys[1:], _sizes(nbytes), strict=True)]
         lease = ("lease", token, _ms(self._read_lease_s))
         reads = [end.bounded_command for end in ends_of(pieces)]
-        exists, *ends = self._link.script_and_read(_SCRIPT, keys, lease, reads)
+        exists, *ends = self.link.script_and_read(_SCRIPT, keys, lease, reads)
         if not exists:
             return None
         return RedisFile(
-            self._link,
+            self.link,
             pieces,
             ends,
             lease_s=self._read_lease_s,
-            renew=lambda: self._link.script(_SCRIPT, keys, lease),
+            renew=lambda: self.link.script(_SCRIPT, keys, lease),
             release=("ZREM", keys[0], token),
             once=once,
         )
 
     def beginning(self, name: str, nbytes: int, count: int) -> bytes | None:
         key = self._chunks(name, nbytes)[0]
-        exists, data = self._link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
+        exists, data = self.link.pipeline([("EXISTS", key), ("GETRANGE", key, 0, count - 1)])
         return data if exists else None
 
     def holds(self, name: str, nbytes: int) -> bool:
@@ -103,7 +103,7 @@ class RedisBlobs(Blobs):
         for name, nbytes in names:
             keys = self._chunks(name, nbytes)
             commands += [("EXISTS", keys[0]), *(("STRLEN", key) for key in keys)]
-        replies = iter(self._link.pipeline(commands))
+        replies = iter(self.link.pipeline(commands))
         return [[next(replies) for _ in range(1 + _count(nbytes))] == [1, *_sizes(nbytes)] for _, nbytes in names]
 
     def keep_until(self, name: str, nbytes: int, expires_at: float | None) -> None:
@@ -126,14 +126,14 @@ class RedisBlobs(Blobs):
     def found(self) -> Iterator[tuple[str, float]]:
         """Times are seconds since a chunk was last written or read: Redis records no other time."""
         seen: set[str] = set()
-        for keys in self._link.scan(f"{{{self._prefix}/*}}:*"):
+        for keys in self.link.scan(f"{{{self._prefix}/*}}:*"):
             fresh: dict[str, bytes] = {}
             for key in keys:
                 name = self._name(key)
                 if name is not None and name not in seen:
                     fresh[name] = key
             seen.update(fresh)
-            idle = self._link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
+            idle = self.link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
             for name, seconds in zip(fresh, idle, strict=True):
                 if seconds is not None:  # None: the key is gone since the scan
                     yield name, float(seconds)
@@ -142,7 +142,7 @@ class RedisBlobs(Blobs):
         return list(self.health().faults)
 
     def health(self) -> Health:
-        servers = self._link.facts()
+        servers = self.link.facts()
         return Health(
             faults=tuple(text for server in servers for text in server.problems()),
             full=tuple(server.full for server in servers if server.full),
@@ -153,7 +153,7 @@ class RedisBlobs(Blobs):
         """Holds nothing; the caller closes the link."""
 
     def _run(self, operation: str, keys: Sequence[str], *args: Part) -> Reply:
-        return self._link.script(_SCRIPT, keys, [operation, *args])
+        return self.link.script(_SCRIPT, keys, [operation, *args])
 
     def _key(self, name: str, rest: str) -> str:
         if not is_name(name):

@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from typing import Any, Final
 
+from kvshelf.errors import StoreUnavailable
 from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.faults import REFUSALS, translated
 from kvshelf.store.redis.routes import Route, route
@@ -86,12 +88,12 @@ class RedisLink:
     def __init__(self, address: RedisAddress) -> None:
         """Does not connect yet."""
         self.address = address
-        self._route: Route = route(address)
+        self.route: Route = route(address)
 
     def call(self, *command: Part) -> Reply:
         """One command. In a cluster its second word is the key."""
         with self._translated():
-            return _accepted(self._follow_all(self._route.server(_key(command)), [command]))[0]
+            return _accepted(self._follow_all(self.route.server(_key(command)), [command]))[0]
 
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one round trip (in a cluster, one per node); returns their answers in order.
@@ -101,7 +103,7 @@ class RedisLink:
         with self._translated():
             groups: dict[Server, list[int]] = {}
             for index, command in enumerate(commands):
-                groups.setdefault(self._route.server(_key(command)), []).append(index)
+                groups.setdefault(self.route.server(_key(command)), []).append(index)
             replies: list[Reply] = [None] * len(commands)
             for server, indexes in groups.items():
                 answers = self._follow_all(server, [commands[index] for index in indexes])
@@ -123,17 +125,17 @@ class RedisLink:
         """
         tail = (len(keys), *keys, *args)
         with self._translated():
-            server = self._route.server(keys[0].encode())
+            server = self.route.server(keys[0].encode())
             replies = self._follow_all(server, [("EVALSHA", _script_name(source), *tail), *reads])
             if isinstance(replies[0], RedisRefusal) and replies[0].code == "NOSCRIPT":
-                server = self._route.server(keys[0].encode())
+                server = self.route.server(keys[0].encode())
                 replies = self._follow_all(server, [("EVAL", source, *tail), *reads])
             return _accepted(replies[:1]) + replies[1:]
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
         """Keys that match a pattern, in portions, some twice. Keys added or removed meanwhile may be missed."""
         with self._translated():
-            servers = self._route.primaries()
+            servers = self.route.primaries()
         for server in servers:
             cursor = b"0"
             while True:
@@ -147,13 +149,13 @@ class RedisLink:
     def facts(self) -> list[ServerFacts]:
         """The facts of each primary."""
         with self._translated():
-            servers = self._route.primaries()
+            servers = self.route.primaries()
             return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]
 
     def borrow(self, key: str) -> Loan:
         """A connection to the server of a key, for exclusive use within `talking`."""
         with self._translated():
-            return self._route.server(key.encode()).borrow()
+            return self.route.server(key.encode()).borrow()
 
     @contextmanager
     def talking(self, loan: Loan) -> Iterator[Wire]:
@@ -166,7 +168,7 @@ class RedisLink:
                 raise
 
     def close(self) -> None:
-        self._route.close()
+        self.route.close()
 
     def _follow_all(self, server: Server, commands: Sequence[Command]) -> list[Reply]:
         replies = server.exchange(commands)
@@ -177,9 +179,9 @@ class RedisLink:
         for _ in range(_REDIRECTS):
             if not isinstance(reply, RedisRefusal) or reply.code not in ("MOVED", "ASK"):
                 break
-            server = self._route.at(*_sent_to(reply))
+            server = self.route.at(*_sent_to(reply))
             if reply.code == "MOVED":
-                self._route.doubt()
+                self.route.doubt()
                 reply = server.exchange([command])[0]
             else:
                 reply = server.exchange([("ASKING",), command])[1]
@@ -192,7 +194,7 @@ class RedisLink:
                 yield
             except REFUSALS as error:
                 if not isinstance(error, RedisRefusal) or error.code in _ASK_AGAIN:
-                    self._route.doubt()
+                    self.route.doubt()
                 raise
 
 
@@ -244,3 +246,40 @@ def _facts(name: str, reply: Reply) -> ServerFacts:
         aof_enabled=said.get("aof_enabled") == "1",
         used_memory=int(said.get("used_memory", 0)),
     )
+
+
+Value = str | bytes | int | float | None
+
+
+class Script:
+    """Operations on keys in the slot of `key`. Each takes some words, then names and values in turn. The first word of
+    its reply names the kind of reply."""
+
+    def __init__(self, link: RedisLink, file: str, key: str, replies: Mapping[str, int]) -> None:
+        """file: in this module's folder. replies: the words that replies begin with, and how many parts follow each."""
+        self._link = link
+        self._source = resources.files(__package__).joinpath(file).read_text()
+        self._key = key
+        self._replies = replies
+
+    def run(self, *words: str, **values: Value) -> list[Any]:
+        """The reply of an operation; its first word is text. Leaves out values that are None.
+
+        Also raises `StoreUnavailable` for a reply of an unknown form.
+        """
+        args: list[Part] = [*words]
+        for name, value in values.items():
+            if value is not None:
+                args += (name, _part(value))
+        match self._link.script(self._source, [self._key], args):
+            case [bytes(first), *rest] if self._replies.get(first.decode(errors="replace")) == len(rest):
+                return [first.decode(), *rest]
+        raise StoreUnavailable(
+            f"the server of {self._key} does not reply as Redis does; check the address of the store"
+        )
+
+
+def _part(value: str | bytes | int | float) -> str | bytes:
+    if isinstance(value, bool):
+        return str(int(value))
+    return value if isinstance(value, str | bytes) else repr(value)

@@ -30,29 +30,29 @@ class ServerBreaker:
         """patience_s: how long one try can take."""
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._resting_until: float | None = None
+        self.resting_until: float | None = None
         self._reason = ""
 
     def enter(self) -> None:
         """Raises `Resting` while the breaker is open, except for the one call that may try."""
         with self._lock:
-            if self._resting_until is None:
+            if self.resting_until is None:
                 return
-            if time.monotonic() < self._resting_until:
+            if time.monotonic() < self.resting_until:
                 raise Resting(f"{self._reason}, a moment ago")
             # This call tries; other calls are refused meanwhile. If this call never returns, a later call tries.
-            self._resting_until = time.monotonic() + REST_S + self._patience_s
+            self.resting_until = time.monotonic() + REST_S + self._patience_s
 
     @property
     def is_closed(self) -> bool:
-        return self._resting_until is None
+        return self.resting_until is None
 
     def succeeded(self) -> None:
-        self._resting_until = None
+        self.resting_until = None
 
     def failed(self, error: BaseException) -> None:
         with self._lock:
-            self._resting_until = time.monotonic() + REST_S
+            self.resting_until = time.monotonic() + REST_S
             self._reason = str(error) or type(error).__name__
 
 
@@ -64,12 +64,12 @@ class Server:
         self.port = port
         self.name = location(host, port)
         self._pool = ConnectionPool(host=host, port=port, max_connections=_CONNECTIONS, **options)
-        self._breaker = ServerBreaker(2 * timeout_s)
+        self.breaker = ServerBreaker(2 * timeout_s)
 
     def borrow(self) -> Loan:
         """A connection, opened if none is idle. The pool detects idle connections that the server has closed before
         anything is sent on them, so nothing needs to be sent twice."""
-        self._breaker.enter()
+        self.breaker.enter()
         try:
             return Loan(self, self._pool.get_connection())
         except BaseException as error:
@@ -93,13 +93,13 @@ class Server:
     @property
     def is_well(self) -> bool:
         """Whether its last exchange succeeded."""
-        return self._breaker.is_closed
+        return self.breaker.is_closed
 
     def close(self) -> None:
         self._pool.disconnect()
 
     def take_back(self, connection: Connection) -> None:
-        self._breaker.succeeded()
+        self.breaker.succeeded()
         self._pool.release(connection)
 
     def discard(self, connection: Connection, error: BaseException | None) -> None:
@@ -110,7 +110,7 @@ class Server:
 
     def _note(self, error: BaseException) -> None:
         if is_unreachable(error):
-            self._breaker.failed(error)
+            self.breaker.failed(error)
             self._pool.disconnect(inuse_connections=False)  # idle connections lead to the same failed server
 
 

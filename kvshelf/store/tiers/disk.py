@@ -23,7 +23,7 @@ from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DiskTier(Tier):
 
     def __init__(self, store: DiskStore, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._store = store
+        self.store = store
         self._note = store.home / _NOTE
         self._keeping = threading.Lock()  # one at a time: other threads would take the freed space
 
@@ -88,11 +88,11 @@ class DiskTier(Tier):
 
     def noted(self) -> str:
         """Kept in a file, because copies outlive the process; read each time, because other processes write it."""
-        with translated(self._store.home):
+        with translated(self.store.home):
             return self._note.read_text()
 
     def note(self, incarnation: str) -> None:
-        with translated(self._store.home), written(self._note, private=True) as file:
+        with translated(self.store.home), written(self._note, private=True) as file:
             file.write(incarnation.encode())
 
     def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
@@ -100,13 +100,13 @@ class DiskTier(Tier):
             return
         with self._keeping, suppress(BlobError):  # the cache does not belong to the manifest
             self.drop(manifest.id, manifest.tenant)  # a copy of another blob, or a damaged one
-            self._store.adopt(cache, manifest)
+            self.store.adopt(cache, manifest)
 
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         if self._has(manifest) and manifest.source is not None:
             until = manifest.source.expires_at
             with suppress(InvalidRequest):  # its time is over by now
-                self._store.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
+                self.store.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
 
     def confirm(self, manifest: Manifest) -> None:
         copy = self.find(manifest.id, manifest.tenant)
@@ -117,56 +117,56 @@ class DiskTier(Tier):
             return
         changing = manifest.model_dump(include=_CHANGING)
         if copy.model_dump(include=_CHANGING) != changing:
-            self._store.update(manifest.id, tenant=manifest.tenant, **changing)
+            self.store.update(manifest.id, tenant=manifest.tenant, **changing)
 
     def find(self, cache_id: str, tenant: str, *, recent: bool = False) -> Manifest | None:  # noqa: ARG002
         """All copies are recent: deletions on this machine reach them at once, other deletions with the next sweep."""
         with suppress(CacheNotFound, CacheError):
-            return self._store.stat(cache_id, tenant=tenant)
+            return self.store.stat(cache_id, tenant=tenant)
         return None
 
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
-        return self._read(manifest, lambda: self._store.open_cache(manifest.id, tenant=manifest.tenant))
+        return self._read(manifest, lambda: self.store.open_cache(manifest.id, tenant=manifest.tenant))
 
     def open_parts(self, manifest: Manifest) -> PartialCache | None:
-        return self._read(manifest, lambda: self._store.open_parts(manifest.id, tenant=manifest.tenant))
+        return self._read(manifest, lambda: self.store.open_parts(manifest.id, tenant=manifest.tenant))
 
     def open_blob(self, manifest: Manifest) -> BlobFile | None:
-        return self._read(manifest, lambda: self._store.open_blob(manifest.id, tenant=manifest.tenant))
+        return self._read(manifest, lambda: self.store.open_blob(manifest.id, tenant=manifest.tenant))
 
     def source(self, manifest: Manifest) -> Source | None:
         copy = self.find(manifest.id, manifest.tenant)
         if copy is None or not _same_source(copy, manifest):
             return None
         with suppress(SourceNotKept):
-            return self._read(manifest, lambda: self._store.source(manifest.id, tenant=manifest.tenant))
+            return self._read(manifest, lambda: self.store.source(manifest.id, tenant=manifest.tenant))
         return None
 
     def touch(self, cache_id: str, tenant: str) -> None:
-        self._store.touch(cache_id, tenant=tenant)
+        self.store.touch(cache_id, tenant=tenant)
 
     def drop(self, cache_id: str, tenant: str) -> bool:
         try:
-            self._store.delete(cache_id, tenant=tenant)
+            self.store.delete(cache_id, tenant=tenant)
         except CacheNotFound:
             return False
         return True
 
     def manifests(self) -> Iterator[Manifest]:
-        return self._store.manifests()
+        return self.store.manifests()
 
     def sweep(self, now: float | None) -> None:
-        self._store.sweep(now)
-        self._store.drop_lone_sources()
+        self.store.sweep(now)
+        self.store.drop_lone_sources()
 
     def problems(self) -> list[str]:
-        return list(self._store.check())
+        return list(self.store.check())
 
     def scrub(self) -> Iterator[Scrubbed]:
-        return self._store.scrub()
+        return self.store.scrub()
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()
 
     def _has(self, manifest: Manifest) -> bool:
         copy = self.find(manifest.id, manifest.tenant)

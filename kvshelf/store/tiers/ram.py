@@ -18,7 +18,7 @@ from kvshelf.artifact.memory import fresh_memory
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.store import checks
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class RamTier(Tier):
         self._now = now
         self._recent_s = recent_s
         self._lock = threading.Lock()
-        self._copies: OrderedDict[_Key, _Copy] = OrderedDict()
+        self.copies: OrderedDict[_Key, _Copy] = OrderedDict()
         self._nbytes = 0
 
     @property
@@ -98,17 +98,17 @@ class RamTier(Tier):
     def confirm(self, manifest: Manifest) -> None:
         key = _key(manifest)
         with self._lock:
-            copy = self._copies.get(key)
+            copy = self.copies.get(key)
             if copy is None:
                 return
             if copy.manifest.blob_digest == manifest.blob_digest:
-                self._copies[key] = _Copy(manifest, copy.summary, copy.body, time.monotonic())
+                self.copies[key] = _Copy(manifest, copy.summary, copy.body, time.monotonic())
             else:
                 self._remove(key)
 
     def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
         with self._lock:
-            copy = self._copies.get((tenant, cache_id))
+            copy = self.copies.get((tenant, cache_id))
         if copy is None or self._expired(copy.manifest):
             return None
         if recent and time.monotonic() - copy.confirmed_at > self._recent_s:
@@ -148,8 +148,8 @@ class RamTier(Tier):
 
     def touch(self, cache_id: str, tenant: str) -> None:
         with self._lock:
-            if (tenant, cache_id) in self._copies:
-                self._copies.move_to_end((tenant, cache_id))
+            if (tenant, cache_id) in self.copies:
+                self.copies.move_to_end((tenant, cache_id))
 
     def drop(self, cache_id: str, tenant: str) -> bool:
         with self._lock:
@@ -157,12 +157,12 @@ class RamTier(Tier):
 
     def manifests(self) -> Iterator[Manifest]:
         with self._lock:
-            manifests = [copy.manifest for copy in self._copies.values()]
+            manifests = [copy.manifest for copy in self.copies.values()]
         return (manifest for manifest in manifests if not self._expired(manifest))
 
     def sweep(self, now: float | None) -> None:  # noqa: ARG002 - what the home has expired is dropped with the rest
         with self._lock:
-            for key in [key for key, copy in self._copies.items() if self._expired(copy.manifest)]:
+            for key in [key for key, copy in self.copies.items() if self._expired(copy.manifest)]:
                 self._remove(key)
 
     def problems(self) -> list[str]:
@@ -180,17 +180,17 @@ class RamTier(Tier):
 
     def close(self) -> None:
         with self._lock:
-            self._copies.clear()
+            self.copies.clear()
             self._nbytes = 0
 
     def _copy_of(self, manifest: Manifest) -> _Copy | None:
         """The copy of the manifest's blob, which counts as used now."""
         key = _key(manifest)
         with self._lock:
-            copy = self._copies.get(key)
+            copy = self.copies.get(key)
             if copy is None or copy.manifest.blob_digest != manifest.blob_digest:
                 return None
-            self._copies.move_to_end(key)
+            self.copies.move_to_end(key)
             return copy
 
     def _put(self, copy: _Copy) -> None:
@@ -198,12 +198,12 @@ class RamTier(Tier):
         with self._lock:
             self._remove(key)
             while self._nbytes + copy.nbytes > self.max_bytes:
-                self._remove(next(iter(self._copies)))
-            self._copies[key] = copy
+                self._remove(next(iter(self.copies)))
+            self.copies[key] = copy
             self._nbytes += copy.nbytes
 
     def _remove(self, key: _Key) -> bool:
-        copy = self._copies.pop(key, None)
+        copy = self.copies.pop(key, None)
         if copy is not None:
             self._nbytes -= copy.nbytes
         return copy is not None
@@ -219,7 +219,7 @@ class RamTier(Tier):
         except BlobError as error:
             manifest = copy.manifest
             with self._lock:
-                stored = self._copies.get(_key(manifest))
+                stored = self.copies.get(_key(manifest))
                 if stored is not None and stored.body is copy.body:
                     self._remove(_key(manifest))
             raise checks.corrupt(manifest.id, f"its copy in memory: {error.message}", error.reason) from error

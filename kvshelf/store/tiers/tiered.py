@@ -28,8 +28,7 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.tiers.tiers import Tiers
+from kvshelf.store.tiers.tiers import Tier, Tiers
 from kvshelf.store.types import BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
@@ -60,15 +59,18 @@ class TieredStore(Store):
         self.transforms = home.transforms
         self.batches = home.batches
         self.metering = home.metering
-        self._home = home
-        self._tiers = Tiers(tiers)
+        self.home = home
+        self.tiers = Tiers(tiers)
         self._giving_back = threading.Lock()
-        self._tiers.each(lambda tier: tier.noted() or tier.note(home.incarnation))
+        for tier in tiers:
+            with self.tiers.tolerant(tier):
+                if not tier.noted():
+                    tier.note(home.incarnation)
 
     def close(self) -> None:
         with ExitStack() as closing:  # closes all of them even if one raises; the home last
-            closing.callback(self._home.close)
-            for tier in self._tiers.all:
+            closing.callback(self.home.close)
+            for tier in self.tiers.all:
                 closing.callback(tier.close)
 
     # Reading
@@ -86,21 +88,21 @@ class TieredStore(Store):
 
     def open_blob(self, cache_id: str, *, tenant: str = "default") -> BlobFile:
         manifest, _ = self._look_up(cache_id, tenant)
-        return self._tiers.first(lambda tier: tier.open_blob(manifest)) or self._home.open_blob(cache_id, tenant=tenant)
+        return self.tiers.first(lambda tier: tier.open_blob(manifest)) or self.home.open_blob(cache_id, tenant=tenant)
 
     def source(self, cache_id: str, *, tenant: str = "default") -> Source:
         manifest, _ = self._look_up(cache_id, tenant)
-        source = self._tiers.source(manifest)
+        source = self.tiers.source(manifest)
         if source is None:
-            source = self._home.source(cache_id, tenant=tenant)
-            self._tiers.keep_source(manifest, source)
+            source = self.home.source(cache_id, tenant=tenant)
+            self.tiers.keep_source(manifest, source)
         return source
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
         try:
             return self.stat(cache_id, tenant=tenant), self.source(cache_id, tenant=tenant)
         except errors.CacheError:  # it is gone, or corrupt here and in all tiers
-            return self._home.original(cache_id, tenant=tenant)
+            return self.home.original(cache_id, tenant=tenant)
 
     def _look_up(self, cache_id: str, tenant: str) -> tuple[Manifest, _Word]:
         """The manifest of a readable cache, from a copy if necessary."""
@@ -113,13 +115,13 @@ class TieredStore(Store):
     def _ask_home(self, cache_id: str, tenant: str) -> Manifest:
         """As `Shelf.stat`; raises `_Lost` for a cache that the home may have had before it lost everything."""
         try:
-            return self._home.stat(cache_id, tenant=tenant)
+            return self.home.stat(cache_id, tenant=tenant)
         except errors.CacheNotFound:
             if not self._older_than_home():
                 raise
-        known = self._home.remembers(cache_id, tenant=tenant)
+        known = self.home.remembers(cache_id, tenant=tenant)
         try:
-            return self._home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
+            return self.home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
         except errors.CacheNotFound as error:
             if known:
                 raise  # it was deleted since
@@ -128,28 +130,28 @@ class TieredStore(Store):
     def _stand_in(self, cache_id: str, tenant: str, error: errors.KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home raised `error`; without such a copy, raises `error`."""
         recent = not isinstance(error, errors.CacheCorrupt)
-        copy = self._tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
+        copy = self.tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
         if copy is not None:
             return copy
         if not isinstance(error, errors.StoreUnavailable):
-            self._tiers.drop(cache_id, tenant)
+            self.tiers.drop(cache_id, tenant)
         raise error
 
     def _witnesses(self, error: errors.KvshelfError) -> Sequence[Tier]:
         """The tiers whose manifests count when the home raises `error`."""
         if isinstance(error, errors.StoreUnavailable | errors.CacheCorrupt):
-            return self._tiers.all
+            return self.tiers.all
         return self._older_than_home() if isinstance(error, _Lost) else ()
 
     def _older_than_home(self) -> Sequence[Tier]:
         """The tiers that have copies from before the home lost everything."""
-        noted = self._tiers.each(lambda tier: tier.noted())
-        return [tier for tier, incarnation in noted if incarnation not in ("", self._home.incarnation)]
+        noted = self.tiers.each(lambda tier: tier.noted())
+        return [tier for tier, incarnation in noted if incarnation not in ("", self.home.incarnation)]
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
         """Open a manifest's blob in the first tier that has it, from tier `first` on, or at home. word: see `_Word`."""
-        for index, tier in enumerate(self._tiers.all[first:], first):
-            with self._tiers.tolerant(tier):
+        for index, tier in enumerate(self.tiers.all[first:], first):
+            with self.tiers.tolerant(tier):
                 if word == "live":
                     tier.confirm(manifest)
                 arriving = tier.open_cache(manifest)
@@ -157,16 +159,16 @@ class TieredStore(Store):
                     arriving.place = tier.name
                     arriving.elsewhere = partial(self._open, manifest, word, index + 1)
                     if word == "lost" or (word == "live" and index):
-                        arriving.on_read = partial(self._share, manifest, self._tiers.all[:index])
+                        arriving.on_read = partial(self._share, manifest, self.tiers.all[:index])
                     return arriving
-        arriving = self._home.open_cache(manifest.id, tenant=manifest.tenant)
-        arriving.on_read = partial(self._share, manifest, self._tiers.all)
+        arriving = self.home.open_cache(manifest.id, tenant=manifest.tenant)
+        arriving.on_read = partial(self._share, manifest, self.tiers.all)
         return arriving
 
     def _open_parts(self, manifest: Manifest, word: _Word, first: int = 0) -> PartialCache:
         """As `_open`."""
-        for index, tier in enumerate(self._tiers.all[first:], first):
-            with self._tiers.tolerant(tier):
+        for index, tier in enumerate(self.tiers.all[first:], first):
+            with self.tiers.tolerant(tier):
                 if word == "live":
                     tier.confirm(manifest)
                 parts = tier.open_parts(manifest)
@@ -174,11 +176,11 @@ class TieredStore(Store):
                     parts.place = tier.name
                     parts.elsewhere = partial(self._open_parts, manifest, word, index + 1)
                     return parts
-        return self._home.open_parts(manifest.id, tenant=manifest.tenant)
+        return self.home.open_parts(manifest.id, tenant=manifest.tenant)
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
         """After a read or a write: copy the cache to `tiers`, and to the home if the home has lost it."""
-        self._tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
+        self.tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
         with suppress(errors.KvshelfError):  # the reader has its cache, and the next sweep tries again
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
@@ -189,19 +191,19 @@ class TieredStore(Store):
     def _give_back(self, manifest: Manifest, cache: CompressedCache) -> None:
         """Store a cache at home again, with its source if a tier has the source. Raises as `Shelf.adopt` does."""
         with self._giving_back:  # one at a time: many threads notice the loss at once
-            source = self._tiers.source(manifest)
+            source = self.tiers.source(manifest)
             try:
                 self._ask_home(manifest.id, manifest.tenant)
                 return  # the home has the cache already
             except errors.CacheCorrupt:
                 # The home's manifest counts: its labels, expiry or pin may be newer than the copy's.
-                self._home.mend(cache, manifest.id, tenant=manifest.tenant)
+                self.home.mend(cache, manifest.id, tenant=manifest.tenant)
             except _Lost:
                 plain = manifest.model_copy(update={"source": None})
-                self._home.adopt(cache, plain, parent_id=manifest.parent_id)
+                self.home.adopt(cache, plain, parent_id=manifest.parent_id)
             if source is not None and manifest.source is not None:
                 until = manifest.source.expires_at
-                self._home.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
+                self.home.keep_source(manifest.id, source, tenant=manifest.tenant, expires_at=until)
             log.info("gave cache %s back to its home", manifest.id)
 
     def _insist(self, cache_id: str, tenant: str, call: Callable[[], ResultT]) -> ResultT:
@@ -228,27 +230,27 @@ class TieredStore(Store):
         **fields: Any,
     ) -> Manifest:
         encoded = cache.encoded(codec)
-        manifest = self._home.put(encoded, codec=codec, source=source, **fields)
-        self._share(manifest, self._tiers.all, encoded)
+        manifest = self.home.put(encoded, codec=codec, source=source, **fields)
+        self._share(manifest, self.tiers.all, encoded)
         if source is not None:
-            self._tiers.keep_source(manifest, source)
+            self.tiers.keep_source(manifest, source)
         return manifest
 
     def keep_source(self, cache_id: str, source: Source, *, tenant: str = "default", **until: Any) -> Manifest:
-        keep = partial(self._home.keep_source, cache_id, source, tenant=tenant, **until)
+        keep = partial(self.home.keep_source, cache_id, source, tenant=tenant, **until)
         manifest = self._insist(cache_id, tenant, keep)
-        self._tiers.keep_source(manifest, source)
+        self.tiers.keep_source(manifest, source)
         return manifest
 
     def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        keep = partial(self._home.keep_judgement, cache_id, judged, tenant=tenant)
+        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant)
         manifest = self._insist(cache_id, tenant, keep)
-        self._tiers.confirm(manifest)
+        self.tiers.confirm(manifest)
         return manifest
 
     def update(self, cache_id: str, *, tenant: str = "default", **changes: Any) -> Manifest:
-        manifest = self._insist(cache_id, tenant, partial(self._home.update, cache_id, tenant=tenant, **changes))
-        self._tiers.confirm(manifest)
+        manifest = self._insist(cache_id, tenant, partial(self.home.update, cache_id, tenant=tenant, **changes))
+        self.tiers.confirm(manifest)
         return manifest
 
     def delete(
@@ -259,35 +261,35 @@ class TieredStore(Store):
         if_revision: Collection[str] | None = None,
         cascade: bool = False,
     ) -> Receipt:
-        delete = partial(self._home.delete, cache_id, tenant=tenant, if_revision=if_revision, cascade=cascade)
+        delete = partial(self.home.delete, cache_id, tenant=tenant, if_revision=if_revision, cascade=cascade)
         receipt = self._insist(cache_id, tenant, delete)
         for descendant in receipt.descendants:
-            self._tiers.drop(descendant, tenant)
-        return receipt.model_copy(update={"homes": (*receipt.homes, *self._tiers.drop(cache_id, tenant))})
+            self.tiers.drop(descendant, tenant)
+        return receipt.model_copy(update={"homes": (*receipt.homes, *self.tiers.drop(cache_id, tenant))})
 
     def erase(self, subject: Subject, *, dry_run: bool = False, limit_s: float | None = None) -> Erasure:
-        receipt = self._home.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
-        return receipt.model_copy(update={"homes": [*receipt.homes, *(tier.name for tier in self._tiers.all)]})
+        receipt = self.home.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
+        return receipt.model_copy(update={"homes": [*receipt.homes, *(tier.name for tier in self.tiers.all)]})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        self._tiers.each(lambda tier: tier.touch(cache_id, tenant))
-        self._home.touch(cache_id, tenant=tenant)
+        self.tiers.each(lambda tier: tier.touch(cache_id, tenant))
+        self.home.touch(cache_id, tenant=tenant)
 
     # Housekeeping
 
     def sweep(self, now: float | None = None) -> Swept:
         """As `Store.sweep`. Also drops copies that the home no longer has, and gives back what it lost."""
-        swept = self._home.sweep(now)
-        self._tiers.each(self._compare)
-        self._tiers.each(lambda tier: tier.sweep(now))  # last: it also empties the WAL of what was dropped
+        swept = self.home.sweep(now)
+        self.tiers.each(self._compare)
+        self.tiers.each(lambda tier: tier.sweep(now))  # last: it also empties the WAL of what was dropped
         return swept
 
     def _compare(self, tier: Tier) -> None:
         """Compare every copy of a tier with the home."""
-        incarnation, all_compared = self._home.incarnation, True
+        incarnation, all_compared = self.home.incarnation, True
         for copy in tier.manifests():
             try:
-                stat = partial(self._home.stat, copy.id, tenant=copy.tenant)
+                stat = partial(self.home.stat, copy.id, tenant=copy.tenant)
                 tier.confirm(self._insist(copy.id, copy.tenant, stat))
             except (errors.CacheNotFound, errors.CacheError):
                 pass  # `_insist` has dropped its copies
@@ -300,51 +302,51 @@ class TieredStore(Store):
             tier.note(incarnation)
 
     def check(self) -> Sequence[str]:
-        return [*self._home.check(), *self._tiers.problems()]
+        return [*self.home.check(), *self.tiers.problems()]
 
     def scrub(self) -> Iterator[Scrubbed]:
         """As `Store.scrub`. Repairs a corrupt cache at once if a tier has a good copy, and still reports it. Of the
         copies, only damaged ones are reported."""
-        for scrubbed in self._home.scrub():
+        for scrubbed in self.home.scrub():
             if scrubbed.problem is not None:
                 with suppress(errors.KvshelfError):  # no good copy, or no repair: the problem is reported either way
                     self._insist(
-                        scrubbed.id, scrubbed.tenant, partial(self._home.stat, scrubbed.id, tenant=scrubbed.tenant)
+                        scrubbed.id, scrubbed.tenant, partial(self.home.stat, scrubbed.id, tenant=scrubbed.tenant)
                     )
             yield scrubbed
-        yield from self._tiers.scrub()
+        yield from self.tiers.scrub()
 
     # Answered by the home alone
 
     def compact(self) -> int:
-        return self._home.compact()
+        return self.home.compact()
 
     def now(self) -> float:
-        return self._home.now()
+        return self.home.now()
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
-        return self._home.expiry(ttl_s, expires_at)
+        return self.home.expiry(ttl_s, expires_at)
 
     def admit(self, tenant: str) -> None:
-        self._home.admit(tenant)
+        self.home.admit(tenant)
 
     def list(self, **query: Any) -> Page:
-        return self._home.list(**query)
+        return self.home.list(**query)
 
     def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
-        return self._home.changes(after, tenant=tenant)
+        return self.home.changes(after, tenant=tenant)
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
-        return self._home.cache_id(identity, tenant=tenant, codec=codec)
+        return self.home.cache_id(identity, tenant=tenant, codec=codec)
 
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
-        return self._home.document_id(identity, tenant=tenant)
+        return self.home.document_id(identity, tenant=tenant)
 
     def usage(self, *, tenant: str | None = None) -> StoredUsage:
-        return self._home.usage(tenant=tenant)
+        return self.home.usage(tenant=tenant)
 
     def health(self) -> Health:
         """As `Store.health`; a recent failure of a tier is a warning."""
-        home = self._home.health()
-        warnings = [f"the {name} tier does not work; caches come from the home" for name in self._tiers.failing()]
+        home = self.home.health()
+        warnings = [f"the {name} tier does not work; caches come from the home" for name in self.tiers.failing()]
         return replace(home, warnings=(*home.warnings, *warnings))

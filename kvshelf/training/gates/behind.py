@@ -32,14 +32,14 @@ def softmax(layer: int, logits: Tensor) -> Tensor:  # noqa: ARG001
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ReadBehind:
     """A document that the model has read: the keys and values of each layer, `[1, kv_heads, N, D]`."""
 
     engine: Engine
     states: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, engine: Engine, token_ids: Any) -> Read:
+    def of(cls, engine: Engine, token_ids: Any) -> ReadBehind:
         """Raises `PolicyUnsupported` for a model with layers that do not see the whole document."""
         if not all(kind.sees_all and kind.attends and not kind.states and not kind.latents for kind in engine.kinds):
             raise PolicyUnsupported(

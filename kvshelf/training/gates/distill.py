@@ -13,7 +13,7 @@ from torch import Tensor
 from kvshelf.methods.policies.gate_file import own_tensors
 from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs
 from kvshelf.methods.policies.view import LayerView
-from kvshelf.training.gates.behind import Attend, Read
+from kvshelf.training.gates.behind import Attend, ReadBehind
 from kvshelf.training.gates.importance import fit_inputs, fresh
 from kvshelf.training.gates.lessons import Lesson, Observed, answered, logarithm
 from kvshelf.training.gates.trainer import Objective, rank_correlation
@@ -58,7 +58,7 @@ class Distilled(Objective):
 
     def learn(self, lesson: Lesson) -> tuple[float, str]:
         taught = self._taught(lesson)
-        document = Read.of(self.engine, taught.observed.job.document.token_ids)
+        document = ReadBehind.of(self.engine, taught.observed.job.document.token_ids)
         with torch.enable_grad():
             outputs = self._outputs(taught)
             loss = _CAPACITY * excess(self.policy.family, list(outputs.values()))

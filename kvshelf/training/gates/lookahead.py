@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.methods.policies.view import LayerView, ProbePass
-from kvshelf.training.gates.behind import Read, softmax
+from kvshelf.training.gates.behind import ReadBehind, softmax
 from kvshelf.training.gates.lessons import Lesson, Observed, answered
 from kvshelf.training.gates.trainer import Objective, rank_correlation
 
@@ -64,7 +64,7 @@ class Lookahead(Objective):
             found[layer] = weights[..., : document.num_tokens].mean(dim=1).cpu()
             return weights
 
-        read, learned = Read.of(self.engine, document.token_ids), len(self.state["soft"])
+        read, learned = ReadBehind.of(self.engine, document.token_ids), len(self.state["soft"])
         with soft_tokens(self.engine.model, Soft(self.state, slice(0, learned))):
             read.logits(ProbePass((0,) * learned, document.end), 1, attend)
         return found

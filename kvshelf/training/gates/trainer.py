@@ -22,7 +22,7 @@ from torch import Tensor
 from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.atomic import written
 from kvshelf.errors import InvalidRequest
-from kvshelf.methods.policies.gate_file import Gates, Header, Training, metadata, to_safetensors
+from kvshelf.methods.policies.gate_file import GateHeader, Gates, Training, metadata, to_safetensors
 from kvshelf.methods.policies.gates.base import GatePolicy
 from kvshelf.training.gates.lessons import Lesson
 
@@ -71,7 +71,7 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """What a training follows from, beside the model: a checkpoint of other settings is refused."""
 
     steps: int
@@ -101,7 +101,7 @@ class Trainer:
     engine: Engine
     objective: Objective
     lessons: Lessons
-    settings: Settings
+    settings: TrainingSettings
     files: Checkpoint
     report: Callable[[Mapping[str, Any]], None] = lambda _: None
     _journal: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -214,7 +214,7 @@ class Trainer:
             loss=best["loss"],
             held_out=best["held_out"],
         )
-        header = Header(
+        header = GateHeader(
             weights=self.engine.identity.weights,
             policy=policy.name,
             family=policy.family,

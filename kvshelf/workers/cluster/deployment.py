@@ -176,12 +176,12 @@ def deploy(
         graceful_shutdown_timeout_s=5.0,
         max_constructor_retry_count=1,  # at the start, a second try would fail too; later, Serve keeps trying anyway
     )
-    _require_gpus(configs, limits.replicas, ray.cluster_resources().get("GPU", 0), local=local)
+    require_gpus(configs, limits.replicas, ray.cluster_resources().get("GPU", 0), local=local)
     job = orphans.job_id()
     targets = [
         serve.RunTarget(
-            target=deployment.options(ray_actor_options=_resources(config)).bind(config),
-            name=_app_name(config.model, job),
+            target=deployment.options(ray_actor_options=resources_of(config)).bind(config),
+            name=app_name(config.model, job),
             route_prefix=None,
         )
         for config in configs
@@ -202,7 +202,7 @@ def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None
             waited_s = time.monotonic() - began
             reason = "\n".join(d.message for d in overview.deployments.values())
             if overview.status == "DEPLOY_FAILED":
-                raise _startup_error(engine.model, reason)
+                raise startup_error(engine.model, reason)
             if waited_s > deadline_s:
                 raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {_missing(reason)}")
             if time.monotonic() - told > _TELL_S:
@@ -225,7 +225,7 @@ def _missing(reason: str) -> str:
     )
 
 
-def _startup_error(model: str, message: str) -> KvshelfError:
+def startup_error(model: str, message: str) -> KvshelfError:
     """Why a replica could not be constructed. Serve has only a traceback's text, whose last error is the cause."""
     named = list(re.finditer(r"^kvshelf\.errors\.(\w+): ", message, re.MULTILINE))
     if named and (said := message[named[-1].end() :].rstrip()):
@@ -241,8 +241,8 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
         serve.delete(engine.app)
 
 
-def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
-    needed = replicas * sum(_resources(config).get("num_gpus", 0) for config in configs)
+def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
+    needed = replicas * sum(resources_of(config).get("num_gpus", 0) for config in configs)
     if needed > there and local:
         raise InvalidRequest(
             f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, or fewer "
@@ -253,7 +253,7 @@ def _require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float,
         log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=there)
 
 
-def _resources(config: ReplicaConfig) -> dict[str, float]:
+def resources_of(config: ReplicaConfig) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
     device = config.device
     there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
@@ -261,7 +261,7 @@ def _resources(config: ReplicaConfig) -> dict[str, float]:
     return {"num_gpus": config.gpus, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 
 
-def _app_name(model: str, job: str) -> str:
+def app_name(model: str, job: str) -> str:
     # Readable in Ray's tools, unique among the services on a cluster, and with the job that owns it.
     readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
     return f"kvshelf-{readable[:40]}-job{job}-{secrets.token_hex(4)}"

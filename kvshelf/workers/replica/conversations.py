@@ -37,7 +37,7 @@ _MOST_TURNS: Final = 4096
 """Turns behind a root that are read to go on from the last."""
 
 
-class Kept(NamedTuple):
+class KeptConversation(NamedTuple):
     """The cache of a stored turn, and the same in memory, if it is the one that was stored."""
 
     manifest: Manifest
@@ -176,7 +176,7 @@ class Conversations:
         said: Said,
         turn: Turn | KvshelfError | None,
         tenant: str,
-    ) -> Kept:
+    ) -> KeptConversation:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the question
         has. The texts of a turn are its cache's source. document: that cache, attached. line: of a conversation; None
         for a plain text. said: the answer as the next request has it. turn: of the answer. What was stored before an
@@ -203,7 +203,7 @@ class Conversations:
             cache_id = manifest.id
         # An equal turn may have been stored before, by another batch, whose last bits are its own.
         ours = cache.pack().root.hex() == manifest.blob_digest
-        return Kept(manifest, self._engine.attach(cache) if ours else None)
+        return KeptConversation(manifest, self._engine.attach(cache) if ours else None)
 
     def _lifetime(self, query: Asking, manifest: Manifest) -> dict[str, Any]:
         """How long a turn behind a cache is kept: arguments of `Store.put`."""

@@ -32,7 +32,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Meter
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
@@ -71,51 +71,51 @@ class Replica(ReplicaApi):
         max_document_tokens: int | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
-        self._engine = engine
+        self.engine = engine
         engine.passes.layer_shapes  # noqa: B018 - measured here, before the scheduler's thread owns the model
-        self._store = store
-        self._scheduler = scheduler
+        self.store = store
+        self.scheduler = scheduler
         self._threads = threads = ReplicaThreads()
-        self._meter = meter = Meter(store.metering, engine.name)
+        self.meter = meter = Meter(store.metering, engine.name)
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
-        self._creations = Creations(
+        self.creations = Creations(
             engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
         )
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
         conversations = Conversations(engine, store)
-        self._questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
-        self._searches = Searches(engine, store, scheduler, threads)
+        self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
+        self.searches = Searches(engine, store, scheduler, threads)
 
     def start(self) -> None:
-        self._meter.start()
-        self._scheduler.start()
+        self.meter.start()
+        self.scheduler.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """End all work; its callers get `NoWorker`."""
-        self._scheduler.stop(drain_s=drain_s)
-        self._questions.stop()
+        self.scheduler.stop(drain_s=drain_s)
+        self.questions.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._meter.stop()
+        self.meter.stop()
 
     async def check_health(self) -> None:
         """Raise if this replica can no longer work and must be replaced."""
-        if not self._scheduler.alive:
-            raise InternalError(f"the scheduler thread of {self._engine.name!r} has ended")
-        if self._scheduler.overdue_s > STUCK_S:
-            raise InternalError(f"{self._engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
+        if not self.scheduler.alive:
+            raise InternalError(f"the scheduler thread of {self.engine.name!r} has ended")
+        if self.scheduler.overdue_s > STUCK_S:
+            raise InternalError(f"{self.engine.name!r} hangs in a document that should have ended {STUCK_S:g} s ago")
 
     async def settle(self, *, caller: Caller) -> None:
         """Add what tenants have used to the store now. Raises `StoreUnavailable`; it is then added later."""
         with called_by(caller):
-            await self._threads.run(self._meter.flush)
+            await self._threads.run(self.meter.flush)
 
     async def describe(self, *, caller: Caller) -> dict[str, Any]:
         """The model, for /v1/models, its `ModelIdentity`, the shape of its layers, the digest of its transforms, what
         its chat template is, and the bytes that a token stands for at most. JSON types only."""
         with called_by(caller):
-            engine = self._engine
+            engine = self.engine
             return {
                 "id": engine.name,
                 "max_tokens": engine.max_tokens,
@@ -141,19 +141,19 @@ class Replica(ReplicaApi):
     ) -> Created:
         """See `Creations`, as `watch`, `append` and `estimate`."""
         recorded: dict[str, Any] = {"request_id": request_id, "max_attempts": max_attempts}
-        return await self._creations.create(spec, caller=caller, **recorded)
+        return await self.creations.create(spec, caller=caller, **recorded)
 
     async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncIterator[CreationProgress | Created]:
-        watched = self._creations.watch(spec, caller=caller)
+        watched = self.creations.watch(spec, caller=caller)
         async with aclosing(watched):  # Ray streams generators alone
             async for event in watched:
                 yield event
 
     async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created:
-        return await self._creations.append(cache_id, spec, caller=caller)
+        return await self.creations.append(cache_id, spec, caller=caller)
 
     async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
-        return await self._creations.estimate(spec, caller=caller)
+        return await self.creations.estimate(spec, caller=caller)
 
     async def query(
         self,
@@ -164,7 +164,7 @@ class Replica(ReplicaApi):
         of_batch: bool = False,
     ) -> Answer:
         """See `Questions`, as `stream`, `hint`, `count` and `prompt`."""
-        return await self._questions.query(caches, query, caller=caller, of_batch=of_batch)
+        return await self.questions.query(caches, query, caller=caller, of_batch=of_batch)
 
     async def stream(
         self,
@@ -173,13 +173,13 @@ class Replica(ReplicaApi):
         *,
         caller: Caller,
     ) -> AsyncIterator[Piece | Answer]:
-        pieces = self._questions.stream(caches, query, caller=caller)
+        pieces = self.questions.stream(caches, query, caller=caller)
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
-        return await self._questions.hint(cache_id, next_use_s, caller=caller)
+        return await self.questions.hint(cache_id, next_use_s, caller=caller)
 
     async def count(
         self,
@@ -190,14 +190,14 @@ class Replica(ReplicaApi):
         *,
         caller: Caller,
     ) -> int:
-        return await self._questions.count(query, document, boundary, cached, caller=caller)
+        return await self.questions.count(query, document, boundary, cached, caller=caller)
 
     async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
-        return await self._questions.prompt(cache_id, query, caller=caller)
+        return await self.questions.prompt(cache_id, query, caller=caller)
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """See `Searches`."""
-        return await self._searches.search(spec, caller=caller)
+        return await self.searches.search(spec, caller=caller)
 
     async def inspect(self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0) -> KeptTokens:
         """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`. body: the
@@ -206,8 +206,8 @@ class Replica(ReplicaApi):
             document = None if body is None else document_of(body)
             return await self._threads.compute(
                 kept_tokens,
-                self._engine,
-                self._store,
+                self.engine,
+                self.store,
                 cache_id,
                 document,
                 tenant=caller.tenant,
@@ -226,11 +226,11 @@ class Replica(ReplicaApi):
         """The file of another engine, piece by piece, see `kvshelf.workers.replica.files`."""
         with called_by(caller):
             options: dict[str, Any] = {"dtype": dtype, "engine_model": engine_model}
-            made = pieces(self._engine, self._store, cache_id, to, tenant=caller.tenant, **options)
+            made = pieces(self.engine, self.store, cache_id, to, tenant=caller.tenant, **options)
             while piece := await self._threads.compute(next, made, b""):
                 yield piece
 
     async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None:
         """Whether a text is a cache's document, see `kvshelf.workers.replica.inspect`."""
         with called_by(caller):
-            await self._threads.compute(require_source, self._engine, identity, source)
+            await self._threads.compute(require_source, self.engine, identity, source)

@@ -53,8 +53,8 @@ class Scheduler:
         self._limits = limits or SchedulerLimits()
         self._queues = Queues(engine.name, self._limits)
         self._thread = threading.Thread(target=self._run, name=f"scheduler-{engine.name}", daemon=True)
-        self._batch = engine.batch()
-        self._open: list[Answering] = []
+        self.batch = engine.batch()
+        self.open: list[Answering] = []
         self._steps_of_users = 0  # since a step of all
         self._compressing: Compressing | None = None
         self._charged_s = 0.0
@@ -155,7 +155,7 @@ class Scheduler:
     def _run(self) -> None:
         try:
             with kvshelf_attention(self._engine.model):  # otherwise each step would select and restore it
-                while self._queues.wait_for_work(busy=bool(self._open)):
+                while self._queues.wait_for_work(busy=bool(self.open)):
                     self._generate_for(0.0)
                     self._compress_next()
         finally:
@@ -225,15 +225,15 @@ class Scheduler:
                     passing.ticket.resolve(passing.run())
             except Exception as exc:  # one pass's error is that pass's answer, whatever it is
                 passing.ticket.resolve(None, exc)
-        for work in self._queues.take_questions(self._open):
+        for work in self._queues.take_questions(self.open):
             work.ticket.begin()
-            self._open.append(work)
-        return bool(self._open or self._queues.has_passes)
+            self.open.append(work)
+        return bool(self.open or self._queues.has_passes)
 
     def _step(self) -> None:
         """One step for all answers whose caches have arrived, and one for those on one cache that is arriving."""
-        ready = [work for work in self._open if work.generation.document.arrived]
-        arriving = [work for work in self._open if not work.generation.document.arrived]
+        ready = [work for work in self.open if work.generation.document.arrived]
+        arriving = [work for work in self.open if not work.generation.document.arrived]
         if ready:
             self._advance(self._next_of(ready))
         if arriving:
@@ -253,7 +253,7 @@ class Scheduler:
     def _wait(self, record: Future[Any], joining: Sequence[Answering]) -> None:
         """Step the other answers until the next layer of a document has arrived."""
         self._admit()
-        others = [work for work in self._open if work not in joining and work.generation.document.arrived]
+        others = [work for work in self.open if work not in joining and work.generation.document.arrived]
         if others:
             self._advance(self._next_of(others))
         else:
@@ -271,7 +271,7 @@ class Scheduler:
         try:
             generations = [work.generation for work in works]
             with self._charged(works):
-                told = self._batch.step(generations, lambda: self._require_wanted(works), waiting)
+                told = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
             if len(works) == 1:
                 self._tell(works[0], exc)
@@ -323,13 +323,13 @@ class Scheduler:
                 self._keep(work)
 
     def _keep(self, work: Answering) -> None:
-        self._batch.keep(work.generation)
+        self.batch.keep(work.generation)
         self._end(work, None)
 
     def _end(self, work: Answering, error: Exception | None) -> None:
-        self._open.remove(work)
-        work.ticket.suffix_bytes, work.ticket.turn = self._batch.nbytes, work.generation.turn
-        self._batch.leave(work.generation)
+        self.open.remove(work)
+        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes, work.generation.turn
+        self.batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 
     def _still_wanted(self, work: Answering) -> bool:
@@ -356,7 +356,7 @@ class Scheduler:
             raise error
 
     def _refuse_rest(self) -> None:
-        rest: list[Answering | Compressing | Passing] = [*self._open, *self._queues.take_all()]
-        self._open.clear()
+        rest: list[Answering | Compressing | Passing] = [*self.open, *self._queues.take_all()]
+        self.open.clear()
         for work in rest:
             work.ticket.resolve(None, self._queues.stopped())

@@ -38,7 +38,7 @@ _RULES: Final[tuple[tuple[str, str], ...]] = (
 def documents(seed: int, *, turns: bool) -> list[Document]:
     """`DOCUMENTS` documents of each ability. turns: with those whose later questions refer to earlier ones."""
     makers = {
-        "instructions": _instructions,
+        "instructions": instructions,
         "key-values": _key_values,
         "copying": _copying,
         "exception": _exception,
@@ -57,7 +57,7 @@ def _document(
     return Document(f"{name} {number}", text, tuple(questions))
 
 
-def _instructions(rng: random.Random, prose: list[str]) -> tuple[str, list[Question]]:
+def instructions(rng: random.Random, prose: list[str]) -> tuple[str, list[Question]]:
     """Three rules among the prose; each answer is to keep all of them."""
     first = rng.sample(_RULES[:4], 2)
     chosen = [*first, rng.choice([one for one in _RULES if one not in first and one[1] != "ends_with:over"])]

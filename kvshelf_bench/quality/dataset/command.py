@@ -1,4 +1,4 @@
-"""`kvshelf bench quality --dataset`: from what was asked for to tables, report, picture and folder."""
+"""`kvshelf bench quality --dataset`: from what was asked for to measured rows, tables, report, picture and folder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from rich.table import Table
 
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.terminal import progress_bar
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
 from kvshelf_bench.options import Reporting, publish, rendered, split
 from kvshelf_bench.quality.dataset import abilities, folder
-from kvshelf_bench.quality.dataset.compare import compare, compare_table
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
-from kvshelf_bench.quality.dataset.measuring import Asking, DocumentUnit, make_units
-from kvshelf_bench.quality.dataset.rows import Reading
-from kvshelf_bench.quality.dataset.run import run
+from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, DocumentUnit, make_units
+from kvshelf_bench.quality.dataset.rows import RowRules
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
-from kvshelf_bench.quality.dataset.tables import dataset_tables, notes
+from kvshelf_bench.quality.dataset.tables import compare, compare_table, dataset_tables, notes
 from kvshelf_bench.quality.grid import FEATURED, Changes, Row, make_grid, make_rows
-from kvshelf_bench.quality.measuring import Progress
+from kvshelf_bench.quality.measuring import Progress, outcomes, require_resumable
 from kvshelf_bench.quality.options import DatasetOptions
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.scorers.scorers import SCORERS
@@ -78,7 +78,7 @@ class Chosen(DatasetOptions):
             made = abilities.documents(self.seed, turns=self.turns)
             return chosen(made, fraction=self.fraction, limit=self.limit, seed=self.seed)
         prompts = read_prompts(self.prompts) if self.prompts is not None else {}
-        documents = read_documents(self.dataset, Reading(self.scorer, prompts))
+        documents = read_documents(self.dataset, RowRules(self.scorer, prompts))
         return chosen(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
 
     def longest(self) -> int | None:
@@ -180,3 +180,53 @@ def _bar(units: int) -> Iterator[Progress[DocumentUnit]]:
 def _require(legal: bool, param: str, rule: str, value: str) -> None:
     if not legal:
         raise InvalidRequest(f"--{param} is {value!r}; it must be {rule}", param=param)
+
+
+_TEMPLATE_TOKENS = 64
+"""Room for what a chat template writes around the document and a question."""
+
+
+def run(
+    documents: Sequence[Document],
+    rows: Sequence[Row],
+    options: EngineOptions,
+    resume: Path,
+    asking: Asking,
+    *,
+    longest: int | None = None,
+    processes: int = 0,
+    progress: Progress[DocumentUnit] = lambda *_: None,
+) -> DatasetSummary:
+    """Measure what the file `resume` lacks, append it there, and summarize all. `rows` begin with the full cache.
+
+    longest: the tokens of a context beyond which its middle is cut out (0: what the model takes); None cuts none, and a
+    document that is too long is refused. processes: see `outcomes`. Raises `InvalidRequest` before any work for a file
+    that the bench did not write.
+    """
+    require_resumable(resume)
+    engine = options.load()
+    if longest is not None:
+        documents = [truncated(engine, document, asking, longest) for document in documents]
+    protocol = DatasetProtocol.of(engine, asking)
+    units = make_units(documents, rows, asking)
+    known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
+    found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
+    by_row = {row: [found[document.id, row] for document in documents] for row in rows}
+    return DatasetSummary.of(documents, by_row, Dimensions.of(engine.model).full_16bit_bytes(1))
+
+
+def truncated(engine: Engine, document: Document, asking: Asking, longest: int) -> Document:
+    """The document without the middle of its context where it has more tokens than `longest` (0: than the model takes
+    with its longest question and answer): as many from its beginning as from its end, as LongBench does."""
+    form = engine.encoder.require_text("document")
+    room = longest
+    if not longest:
+        asked = (form.count_tokens(one.text + one.prefix) + asking.tokens(one) for one in document.questions)
+        room = engine.max_tokens - max(asked) - _TEMPLATE_TOKENS
+    token_ids = form.encode(document.context)
+    if len(token_ids) <= room:
+        return document
+    if room < 2:
+        raise InvalidRequest(f"{document.id}: its questions leave no room for a document", param="truncate")
+    half = room // 2
+    return replace(document, context=form.decode(token_ids[:half]) + form.decode(token_ids[-half:]))

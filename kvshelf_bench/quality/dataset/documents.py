@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.quality.dataset.files import bad, read_rows
-from kvshelf_bench.quality.dataset.rows import PLACE, Question, Reading, beside_others, shape_of
+from kvshelf_bench.quality.dataset.rows import PLACE, Question, RowRules, beside_others, shape_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Document:
     questions: tuple[Question, ...]
 
 
-def read_documents(source: str | Path, reading: Reading | None = None) -> list[Document]:
+def read_documents(source: str | Path, reading: RowRules | None = None) -> list[Document]:
     """The documents of a file, a folder or a dataset of the hub, in its order. Raises `InvalidRequest` that names the
     line."""
     documents: dict[str, Document] = {}
@@ -34,7 +34,7 @@ def read_documents(source: str | Path, reading: Reading | None = None) -> list[D
             shape, first = found, row.where
         if found is not shape:
             raise bad(f"{row.where} has the shape {found.name}, and {first} {shape.name}; give files of one shape")
-        context, questions = found.read(row, reading or Reading())
+        context, questions = found.read(row, reading or RowRules())
         if known := documents.get(context):
             documents[context] = replace(known, questions=known.questions + questions)
         else:

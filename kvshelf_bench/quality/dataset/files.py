@@ -15,7 +15,7 @@ _HUB_FILES: Final = ("**/*.jsonl", "*.jsonl", "**/*.parquet", "*.parquet")
 
 
 @dataclass(frozen=True)
-class Row:
+class FileRow:
     """A row of a file. where: file and line, counted from 1, for messages. file: the file's name without ending, which
     is the task's name in SCBench. number: of the line. alone: whether there is no other file."""
 
@@ -36,7 +36,7 @@ class Row:
         return own if self.alone else f"{self.file}/{own}"
 
 
-def read_rows(source: str) -> Iterator[Row]:
+def read_rows(source: str) -> Iterator[FileRow]:
     """The rows of a file, or of all files of a folder in the order of their names: JSON lines (`.jsonl`, and any file
     without another known ending), Parquet, and the Arrow files that `datasets` saves. A source that is no path is the
     name of a dataset of the hub, perhaps with a folder of it: `simonjegou/ruler/4096`. Raises `InvalidRequest`."""
@@ -50,7 +50,7 @@ def read_rows(source: str) -> Iterator[Row]:
             where = f"{file}, line {number}"
             if not isinstance(fields, dict):
                 raise bad(f"{where} has {type(fields).__name__}; a row is an object with fields")
-            yield Row(fields, where, file.stem, number, len(files) == 1)
+            yield FileRow(fields, where, file.stem, number, len(files) == 1)
 
 
 def bad(message: str) -> InvalidRequest:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.quality.dataset.documents import Document
-from kvshelf_bench.quality.dataset.summary import DatasetSummary, Way
+from kvshelf_bench.quality.dataset.summary import DatasetSummary, WayScore
 from kvshelf_bench.quality.outcome import Outcome
 
 REPORT: Final = "results.json"
@@ -65,7 +65,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return dict(report)
 
 
-def _folder_name(report: Mapping[str, Any], way: Way) -> str:
+def _folder_name(report: Mapping[str, Any], way: WayScore) -> str:
     """As kvpress's `evaluate.py` names it: data set, model, press and what follows from the options."""
     model = str(report["model"]).replace("/", "--")
     fraction = f"fraction{report['fraction']:.3f}" if report.get("fraction", 1.0) < 1 else ""
@@ -74,7 +74,7 @@ def _folder_name(report: Mapping[str, Any], way: Way) -> str:
     return "__".join(filter(None, (part.replace("/", "--") for part in parts)))
 
 
-def _write_way(folder: Path, report: Mapping[str, Any], summary: DatasetSummary, way: Way) -> None:
+def _write_way(folder: Path, report: Mapping[str, Any], summary: DatasetSummary, way: WayScore) -> None:
     folder.mkdir()
     outcomes, row = summary.outcomes[way.name], summary.rows[way.name]
     with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:

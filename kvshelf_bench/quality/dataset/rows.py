@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvshelf.errors import MissingExtra
-from kvshelf_bench.quality.dataset.files import Row, bad
+from kvshelf_bench.quality.dataset.files import FileRow, bad
 from kvshelf_bench.scorers.scorers import SCORERS, Task, task_of
 
 PLACE: Final = "{context}"
@@ -40,7 +40,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowRules:
     """What a user says of all rows. scorer: in place of the tasks' own. prompts: by task, a text with {context} and the
     fields of a row, as LongBench's `dataset2prompt.json`: what stands up to the context is the document, what follows
     is the question."""
@@ -50,15 +50,15 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """needs: the fields of a row; without: fields of other shapes. read: the context and the questions of a row."""
 
     name: str
     needs: tuple[str, ...]
-    read: Callable[[Row, Reading], tuple[str, tuple[Question, ...]]]
+    read: Callable[[FileRow, RowRules], tuple[str, tuple[Question, ...]]]
 
 
-def shape_of(row: Row) -> Shape:
+def shape_of(row: FileRow) -> RowShape:
     """The shape that the fields tell. Raises `InvalidRequest`."""
     for shape in SHAPES:
         if all(row.fields.get(name) is not None for name in shape.needs):
@@ -70,7 +70,7 @@ def shape_of(row: Row) -> Shape:
     raise bad(f"{row.where} has the fields {has}; a row needs {wanted}")
 
 
-def _kvpress(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
+def _kvpress(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
     name = str(row.fields.get("task") or row.file)
     letters = "letter" if {"choice_A", "difficulty"} <= row.fields.keys() else "contains"
     task = task_of(name) or Task(letters)
@@ -84,14 +84,14 @@ def _kvpress(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
     return _text(row, "context", row.fields["context"]), (question,)
 
 
-def _longbench(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
+def _longbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
     name = str(row.fields.get("dataset") or row.fields.get("task") or row.file)
     context, asked = _prompted(row, reading, name, row.fields)
     task = task_of(name) or Task("f1")
     return context, (_question(row, reading, asked, row.fields["answers"], name, task),)
 
 
-def _scbench(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
+def _scbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
     turns = row.fields["multi_turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise bad(f"{row.where}: multi_turns must be a list of turns with input and answer")
@@ -117,7 +117,7 @@ def _scbench(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
     return contexts[0], tuple(questions)
 
 
-def _lists(row: Row, reading: Reading) -> tuple[str, tuple[Question, ...]]:
+def _lists(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
     context, asked, right = (row.fields[name] for name in ("context", "question", "answers"))
     if not (isinstance(asked, list) and asked and all(map(_is_text, asked))):
         raise bad(f"{row.where}: question must be a list of texts that are not empty")
@@ -153,15 +153,23 @@ def beside_others(questions: Sequence[Question]) -> dict[Question, Question]:
 
 
 SHAPES: Final = (
-    Shape("SCBench", ("context", "multi_turns"), _scbench),
-    Shape("LongBench", ("input", "context", "answers"), _longbench),
-    Shape("kvpress", ("context", "question", "answer_prefix"), _kvpress),
-    Shape("lists", ("context", "question", "answers"), _lists),
+    RowShape("SCBench", ("context", "multi_turns"), _scbench),
+    RowShape("LongBench", ("input", "context", "answers"), _longbench),
+    RowShape("kvpress", ("context", "question", "answer_prefix"), _kvpress),
+    RowShape("lists", ("context", "question", "answers"), _lists),
 )
 
 
 def _question(
-    row: Row, reading: Reading, asked: str, right: Any, name: str, task: Task, *, prefix: str = "", tokens: int = 0
+    row: FileRow,
+    reading: RowRules,
+    asked: str,
+    right: Any,
+    name: str,
+    task: Task,
+    *,
+    prefix: str = "",
+    tokens: int = 0,
 ) -> Question:
     answers = _answers(row, asked, right)
     scorer = reading.scorer or task.scorer
@@ -178,7 +186,7 @@ def _question(
     return Question(asked, answers, scorer, prefix, known, tokens or task.tokens, name, task.first_line)
 
 
-def _answers(row: Row, question: str, right: Any) -> tuple[str, ...]:
+def _answers(row: FileRow, question: str, right: Any) -> tuple[str, ...]:
     """Numbers are written out: SCBench has some."""
     listed = right if isinstance(right, list) else [right]
     answers = tuple(str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one for one in listed)
@@ -187,7 +195,7 @@ def _answers(row: Row, question: str, right: Any) -> tuple[str, ...]:
     return answers
 
 
-def _prompted(row: Row, reading: Reading, name: str, fields: Mapping[str, Any]) -> tuple[str, str]:
+def _prompted(row: FileRow, reading: RowRules, name: str, fields: Mapping[str, Any]) -> tuple[str, str]:
     """The document and the question: as the prompt of the task writes them, otherwise context and input alone."""
     context = _text(row, "context", fields["context"])
     prompt = reading.prompts.get(name) or reading.prompts.get(name.removesuffix("_e").removesuffix("-e"))
@@ -207,13 +215,13 @@ def _prompted(row: Row, reading: Reading, name: str, fields: Mapping[str, Any]) 
     return written
 
 
-def _text(row: Row, name: str, value: Any) -> str:
+def _text(row: FileRow, name: str, value: Any) -> str:
     if not _is_text(value):
         raise bad(f"{row.where}: {name} must be a text that is not empty")
     return str(value)
 
 
-def _whole(row: Row, value: Any) -> int:
+def _whole(row: FileRow, value: Any) -> int:
     if value is None:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

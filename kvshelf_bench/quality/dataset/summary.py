@@ -18,7 +18,7 @@ PLAIN = Row(Variant(BASELINE), 0.0)
 
 
 @dataclass(frozen=True)
-class Way:
+class WayScore:
     """A way to keep documents, over those that it took; `refused`: of the others, the reason by document.
 
     score: the mean over all questions, from 0 to 1; `low` and `high` bound it (95 %; documents are the independent
@@ -54,7 +54,9 @@ class Way:
     answer_s: float
 
     @classmethod
-    def of(cls, name: str, documents: Sequence[Document], outcomes: Sequence[Outcome], full: Sequence[Outcome]) -> Way:
+    def of(
+        cls, name: str, documents: Sequence[Document], outcomes: Sequence[Outcome], full: Sequence[Outcome]
+    ) -> WayScore:
         """`outcomes` and those of the full cache in the order of `documents`."""
         paired = list(zip(documents, outcomes, full, strict=True))
         taken = [one for one in outcomes if one.refused is None]
@@ -115,9 +117,9 @@ class DatasetSummary:
         return replace(self, outcomes={**self.outcomes, **outcomes}, rows={**self.rows, **rows})
 
     @cached_property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[WayScore]:
         full = self.outcomes[way_label(PLAIN)]
-        return [Way.of(name, self.documents, outcomes, full) for name, outcomes in self.outcomes.items()]
+        return [WayScore.of(name, self.documents, outcomes, full) for name, outcomes in self.outcomes.items()]
 
     @property
     def tasks(self) -> list[str]:
@@ -174,7 +176,7 @@ def _settings(row: Row) -> dict[str, Any]:
     }
 
 
-def _plain(way: Way) -> dict[str, Any]:
+def _plain(way: WayScore) -> dict[str, Any]:
     fields = {name: value for name, value in vars(way).items() if name != "name"}
     return {name: None if value == float("inf") else value for name, value in fields.items()}  # as JSON has it
 

@@ -13,14 +13,22 @@ from typer.testing import CliRunner
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf_bench.characterize import load
-from kvshelf_bench.characterize.load import Cell, Offer, Way, characterized, require_known
-from kvshelf_bench.characterize.tables import MEASURES, cells_table, winners_table
+from kvshelf_bench.characterize.load import (
+    MEASURES,
+    LoadCell,
+    Offer,
+    System,
+    cells_table,
+    characterized,
+    require_known,
+    winners_table,
+)
 from kvshelf_bench.cli import app
 from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import load_subject
 
 SMALL = Offer([200.0], requests=6, documents=2, tokens=512, answer_tokens=4)
-CELL = Cell("m", 1000, 4.0, "full", 1.0, 0.1, 0.2, 100.0, 1000, 50.0, 0.9)
+CELL = LoadCell("m", 1000, 4.0, "full", 1.0, 0.1, 0.2, 100.0, 1000, 50.0, 0.9)
 
 
 def test_arrivals_are_poisson_and_the_same_for_every_way():
@@ -35,7 +43,7 @@ def test_arrivals_are_poisson_and_the_same_for_every_way():
     assert {document for _, document, _ in arrivals} == {0, 1, 2}
 
 
-WAYS = [Way("full"), Way("quest", 0.5), Way("h2o", 0.5)]
+WAYS = [System("full"), System("quest", 0.5), System("h2o", 0.5)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
         caches = [subject.engine.compress(subject.tokens(512, seed=1), policy="full")]
         scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=2, max_waiting=24))
         scheduler.start()
-        served = load._answered(scheduler, subject, caches, Way("full"), offer, 1000.0)
+        served = load.answered_at(scheduler, subject, caches, System("full"), offer, 1000.0)
         scheduler.stop()
     assert len(served.first_s) == 24
     assert min(served.first_s[-4:]) > 3 * max(served.first_s[:2])
@@ -75,7 +83,11 @@ def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
 
 
 def test_unknown_systems_are_refused():
-    assert require_known(["full", "h2o"], [0.5, 0.25], 512) == [Way("full"), Way("h2o", 0.5), Way("h2o", 0.25)]
+    assert require_known(["full", "h2o"], [0.5, 0.25], 512) == [
+        System("full"),
+        System("h2o", 0.5),
+        System("h2o", 0.25),
+    ]
     several = ["lagkv:lag=64", "quest:page=8", "policy:snapkv", "infllm", "read:infllm"]
     ways = require_known(several, [0.5], 512)
     assert [way.selects for way in ways] == [False, True, True, False, True]

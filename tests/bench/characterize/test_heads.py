@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from typer.testing import CliRunner
 
 from kvshelf.engine.attention.function import Attended
-from kvshelf_bench.characterize.heads import MASS, TAU, WINDOW, _Statistics, heads, nearest_similarity, sparsity
+from kvshelf_bench.characterize.heads import MASS, TAU, WINDOW, HeadStatistics, heads, nearest_similarity, sparsity
 from kvshelf_bench.cli import app
 from tests.kernels.references.column_sums import column_sums
 
@@ -58,7 +58,7 @@ def test_the_statistics_are_equations_3_and_4_in_loops(group):
     draw = torch.Generator().manual_seed(group)
     queries = torch.randn(2 * group, 50, 8, generator=draw)
     keys, values = (torch.randn(2, 50, 8, generator=draw) + 0.7 for _ in range(2))
-    statistics = _Statistics()
+    statistics = HeadStatistics()
     states = (part.unsqueeze(0) for part in (queries, keys, values))
     statistics.after_attention(Attended(SimpleNamespace(layer_idx=0), *states, scaling=1.0))
     for head in range(2):

@@ -23,10 +23,10 @@ from kvshelf_bench.kernels.baselines import (
     layer_prefill,
     snapkv_by_expansion,
 )
-from kvshelf_bench.kernels.cases import PREFILL, Layer, Shape, cases
+from kvshelf_bench.kernels.cases import PREFILL, Layer, LayerSize, cases
 
 CPU = torch.device("cpu")
-SHAPE = Shape(q_heads=4, kv_heads=2, head_dim=16, hidden=32, intermediate=48)
+SHAPE = LayerSize(q_heads=4, kv_heads=2, head_dim=16, hidden=32, intermediate=48)
 LIMITS = kernels.Ceilings(copy_bytes_per_s=1e10, matmul_flops=1e12)
 
 
@@ -130,7 +130,7 @@ def test_the_bytes_of_int4_are_those_of_its_tensors(layer):
 def test_three_steps_over_some_heads_at_a_time_give_the_same_sums(layer, monkeypatch):
     queries, keys = named(layer, "column_sums").make()
     together = column_sums_of_whole_weights(queries, keys, 0.25)
-    monkeypatch.setitem(baselines._WHOLE_WEIGHTS_BYTES, "cpu", 1)
+    monkeypatch.setitem(baselines.WHOLE_WEIGHTS_BYTES, "cpu", 1)
     assert torch.allclose(together, column_sums_of_whole_weights(queries, keys, 0.25))
 
 
@@ -149,7 +149,7 @@ def test_the_kernels_are_measured_without_transformers_and_ray():
 
 def test_kernels_command(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LLAMA_8B", SHAPE)
-    for sizes in (rates._BUFFER_BYTES, rates._MATMUL_SIZE):
+    for sizes in (rates.BUFFER_BYTES, rates.MATMUL_SIZE):
         monkeypatch.setitem(sizes, "cpu", 256)
     monkeypatch.setitem(products.SHAPES, "smollm2-135m", ((64, 48),))
     report = tmp_path / "kernels.json"

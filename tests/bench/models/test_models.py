@@ -105,7 +105,7 @@ def test_a_timer_of_somebody_else_goes_on() -> None:
     before, handler = signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)
     signal.setitimer(signal.ITIMER_REAL, 200)
     try:
-        with trial._time_limit(1):
+        with trial.time_limit(1):
             pass
         assert 190 < signal.getitimer(signal.ITIMER_REAL)[0] <= 200
         assert signal.getsignal(signal.SIGALRM) is handler
@@ -114,7 +114,7 @@ def test_a_timer_of_somebody_else_goes_on() -> None:
 
 
 def test_a_model_that_says_the_same_behind_every_document_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_TELLING", 1e3)
+    monkeypatch.setattr(trial, "TELLING", 1e3)
     found = tried("llama", 60)
     assert (found.what, found.why) == (NOT_BUILT, "its small model says the same behind every document")
 

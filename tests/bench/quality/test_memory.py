@@ -16,7 +16,7 @@ from kvshelf_bench.cli import app
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import Row
-from kvshelf_bench.quality.memory import Answers, _peak
+from kvshelf_bench.quality.memory import Answers, compression_peak
 
 
 def peaks_of_64_mb() -> list[int]:
@@ -53,7 +53,7 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     assert result.exit_code == 0, result.output
     full, refused = json.loads(report.read_text())["rows"]
     streaming = asdict(
-        _peak(EngineOptions(), 2048, Row.parse("streaming_llm@0.75"), Answers())
+        compression_peak(EngineOptions(), 2048, Row.parse("streaming_llm@0.75"), Answers())
     )  # here: a process takes seconds
     assert (full["policy"], streaming["policy"], refused["policy"]) == ("full", "streaming_llm", "lagkv:lag=4096")
     assert full["tokens"] == streaming["tokens"]
@@ -69,12 +69,12 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
 
 def test_answers_are_measured_behind_what_was_kept():
     """In this process; what is read of a tenth of the document takes less memory and no more time."""
-    small = _peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=4))
+    small = compression_peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=4))
     assert small.budget == 64
     assert 0 < small.cache_bytes < 64 * 4200
     assert small.token_s > 0
     assert small.answer_bytes > 0
-    assert _peak(EngineOptions(), 512, Row.parse("full"), Answers()).token_s == 0
+    assert compression_peak(EngineOptions(), 512, Row.parse("full"), Answers()).token_s == 0
 
 
 def test_impossible_options_are_refused_before_any_work():

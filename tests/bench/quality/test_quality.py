@@ -17,9 +17,9 @@ from kvshelf.errors import InvalidRequest, KvshelfError, StateConflict
 from kvshelf_bench.cli import app
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.quality.grid import BASELINE, Block, Changes, Grid, Row, Variant, make_grid
+from kvshelf_bench.quality.measuring import ResumeFile
 from kvshelf_bench.quality.outcome import Outcome, Protocol, measure_unit
 from kvshelf_bench.quality.quality import run
-from kvshelf_bench.quality.resume import ResumeFile
 from kvshelf_bench.quality.tables import quality_tables
 
 KEYDIFF = Row(Variant("keydiff"), 0.5)

@@ -9,9 +9,8 @@ import pytest
 from kvshelf.engine.engine import Engine
 from kvshelf.workers.replica.memory.retention import by_recency
 from kvshelf_bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
-from kvshelf_bench.retention.orders import LOOK_AHEAD, ORDERS, Orchestrator, Order
 from kvshelf_bench.retention.simulation import PREFILL_S, READ_S, Simulation
-from kvshelf_bench.retention.trace import Program, Trace, Turn, make_trace
+from kvshelf_bench.retention.trace import LOOK_AHEAD, ORDERS, Orchestrator, Order, Program, Trace, Turn, make_trace
 
 DIGEST = "cf8aa28b56b6dea3"
 """Of the trace of the table in docs/internals/memory.md."""

@@ -85,6 +85,6 @@ def test_a_scorer_without_its_package_says_what_to_install_before_anything_is_me
     monkeypatch, name, package, says
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    functions._parsing.cache_clear()
+    functions.parsing.cache_clear()
     with pytest.raises(MissingExtra, match=says):
         SCORERS[name].unfit(["a"], ["python", "repo", "a"])

@@ -30,8 +30,8 @@ from kvshelf_bench.quality.grid import Row
 from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
-from kvshelf_bench.speed.first_token import _ways, first_tokens
-from kvshelf_bench.speed.peers import open_kvpress, open_vllm
+from kvshelf_bench.speed.first_token import first_tokens, ways_to_ask
+from kvshelf_bench.speed.parts import codecs_table, serving_table, suffix_table
 from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -42,8 +42,7 @@ from kvshelf_bench.speed.subject import (
     save_random_model,
 )
 from kvshelf_bench.speed.suffixes import bounded_answers
-from kvshelf_bench.speed.tables import codecs_table, serving_table, suffix_table
-from kvshelf_bench.speed.ways import OfPeer, own_ways
+from kvshelf_bench.speed.ways import OfPeer, open_kvpress, open_vllm, own_ways
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
 
@@ -168,26 +167,23 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def without_rest(monkeypatch):
-    monkeypatch.setattr(serving, "_REST_S", 0.0)
-
-
 @contextmanager
 def measuring(subject, lengths, budget_s):
     """The run of a serving part beside a peer that says it takes 2 s, and 1,000 for what is longer than 150 tokens."""
     with speaking(SERVING, "vLLM") as peer, own_ways(subject) as ways:
         ends = time.monotonic() + budget_s
-        run = serving._Run(subject, ways | {"vLLM": OfPeer(peer)}, serving.works(lengths), ends, lambda _: None)
+        run = serving.ServingRun(
+            subject, ways | {"vLLM": OfPeer(peer)}, serving.works(lengths), ends, lambda _: None, 0.0
+        )
         run.warm()
         yield run
 
 
-@pytest.mark.usefixtures("without_rest")
 def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subject):
     told = []
     interpreters = {"vLLM": None, "llama.cpp": None}
-    found = serving.serving(subject, [96, 160], 2, 60.0, interpreters, 1, tell=lambda row: told.append(row.work))
+    pace = serving.ServingPace(2, 60.0, rest_s=0.0)
+    found = serving.serving(subject, [96, 160], pace, interpreters, 1, tell=lambda row: told.append(row.work))
     assert told == [row.work for row in found.rows] == [work.name for work in serving.works([96, 160])]
     assert [row.rounds for row in found.rows] == [2] * 5
     for row in found.rows:
@@ -198,14 +194,12 @@ def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subjec
     assert serving_table(found).row_count == 5
 
 
-@pytest.mark.usefixtures("without_rest")
 def test_serving_measures_a_random_model_without_a_tokenizer():
     with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
-        found = serving.serving(subject, [96], 1, 60.0, {"vLLM": None, "llama.cpp": None}, 1)
+        found = serving.serving(subject, [96], serving.ServingPace(1, 60.0, 0.0), {"vLLM": None, "llama.cpp": None}, 1)
     assert [row.rounds for row in found.rows] == [1] * 4
 
 
-@pytest.mark.usefixtures("without_rest")
 def test_serving_stands_beside_a_peer(subject):
     with measuring(subject, [96], 60.0) as run:
         assert all(run.measure_first(work) for work in run.works)
@@ -215,7 +209,6 @@ def test_serving_stands_beside_a_peer(subject):
     assert row.beside["vLLM"].median == pytest.approx(2.0 / row.seconds["replica"].median)
 
 
-@pytest.mark.usefixtures("without_rest")
 def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
     """A peer for which 100 tokens take 2 s cannot prefill 3,000 in a minute. Later rounds are left out as a whole."""
     with measuring(subject, [96, 3000], 60.0) as run:
@@ -228,7 +221,6 @@ def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
         assert "96 tokens prefilled: 1 of 2 rounds" in run.missing(2)
 
 
-@pytest.mark.usefixtures("without_rest")
 def test_no_question_is_asked_of_a_document_that_was_not_prefilled(subject):
     with measuring(subject, [100], 3.0) as run:
         run.ends = time.monotonic() + 1.5
@@ -328,7 +320,7 @@ def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path, monkeypatch
     monkeypatch.setitem(subject.engine.passes.__dict__, "program", None)  # its modules run, whose hooks are called
     cache = subject.engine.compress(subject.tokens(300, seed=0), policy="keydiff", compression_ratio=0.5)
     question = subject.tokens(QUESTION_TOKENS, seed=1)
-    ways = dict(_ways(subject, cache, {}, tmp_path / "cache.safetensors", question, ExitStack()))
+    ways = dict(ways_to_ask(subject, cache, {}, tmp_path / "cache.safetensors", question, ExitStack()))
     chosen = []
     handle = subject.engine.model.register_forward_hook(lambda *call: chosen.append(call[2].logits[0, -1].argmax()))
     for ask in ways.values():
@@ -342,12 +334,12 @@ def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch
     """The tokens of an answer become end tokens, and still every answer has its full length."""
     cache = subject.engine.compress(subject.tokens(200, seed=0))
     config = subject.engine.model.generation_config
-    said = subject.engine.answer(cache, decode._question(subject, 0), max_new_tokens=4).token_ids
+    said = subject.engine.answer(cache, decode.question(subject, 0), max_new_tokens=4).token_ids
     monkeypatch.setattr(config, "eos_token_id", said)
     with decode.endless_answers(subject):
-        assert decode._one_at_a_time(subject, [cache, cache], 16).tokens == 32
+        assert decode.one_at_a_time(subject, [cache, cache], 16).tokens == 32
     assert config.eos_token_id == said
-    assert decode._one_at_a_time(subject, [cache], 16).tokens == 1
+    assert decode.one_at_a_time(subject, [cache], 16).tokens == 1
 
 
 def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):

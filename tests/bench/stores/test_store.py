@@ -22,7 +22,7 @@ from kvshelf_bench.cli import app
 from kvshelf_bench.measure import status_bytes
 from kvshelf_bench.stores.homes import Bare, BareFile, BareObject, BareValues, made_in
 from kvshelf_bench.stores.manifests import OF_DOCUMENT, manifests
-from kvshelf_bench.stores.store import GET, OURS, PUT, STEPS, _put, _Steps, random_cache, throughput
+from kvshelf_bench.stores.store import GET, OURS, PUT, STEPS, PutSteps, random_cache, throughput, timed_put
 from tests.store.objects.servers import BUCKET, S3Server
 from tests.store.redis.servers import ValkeyServer
 
@@ -164,14 +164,14 @@ def test_the_ways_without_kvshelf_move_the_same_bytes(place: str) -> None:
         assert isinstance(bare, BareFile | BareValues | BareObject)
         for name, way in {**bare.writes, **bare.reads}.items():
             if not isinstance(bare, BareObject):
-                bare._reused[:] = bytes(packed.nbytes)
+                bare.reused[:] = bytes(packed.nbytes)
             found = way()
             if isinstance(found, list):
                 found = b"".join(found)
             if isinstance(found, bytes | memoryview):
                 assert found == whole, name
             elif name == bare.limit and not isinstance(bare, BareObject):
-                assert bare._reused == whole
+                assert bare.reused == whole
             else:
                 assert name in bare.writes
 
@@ -182,11 +182,11 @@ def test_what_the_ways_without_kvshelf_write_is_not_there_before(place: str, mon
 
     def is_there(bare: Bare) -> bool:
         if isinstance(bare, BareFile):
-            return bare._path.exists()
+            return bare.path.exists()
         if isinstance(bare, BareObject):
-            return any(each["path"] == "bare" for each in obstore.list(bare._store).collect())
+            return any(each["path"] == "bare" for each in obstore.list(bare.store).collect())
         assert isinstance(bare, BareValues)
-        return bool(bare._client.exists(bare._key))
+        return bool(bare.client.exists(bare.key))
 
     def watched(bare: Bare) -> Bare:
         ((name, write),) = bare.writes.items()
@@ -220,13 +220,13 @@ def test_ratios_and_steps_are_those_of_put_and_get(place: str) -> None:
 
 def test_every_put_writes(tmp_path: Path) -> None:
     """A cache that is there already would be found, not written."""
-    steps, cache = _Steps(), random_cache(0.1, 2)
+    steps, cache = PutSteps(), random_cache(0.1, 2)
     with made_in(f"disk://{tmp_path}") as home:
         index, blobs = home.open()
         with Shelf(index, blobs, on_step=steps) as store:
             for _ in range(3):
-                _put(store, cache, steps)
-    assert {name: len(taken) for name, taken in steps._taken.items()} == dict.fromkeys(STEPS.values(), 3)
+                timed_put(store, cache, steps)
+    assert {name: len(taken) for name, taken in steps.taken.items()} == dict.fromkeys(STEPS.values(), 3)
 
 
 def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.cli.checks.isolation import PAIRS, ROUNDS, _unknown, auc, is_leak, most_auc
+from kvshelf.cli.checks.isolation import PAIRS, ROUNDS, auc, is_leak, most_auc, nobodys
 
 
 def test_the_auc() -> None:
@@ -49,7 +49,7 @@ def test_rounds_on_both_sides_are_chance() -> None:
 
 def test_an_unknown_id_has_the_form_of_a_known_one() -> None:
     known = "kvs_" + "0123456789" * 4
-    unknown = _unknown(known)
+    unknown = nobodys(known)
     assert unknown != known
     assert (len(unknown), unknown[:4]) == (len(known), "kvs_")
 

@@ -60,7 +60,7 @@ def run(*args: str, code: int = 0, running: Sequence[str] = ()) -> str:
     program = (
         "import os, sys, tempfile; from kvshelf.cli import app; from kvshelf.cli.removal import uninstall; "
         "assert tempfile.gettempdir().startswith(os.environ['HOME']); "
-        f"uninstall._KERNELS, uninstall._running = uninstall.Path('/nowhere'), lambda _: {list(running)!r}; "
+        f"uninstall._KERNELS, uninstall.running_in = uninstall.Path('/nowhere'), lambda _: {list(running)!r}; "
         "app(sys.argv[1:])"
     )
     command = [sys.executable, "-c", program, "uninstall", *args]
@@ -116,7 +116,7 @@ def test_whoever_uses_a_folder_is_found(tmp_path: Path) -> None:
         while not told.read_bytes():  # empty for a moment after the program has begun
             time.sleep(0.01)
         try:
-            assert str(process.pid) in uninstall._running([str(tmp_path / "kvshelf-1")])
-            assert str(process.pid) not in uninstall._running([str(tmp_path / "kvshelf-2")])
+            assert str(process.pid) in uninstall.running_in([str(tmp_path / "kvshelf-1")])
+            assert str(process.pid) not in uninstall.running_in([str(tmp_path / "kvshelf-2")])
         finally:
             process.kill()

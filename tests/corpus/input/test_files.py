@@ -186,7 +186,7 @@ def test_pdf_and_html_are_their_text_and_what_gives_none_is_an_error_row(
 def test_files_are_extracted_at_once_under_the_event_loops_of_rays_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_AT_ONCE", 16)
+    monkeypatch.setattr(files, "AT_ONCE", 16)
     names = [f"{number:02}.html" for number in range(16)]
     for name in names:
         (tmp_path / name).write_text(f"<p>{LINE} {name}</p>")
@@ -334,7 +334,7 @@ def test_many_texts_are_cut_into_shards(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / f"{number:03}.txt").write_text(f"text {number}")
     shards = FileCorpus(str(tmp_path), {}).shards()
     assert [shard.rows for shard in shards] == [256, 256, 88]
-    monkeypatch.setattr(files, "_SHARD_BYTES", 100)
+    monkeypatch.setattr(files, "SHARD_BYTES", 100)
     assert all(shard.nbytes <= 100 for shard in FileCorpus(str(tmp_path), {}).shards())
 
 

@@ -14,9 +14,9 @@ import pytest
 from kvshelf.api import CreateCache
 from kvshelf.corpus.input.rows import read_row
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run import runner
 from kvshelf.corpus.run.caller import PREFIX, RowCaller
 from kvshelf.corpus.run.progress import RunOptions
+from kvshelf.corpus.run.runner import Pauses
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import NoWorker, QuotaExceeded, StorageFull, StoreUnavailable, WorkerCrashed
 from kvshelf.store.base import Store
@@ -36,12 +36,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test waits as long as a batch may."""
-    monkeypatch.setattr(runner, "POLL_S", 0.01)
-    monkeypatch.setattr(runner, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(runner, "_MAX_PAUSE_S", 0.1)
+QUICK = Pauses(poll_s=0.01, first_s=0.05, most_s=0.1)
+"""No test waits as long as a batch may."""
 
 
 class Flaky:
@@ -104,6 +100,7 @@ def caller(
         RunOptions("me", "batch_1", **options),
         began=time.time() if began is None else began,
         slots=slots,
+        pauses=QUICK,
     )
     made.going.set()
     return made

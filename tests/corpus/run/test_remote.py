@@ -16,7 +16,7 @@ from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run import remote
 from kvshelf.corpus.run.progress import INTERRUPTED, RunState
-from kvshelf.corpus.run.remote import _written, run_at
+from kvshelf.corpus.run.remote import run_at, uploaded_rows
 from tests.corpus.hostile import shards
 from tests.corpus.results import failure, success
 
@@ -35,7 +35,7 @@ BATCH = {
 
 def sent(lines: list[Any]) -> tuple[list[Row], bytes]:
     upload = io.BytesIO()
-    return list(_written(shards(lines), upload)), upload.getvalue()
+    return list(uploaded_rows(shards(lines), upload)), upload.getvalue()
 
 
 def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
@@ -58,7 +58,7 @@ def test_a_null_of_a_row_keeps_the_batch_s_default_away_from_it_at_the_service_t
     given = [{"document": "x", "ttl_s": None}, {"document": "y", "budget_tokens": 8, "labels": {"of": "me"}}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     upload = io.BytesIO()
-    list(_written(FileCorpus(str(tmp_path), defaults).shards(), upload))
+    list(uploaded_rows(FileCorpus(str(tmp_path), defaults).shards(), upload))
     at_service = parse_jsonl(io.BytesIO(upload.getvalue()), "c.jsonl", defaults)
     specs = [row.spec for row in at_service if row.spec is not None]
     assert [(spec.ttl_s, spec.compression_ratio, spec.labels) for spec in specs] == [

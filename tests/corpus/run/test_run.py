@@ -16,7 +16,7 @@ import ray
 from kvshelf.corpus.run.caller import RowCaller
 from kvshelf.corpus.run.control import Order, Report
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, WorkHours
-from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, _told
+from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, give_order
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
 from tests.corpus.conftest import RunCluster
@@ -175,12 +175,12 @@ def test_a_bug_of_the_control_ends_a_run_and_its_death_does_not() -> None:
     control = ray.remote(num_cpus=0)(Controls).remote()
     ray.get(control.__ray_ready__.remote())  # an order to one that still starts is late, and repeated
     with pytest.raises(LookupError, match="a bug with go"):
-        _told(control, Order.GO)
+        give_order(control, Order.GO)
     ray.kill(control)  # which a call may still come before
 
     def told_of_nothing() -> bool:
         try:
-            return _told(control, Order.GO) == Report()
+            return give_order(control, Order.GO) == Report()
         except LookupError:
             return False
 
@@ -285,7 +285,7 @@ def test_a_batch_without_a_success_has_failed(run_cluster: RunCluster) -> None:
 
 
 def test_long_documents_come_first() -> None:
-    from kvshelf.corpus.input.reading import ordered
+    from kvshelf.corpus.input.rows import ordered
 
     rows = [row for shard in shards(corpus(100, tokens=(1, 5000))) for row in shard.read()]
     found = list(ordered(iter(rows)))

@@ -6,8 +6,8 @@ import pytest
 
 from kvshelf.artifact.identity import digest
 from kvshelf.corpus.row import CHARS_PER_TOKEN
-from kvshelf.corpus.run import sampling
-from kvshelf.corpus.run.sampling import is_measured
+from kvshelf.corpus.run import caller
+from kvshelf.corpus.run.caller import is_measured
 from kvshelf.engine.quality import cue_count
 
 ROWS = 4_000
@@ -21,7 +21,7 @@ def share(tokens):
 @pytest.mark.parametrize("tokens", [200, 2_000, 8_000, 20_000])
 def test_measuring_the_sample_takes_a_tenth_of_the_prefills(tokens):
     """In tokens that run. The share of 4,000 rows lies within 0.03 of its mean but for one case in 10,000."""
-    cost = cue_count("fast", tokens) * sampling._CUE / tokens
+    cost = cue_count("fast", tokens) * caller.CUE_TOKENS / tokens
     assert share(tokens) * cost == pytest.approx(0.1, abs=0.03 * cost)
 
 

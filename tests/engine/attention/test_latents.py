@@ -32,7 +32,7 @@ from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf.training import head_search
 from kvshelf.training.head_search import Needle
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from tests.engine.asking import ids, logits_behind
 
@@ -169,8 +169,8 @@ def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pyte
     engine = Engine(made("deepseek_v3", vocab_size=len(tokenizer)), tokenizer, name="m")
     text = "The green book is on the table. " * 9
     needle = Needle("set", text, 0, 31, "Where is the green book?")
-    answered = head_search._answered(engine, needle)
-    sample = head_search._sample(engine, needle, answered["asked"], answered["answer"])
+    answered = head_search.answered_share(engine, needle)
+    sample = head_search.head_sample(engine, needle, answered["asked"], answered["answer"])
     assert head_search.retrieval_scores(engine, sample).shape == (LAYERS, 4)
     origin = Origin(model="m", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
     scores = tuple((1.0, 0.5, 0.2, 0.1) for _ in range(LAYERS))
@@ -489,7 +489,7 @@ def test_a_shelf_answers_after_a_restart_and_sizes_are_known_before(tmp_path: Pa
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
     assert (found.num_heads, found.num_layers, sum(found.counts)) == (LAYERS, LAYERS, LAYERS * cache.kept_tokens)
     assert "share one latent" in found.meaning
-    shape, numbers = Shape.of(before.model), LAYERS * (RANK + ROPE)
+    shape, numbers = Dimensions.of(before.model), LAYERS * (RANK + ROPE)
     assert manifest.bytes["full"] == shape.full_bytes(cache.num_tokens) == cache.num_tokens * numbers * 4
     assert before.kv_bytes_per_token == numbers * 4
     assert cache.attached_bytes == cache.nbytes + cache.kept_tokens * numbers * 4

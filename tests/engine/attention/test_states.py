@@ -27,7 +27,7 @@ from kvshelf.model.layers import layer_kinds
 from kvshelf.model.loading import state_bytes
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from kvshelf_bench.models.small import small_model
 from tests.amounts import SOAK, amount
@@ -405,7 +405,7 @@ def test_a_shelf_answers_after_a_restart_and_knows_the_size(readers: tuple[Engin
     assert sum(found.counts) == sum(layer.entries for layer in cache.reduced)
     assert found.num_heads == sum(layer.kv_heads for layer in cache.reduced)
     assert "states are kept whole" in found.meaning
-    shape = Shape.of(before.model)
+    shape = Dimensions.of(before.model)
     assert manifest.bytes["full"] == shape.full_bytes(cache.num_tokens) == cache.bytes_full
     for codec in ("none", "int4"):
         stored = len(cache.to_bytes(codec))

@@ -126,7 +126,7 @@ def test_a_replica_takes_the_intensity_of_its_settings(tiny_folder, tmp_path):
     store = StoreConfig(f"disk://{tmp_path}/home")
     for given, found in ((None, INTENSITIES["cpu"]), (7.0, 7.0)):
         replica = ServedReplica(ReplicaConfig(str(tiny_folder), store, device="cpu", intensity=given))
-        assert replica._engine.equivalents.intensity == found
+        assert replica.engine.equivalents.intensity == found
         replica.stop()
 
 

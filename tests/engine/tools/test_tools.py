@@ -54,7 +54,7 @@ def templated(tiny):
     """The bundled tokenizer under another template."""
 
     def made(template):
-        tokenizer = type(tiny.text._chat)(tokenizer_object=tiny.text._chat.backend_tokenizer)
+        tokenizer = type(tiny.text.chat)(tokenizer_object=tiny.text.chat.backend_tokenizer)
         tokenizer.chat_template = template
         return TextFormat(tokenizer)
 
@@ -149,7 +149,7 @@ def test_what_is_no_call_stays_text(templated, text):
 
 @pytest.fixture(scope="module")
 def forms(tiny):
-    tokenizer = type(tiny.text._chat)(tokenizer_object=tiny.text._chat.backend_tokenizer)
+    tokenizer = type(tiny.text.chat)(tokenizer_object=tiny.text.chat.backend_tokenizer)
     made = {}
     for style, (template, _) in STYLES.items():
         tokenizer.chat_template = template

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from kvshelf.methods.policies import POLICIES, LayerView
-from kvshelf.methods.policies.gate_file import Gates, Geometry, Header, Training
+from kvshelf.methods.policies.gate_file import GateHeader, Gates, Geometry, Training
 from kvshelf.methods.policies.gates.base import GatePolicy
 
 TRAINING = Training(model="random", steps=1, length=1, data="none", seed=0, loss=0.0, held_out=0.0)
@@ -17,7 +17,7 @@ GATED = [name for name, policy in POLICIES.items() if issubclass(policy, GatePol
 def header(name, *, weights="none", width=8, **changed):
     policy = POLICIES[name]
     about = {"policy": name, "family": policy.family, "revision": policy.gate_revision}
-    return Header(weights=weights, width=width, training=TRAINING, **(about | changed))
+    return GateHeader(weights=weights, width=width, training=TRAINING, **(about | changed))
 
 
 def random_gates(name, geometry, *, width=8, seed=0, **changed):

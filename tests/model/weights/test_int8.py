@@ -84,7 +84,7 @@ def test_a_replica_has_the_weights_of_its_configuration(tiny_folder, engines, tm
     config = ReplicaConfig(str(tiny_folder), StoreConfig(f"disk://{tmp_path}/home"), device="cpu", weights="int8")
     replica = ServedReplica(config)
     try:
-        assert replica._engine.identity == engines["int8"].identity
+        assert replica.engine.identity == engines["int8"].identity
     finally:
         replica.stop()
 

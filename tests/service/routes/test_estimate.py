@@ -21,7 +21,7 @@ from kvshelf.methods.catalog import compress_share
 from kvshelf.methods.policies import POLICIES
 from kvshelf.workers.replica.create import estimates
 from kvshelf.workers.replica.create.estimates import CODECS, Rates
-from kvshelf.workers.replica.create.sizes import Shape
+from kvshelf.workers.replica.create.sizes import Dimensions
 from tests.service.conftest import created, refused, stopped
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ FIXED = [codec for codec in CODECS if codec != "klt"]
 @pytest.mark.parametrize("removed", [0.0, 0.5, 0.9, 0.97])
 def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float) -> None:
     cache = reduced(tiny, DOCUMENT, removed)
-    said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
+    said = Dimensions.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
     # What no codec rounds is as large as its numbers are alike, which no estimate knows.
     within = 0.1 if codec == "lossless" else 0.05
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=within)
@@ -61,7 +61,7 @@ def test_sizes_are_those_of_real_blobs(tiny: Engine, codec: str, removed: float)
 def test_sizes_have_the_index_of_a_policy(tiny: Engine, codec: str) -> None:
     params = {"block": 32, "representatives": 4}
     cache = tiny.compress(DOCUMENT, policy="infllm", **params)
-    shape = Shape.of(tiny.model)
+    shape = Dimensions.of(tiny.model)
     said = shape.policy_bytes(cache.num_tokens, cache.num_tokens, codec, "infllm", params)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.02)
 
@@ -72,7 +72,7 @@ def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> N
     """Around a base that keeps the last tokens."""
     params = {"channels": 0.5, "whole_keys": 20}
     cache = tiny.compress(DOCUMENT, policy="think", base="streaming_llm", compression_ratio=removed, **params)
-    said = Shape.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, "think", params)
+    said = Dimensions.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, "think", params)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 
@@ -94,7 +94,7 @@ STREAMS = ["klt:step=0.5", "klt", "klt:step=4", "klt:steps=kl", "klt:classes=1/3
 def test_the_size_of_streams_is_told_within_a_fifth(tiny: Engine, codec: str, removed: float) -> None:
     """It depends on the text. Text that repeats itself takes a third of what is said."""
     cache = reduced(tiny, (ROOT / "docs" / "use" / "secure.md").read_text()[:9000], removed)
-    said = Shape.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
+    said = Dimensions.of(tiny.model).stored_bytes(cache.num_tokens, cache.kept_tokens, codec)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.2)
 
 
@@ -133,7 +133,7 @@ def added(policy: str) -> float:
 
 
 def test_rates_are_by_policy_then_of_all_then_assumed_with_what_each_policy_adds() -> None:
-    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    shape = Dimensions(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
     rates = Rates()
     for policy in ("keydiff", "kvzip"):
         assert rates.seconds(policy, 100, shape) == (pytest.approx(100 * 1e6 / 5e10 * (1 + added(policy))), "assumed")
@@ -147,7 +147,7 @@ def test_rates_are_by_policy_then_of_all_then_assumed_with_what_each_policy_adds
 
 
 def test_a_policy_that_nobody_measured_is_unknown_until_it_has_run() -> None:
-    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    shape = Dimensions(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
     rates = Rates()
     assert rates.seconds("ada around kvzip", 100, shape) is None
     rates.add("ada", {"base": "kvzip", "floor": 0.2}, 1000, Timings(prefill_s=9.0))
@@ -232,7 +232,7 @@ def test_the_client_and_the_command(service_url: str, tmp_path: Path) -> None:
 def test_a_compression_may_end_while_an_estimate_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate runs on a thread of its own."""
     rates, spent = Rates(), Timings(prefill_s=1.0)
-    shape = Shape(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
+    shape = Dimensions(layers=2, kv_heads=2, head_dim=16, itemsize=4, device="cpu", flops=1e6)
     rates.add("keydiff", {}, 100, spent)
 
     def looked_up(cost: str) -> float | None:

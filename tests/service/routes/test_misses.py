@@ -32,9 +32,9 @@ def lose(service: LiveService, cache_id: str, how: Lost) -> None:
     with DiskStore.open(service.home / "shelf") as store:
         if how == "expired":
             store.update(cache_id, ttl_s=900)
-        entry = store._index.find(cache_id, "default")
+        entry = store.index.find(cache_id, "default")
         assert entry is not None
-        assert housekeeping.bury(store._index, store._blobs, entry, how, time.time() + 1000)
+        assert housekeeping.bury(store.index, store.blobs, entry, how, time.time() + 1000)
     return None
 
 

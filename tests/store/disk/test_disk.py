@@ -386,9 +386,9 @@ def test_deleting_is_final_for_a_sweep_that_was_under_way(store: DiskStore, cloc
     """The sweep has seen that the cache expired; before it says so, its owner deletes it."""
     manifest = store.put(make_cache(), ttl_s=5)
     clock.time += 5
-    (seen,) = store._index.expired(clock.time, 10)
+    (seen,) = store.index.expired(clock.time, 10)
     store.delete(manifest.id)
-    assert not housekeeping.bury(store._index, store._blobs, seen, "expired", clock.time)
+    assert not housekeeping.bury(store.index, store.blobs, seen, "expired", clock.time)
     with pytest.raises(CacheNotFound):
         store.get(manifest.id)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.store.blobs import Health
-from kvshelf.store.disk import DiskStore, room
+from kvshelf.store.disk import DiskStore, folder
 from kvshelf.store.redis.link import ServerFacts
 
 
@@ -16,11 +16,11 @@ def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with DiskStore.open(tmp_path / "home") as store:
         assert store.health() == Health()
         free = os.statvfs(tmp_path)
-        monkeypatch.setattr(room, "LEAST_BYTES", free.f_bavail * free.f_frsize * 2)
+        monkeypatch.setattr(folder, "LEAST_BYTES", free.f_bavail * free.f_frsize * 2)
         (said,) = store.health().full
         assert said.startswith(f"the disk of {tmp_path / 'home'} is full: ")
-        monkeypatch.setattr(room, "LEAST_BYTES", 0)
-        monkeypatch.setattr(room, "LEAST_FILES", 2 * free.f_favail + 1)
+        monkeypatch.setattr(folder, "LEAST_BYTES", 0)
+        monkeypatch.setattr(folder, "LEAST_FILES", 2 * free.f_favail + 1)
         (said,) = store.health().full
         assert "more files" in said
 

@@ -193,7 +193,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
             raise Died
 
     writer = place.open(now=clock, on_step=die)
-    writer.files._bodies._writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
+    writer.files.bodies.writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
         writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
     place.let_leases_run_out(clock)
@@ -208,7 +208,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
 def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_path: Path) -> None:
     record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
     assert record.body is not None
-    store._blobs.remove(record.body.name, record.body.stored_bytes)
+    store.blobs.remove(record.body.name, record.body.stored_bytes)
     with pytest.raises(FileNotFound, match="upload it again"):
         store.files.open(record.id, tenant="me")
     assert place.names() == set()

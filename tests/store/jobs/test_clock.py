@@ -129,7 +129,7 @@ def test_a_machine_that_was_off_is_doubted_for_as_long(place: Place, machine: Ma
         kept = shelf.put(make_cache(1), ttl_s=HOUR_S)
         shelf.sweep()
         machine.jumps(DAY_S)
-        doubt = Doubt(shelf._index.jobs, machine.wall, machine.uptime, boot="the next start")
+        doubt = Doubt(shelf.index.jobs, machine.wall, machine.uptime, boot="the next start")
         assert doubt.deadline() == machine.wall() - DAY_S
         machine.passes(DAY_S)
         assert doubt.deadline() == machine.wall()

@@ -239,13 +239,13 @@ def test_old_requests_are_forgotten_and_live_ones_never(requests: RequestTable, 
     before = home.now()
     home.wait(1)
     requests.finish("req_4", 1, cache_ids=[])
-    assert requests._table.forget("request", before + KEEP_ENDED_S) == 2
+    assert requests.table.forget("request", before + KEEP_ENDED_S) == 2
     with pytest.raises(RequestNotFound):
         requests.get("req_1", tenant="me")
     assert requests.get("req_4", tenant="me").state == "done"
     assert [record.id for record in requests.unfinished()] == ["req_3"]
-    assert requests._table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 1
-    assert requests._table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 0
+    assert requests.table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 1
+    assert requests.table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 0
 
 
 def test_a_request_that_is_sent_again_is_not_forgotten(requests: RequestTable, home: Home, lease_s: float) -> None:
@@ -253,7 +253,7 @@ def test_a_request_that_is_sent_again_is_not_forgotten(requests: RequestTable, h
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.fail("req_1", 1, code="internal", message="oops", final=True)
     requests.open("req_1", tenant="me", body=b"y")
-    assert requests._table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 0
+    assert requests.table.forget("request", home.now() + KEEP_ENDED_S + 1e6) == 0
     assert [record.id for record in requests.unfinished()] == ["req_1"]
 
 
@@ -314,7 +314,7 @@ def test_of_two_who_open_a_request_one_leaves_its_body(home: Home, store: Shelf)
     for number in range(10):
         assert len(store.requests.body(f"new_{number}")) == 99
         assert len(store.requests.body(f"req_{number}")) == (99 if number % 2 == 0 else 0)
-    assert len(store._index.abandoned()) == 0, "the slower one removed its bytes"
+    assert len(store.index.abandoned()) == 0, "the slower one removed its bytes"
 
 
 def test_a_sweep_forgets_requests_after_a_month(tmp_path: Path, clock: Clock) -> None:
@@ -369,7 +369,7 @@ def test_a_request_is_not_visible_before_its_body_is_durable(place: Place, clock
             raise Died
 
     writer = place.open(now=clock, on_step=die)
-    writer.requests._bodies._writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
+    writer.requests.bodies.writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
         writer.requests.open("req_1", tenant="me", body=b"lost")
     place.let_leases_run_out(clock)
@@ -386,7 +386,7 @@ def test_a_body_whose_request_ended_is_swept(place: Place, clock: Clock) -> None
     with place.open(now=clock) as store:
         store.requests.open("req_1", tenant="me", body=b"x" * 1000)
         attempt = store.requests.start("req_1", worker="w", lease_s=60)
-        store.requests._bodies.remove = lambda *_: None  # type: ignore[method-assign]
+        store.requests.bodies.remove = lambda *_: None  # type: ignore[method-assign]
         store.requests.finish("req_1", attempt, cache_ids=[])
     with place.open(now=clock) as store:
         assert len(place.names()) == 1
@@ -415,6 +415,6 @@ def test_a_body_that_is_lost_is_a_named_error(place: Place) -> None:
     with place.open() as store:
         record = store.requests.open("req_1", tenant="me", body=b"x" * 1000)
         assert record.body is not None
-        store._blobs.remove(record.body.name, record.body.stored_bytes)
+        store.blobs.remove(record.body.name, record.body.stored_bytes)
         with pytest.raises(InternalError, match="lost or damaged"):
             store.requests.body("req_1")

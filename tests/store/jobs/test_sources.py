@@ -54,15 +54,15 @@ def sealed(*keys: int) -> Rules:
 
 
 def kept_of(shelf: Shelf, manifest: Manifest) -> SourceRecord:
-    kept = shelf._sources.find(manifest.id, manifest.tenant)
+    kept = shelf.sources.find(manifest.id, manifest.tenant)
     assert kept is not None
     return kept
 
 
 def evict(shelf: Shelf, manifest: Manifest) -> None:
-    entry = shelf._index.find(manifest.id, manifest.tenant)
+    entry = shelf.index.find(manifest.id, manifest.tenant)
     assert entry is not None
-    assert shelf._index.bury(entry, "evicted", shelf._now())
+    assert shelf.index.bury(entry, "evicted", shelf.clock())
 
 
 # Kept, in either form
@@ -264,7 +264,7 @@ def test_a_source_outlives_the_tombstone_of_its_cache(shelf: Shelf, place: Place
     shelf.sweep()
     clock.time += KEEP_ENDED_S + 1
     shelf.sweep()
-    assert shelf._index.find(manifest.id, "default") is None
+    assert shelf.index.find(manifest.id, "default") is None
     with pytest.raises(CacheExpired):
         shelf.stat(manifest.id)
     with pytest.raises(CacheNotFound):
@@ -286,7 +286,7 @@ def test_a_source_outlives_the_tombstone_of_its_cache(shelf: Shelf, place: Place
 def test_a_deletion_leaves_no_word(place: Place, clock: Clock, end: str, source: Any) -> None:
     with place.open(now=clock) as shelf:
         manifest = shelf.put(make_cache(), source=source, ttl_s=100, name="the heliotrope contract")
-        packed = source.encode() if isinstance(source, str) else sources._packed(source, TOKENS)[0]
+        packed = source.encode() if isinstance(source, str) else sources.packed_source(source, TOKENS)[0]
         words = [packed, b"heliotrope"]
         assert all(any(word in data for data in place.contents()) for word in words)
         if end == "evicted":
@@ -325,14 +325,14 @@ def test_a_cascade_takes_the_sources_along(shelf: Shelf, place: Place) -> None:
 
 def test_a_deletion_that_is_refused_leaves_the_source(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = shelf.put(make_cache(), source=TEXT)
-    bury = shelf._index.bury
+    bury = shelf.index.bury
 
     def late(*args: Any) -> bool:
-        monkeypatch.setattr(shelf._index, "bury", bury)
+        monkeypatch.setattr(shelf.index, "bury", bury)
         shelf.update(seen.id, name="changed meanwhile")
         return bury(*args)
 
-    monkeypatch.setattr(shelf._index, "bury", late)
+    monkeypatch.setattr(shelf.index, "bury", late)
     with pytest.raises(EtagMismatch):
         shelf.delete(seen.id, if_revision=[seen.revision])
     assert shelf.source(seen.id) == TEXT
@@ -398,9 +398,9 @@ def test_a_damaged_source_is_dropped_and_its_cache_stays(shelf: Shelf, place: Pl
     manifest = shelf.put(make_cache(), source=source)
     body = kept_of(shelf, manifest).body
     data = {"gone": None, "other": b"x" * body.stored_bytes, "short": b"x"}[damage]
-    shelf._blobs.remove(body.name, body.stored_bytes)
+    shelf.blobs.remove(body.name, body.stored_bytes)
     if data is not None:
-        shelf._blobs.write(body.name, [memoryview(data)], len(data), on_step=lambda _: None)
+        shelf.blobs.write(body.name, [memoryview(data)], len(data), on_step=lambda _: None)
     assert [found.problem is None for found in shelf.scrub()] == [True, False]
     for ask in (shelf.source, shelf.original):
         with pytest.raises(SourceNotKept):
@@ -422,10 +422,10 @@ def test_token_ids_that_are_not_what_was_written_are_refused(shelf: Shelf, wrong
     spread = TokenIds(tuple(7919 * i % 60_000 for i in range(TOKENS)))
     ids = TokenIds((5,) * TOKENS) if wrong == {"compressed": False} else spread
     manifest = shelf.put(make_cache(), source=ids)
-    item = shelf._index.jobs.find(sources._id(manifest.id), "default")
+    item = shelf.index.jobs.find(sources.source_id(manifest.id), "default")
     assert item is not None
     text = kept_of(shelf, manifest).model_copy(update=wrong).model_dump_json()
-    assert shelf._index.jobs.change(replace(item, text=text)) is not None
+    assert shelf.index.jobs.change(replace(item, text=text)) is not None
     with pytest.raises(SourceNotKept) as refusal:
         shelf.original(manifest.id)
     assert refusal.value.details["reason"] == "source_malformed"
@@ -488,7 +488,7 @@ def test_killed_while_a_cache_is_put_with_its_source(place: Place, clock: Clock,
 def test_a_source_whose_writer_died_before_it_claimed_it_is_its_cache_s(place: Place, clock: Clock) -> None:
     def child() -> None:
         with place.open(now=clock) as store:
-            store._sources.claim = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+            store.sources.claim = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
             store.put(make_cache(), source=TEXT)
 
     assert place.start(child).wait() == -signal.SIGKILL
@@ -509,7 +509,7 @@ def test_killed_while_a_cache_and_its_source_are_deleted(place: Place, clock: Cl
 
     def child() -> None:
         with place.open(now=clock) as store:
-            target = {"bury": store._index, "end_owned": store._bodies, "remove": store._bodies}[at]
+            target = {"bury": store.index, "end_owned": store.bodies, "remove": store.bodies}[at]
             act = getattr(target, at)
 
             def then_die(*args: Any, **kwargs: Any) -> None:
@@ -549,12 +549,12 @@ def test_a_process_that_dies_while_it_removes_a_source_leaves_no_cache_that_name
 ) -> None:
     with place.open(now=clock) as shelf:
         manifest = shelf.put(make_cache(1), source=TEXT)
-        monkeypatch.setattr(shelf._index.jobs, "remove", killed)
-        kept = shelf._sources.find(manifest.id, "default")
+        monkeypatch.setattr(shelf.index.jobs, "remove", killed)
+        kept = shelf.sources.find(manifest.id, "default")
         assert kept is not None
-        remove = partial(housekeeping.drop_sources, shelf._index, shelf._blobs, 10)
+        remove = partial(housekeeping.drop_sources, shelf.index, shelf.blobs, 10)
         if damaged:
-            shelf._blobs.remove(kept.body.name, kept.body.stored_bytes)
+            shelf.blobs.remove(kept.body.name, kept.body.stored_bytes)
             remove = partial(shelf.source, manifest.id)
         with pytest.raises(KeyboardInterrupt):
             remove()

@@ -57,7 +57,7 @@ def opened(blobs: Blobs, name: str, nbytes: int, *, once: bool = False) -> Seeka
 
 @pytest.fixture
 def blobs(shared_s3: S3Server, tmp_path: Path, open_shelf: OpenShelf) -> Blobs:
-    return open_shelf(DiskPlace(tmp_path / "home"), shared_s3.url(tmp_path.name))._blobs
+    return open_shelf(DiskPlace(tmp_path / "home"), shared_s3.url(tmp_path.name)).blobs
 
 
 @pytest.mark.parametrize("server", ["shared_s3", "seaweed"])
@@ -67,7 +67,7 @@ def test_what_was_written_is_read(
 ) -> None:
     """At every size at which another way is taken; once in one part, once in parts."""
     url = request.getfixturevalue(server).url(f"whole{once}")
-    blobs = open_shelf(DiskPlace(tmp_path / "home"), url)._blobs
+    blobs = open_shelf(DiskPlace(tmp_path / "home"), url).blobs
     for size in SIZES:
         data, steps = random_bytes(size), list[str]()
         name = write(blobs, data, steps)
@@ -88,7 +88,7 @@ def test_large_content_goes_in_parts_and_small_content_in_one_conditional_reques
     proxy: FaultyProxy, tmp_path: Path, open_shelf: OpenShelf
 ) -> None:
     place = proxy.server.url("parts").replace(proxy.server.endpoint, proxy.endpoint)
-    blobs = open_shelf(DiskPlace(tmp_path / "home"), place)._blobs
+    blobs = open_shelf(DiskPlace(tmp_path / "home"), place).blobs
     proxy.requests.clear()
     write(blobs, random_bytes(PART))
     assert [method for method, _ in proxy.requests] == ["PUT"]
@@ -117,7 +117,7 @@ def test_reading_anywhere(blobs: Blobs) -> None:
 def test_a_stream_asks_for_each_byte_once(proxy: FaultyProxy, tmp_path: Path, open_shelf: OpenShelf) -> None:
     """With a seek over a part: a reader of some layers skips the others."""
     place = proxy.server.url("stream").replace(proxy.server.endpoint, proxy.endpoint)
-    blobs = open_shelf(DiskPlace(tmp_path / "home"), place)._blobs
+    blobs = open_shelf(DiskPlace(tmp_path / "home"), place).blobs
     data = random_bytes(12 * MB)
     name = write(blobs, data)
     proxy.requests.clear()
@@ -208,9 +208,9 @@ def leases(request: pytest.FixtureRequest, tmp_path: Path, shared_s3: S3Server, 
     index = (
         DiskPlace(tmp_path / "h") if request.param == "disk" else RedisPlace(request.getfixturevalue("shared_valkey"))
     )
-    blobs = open_shelf(index, shared_s3.url(tmp_path.name), now=clock)._blobs
+    blobs = open_shelf(index, shared_s3.url(tmp_path.name), now=clock).blobs
     assert isinstance(blobs, ObjectBlobs)
-    return blobs._leases
+    return blobs.leases
 
 
 def test_leases(leases: Leases) -> None:
@@ -234,9 +234,9 @@ def test_leases(leases: Leases) -> None:
 
 
 def test_leases_of_the_dead_end(tmp_path: Path, shared_s3: S3Server, open_shelf: OpenShelf, clock: Clock) -> None:
-    blobs = open_shelf(DiskPlace(tmp_path / "home"), shared_s3.url(tmp_path.name), now=clock)._blobs
+    blobs = open_shelf(DiskPlace(tmp_path / "home"), shared_s3.url(tmp_path.name), now=clock).blobs
     assert isinstance(blobs, ObjectBlobs)
-    leases, name = blobs._leases, fresh_name()
+    leases, name = blobs.leases, fresh_name()
     assert leases.hold(name, "dead")
     clock.time += READ_LEASE_S - 1
     assert not leases.take(name)
@@ -255,8 +255,8 @@ def test_a_reader_whose_lease_was_lost_stops(blobs: Blobs, monkeypatch: pytest.M
         assert file.read(MB) == data[:MB]
         assert isinstance(blobs, ObjectBlobs)
         assert isinstance(file, ObjectFile)
-        file._lease.release()
-        assert blobs._leases.take(name)
+        file.lease.release()
+        assert blobs.leases.take(name)
         late = time.monotonic() + READ_LEASE_S
         monkeypatch.setattr(time, "monotonic", lambda: late)
         with pytest.raises(BlobError, match="gone"):
@@ -314,7 +314,7 @@ def test_killed_in_the_middle_of_an_upload(
 def through(proxy: FaultyProxy, tmp_path: Path, open_shelf: OpenShelf) -> Callable[..., Blobs]:
     def through(timeout_s: float = 30) -> Blobs:
         url = proxy.server.url(tmp_path.name, timeout_s=timeout_s).replace(proxy.server.endpoint, proxy.endpoint)
-        return open_shelf(DiskPlace(tmp_path / "home"), url)._blobs
+        return open_shelf(DiskPlace(tmp_path / "home"), url).blobs
 
     return through
 

@@ -239,7 +239,7 @@ def test_orphans_are_swept_and_strange_objects_are_named(
     assert shelf.sweep().orphans == 0, "it may belong to a write in progress"
     monkeypatch.setattr(housekeeping, "ORPHAN_GRACE_S", -60.0)
     assert shelf.sweep().orphans == 0, "a listing costs money: the next one is made after an hour"
-    shelf._walked_at -= 3600
+    shelf.walked_at -= 3600
     assert shelf.sweep().orphans == 1
     assert shelf.check() == [f"notes.txt in s3://{BUCKET}/{folder} is not a blob"]
     assert blobs_in(shared_s3, prefix) == [blob]
@@ -260,7 +260,7 @@ def test_lists_may_be_late(
     cache = make_cache(2)
     new = shelf.put(cache)
     shelf.delete(old.id)
-    shelf._walked_at -= 3600
+    shelf.walked_at -= 3600
     shelf.sweep()
     require_equal(cache, shelf.get(new.id))
     proxy.faults.clear()

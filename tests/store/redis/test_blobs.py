@@ -535,7 +535,7 @@ def test_bytes_set_aside_are_kept_and_not_found_by_opening(blobs: RedisBlobs, va
 
 def test_found_tells_every_name_of_this_shelf_and_how_long_it_lay(blobs: RedisBlobs, valkey: ValkeyServer) -> None:
     names = {write(blobs, bytes(CHUNK + 1)) for _ in range(5)}
-    write(RedisBlobs(blobs._link, "other"), b"x")
+    write(RedisBlobs(blobs.link, "other"), b"x")
     valkey.client().mset({"test": 1, "{test/x}:0": 1, f"{{test/{fresh_name()}}}:what": 1})
     time.sleep(1.1)
     found = list(blobs.found())

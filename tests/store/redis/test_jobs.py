@@ -49,7 +49,7 @@ def test_nothing_is_left_of_what_was_forgotten(requests: RequestTable, client: r
     requests.finish("done", 1, cache_ids=["kvs_1"])
     left = set(client.keys()) - before
     assert left == {BASE + key for key in ("jobs", "j:failed", "j:done", "jt:request:me", "due:request")}
-    assert requests._table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 2
+    assert requests.table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 2
     assert set(client.keys()) - before == {BASE + "jobs"}
 
 
@@ -87,7 +87,7 @@ def test_what_the_server_has_lost_is_unknown_and_makes_no_trouble(requests: Requ
         with pytest.raises(RequestNotFound):
             requests.start(request_id, worker="w", lease_s=60)
     assert requests.unfinished() == []
-    assert requests._table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 0
+    assert requests.table.forget("request", client.time()[0] + KEEP_ENDED_S + 60) == 0
     assert client.zcard(BASE + "due:request") == 0
     record = requests.open("done", tenant="me", body=b"x")
     assert (record.state, record.attempts) == ("queued", 0)
@@ -136,7 +136,7 @@ def test_values_of_the_wrong_type_are_a_named_error(requests: RequestTable, clie
         lambda: requests.body("req_1"),
         lambda: requests.finish("req_1", 1, cache_ids=[]),
         requests.unfinished,
-        lambda: requests._table.forget("request", 0),
+        lambda: requests.table.forget("request", 0),
     ]
     errors = []
     for act in acts:

@@ -198,8 +198,8 @@ def test_one_caller_tries_a_server_that_rested(start_valkey: Start, connect: Con
     time.sleep(1.1)
     trying = threading.Thread(target=lambda: _ignored(link))
     trying.start()
-    breaker = link._route.server(b"")._breaker
-    wait_until(lambda: (breaker._resting_until or 0) > time.monotonic(), "it tries")
+    breaker = link.route.server(b"").breaker
+    wait_until(lambda: (breaker.resting_until or 0) > time.monotonic(), "it tries")
     with unavailable("a moment ago", AT_ONCE_S):
         link.call("PING")
     trying.join()

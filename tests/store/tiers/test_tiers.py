@@ -28,8 +28,8 @@ from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import PER_COPY, RECENT_S, RamTier
-from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import TokenIds
 from tests.store.caches import golden_caches, make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
@@ -583,12 +583,12 @@ def test_a_cache_that_the_home_lost_is_made_again_from_the_source_there(node: No
     if end == "expired":
         clock.time += 101
     else:
-        entry = node.home._index.find(manifest.id, "default")
+        entry = node.home.index.find(manifest.id, "default")
         assert entry is not None
         if end == "evicted":
-            assert node.home._index.bury(entry, "evicted", clock.time)
+            assert node.home.index.bury(entry, "evicted", clock.time)
         else:
-            assert node.home._index.mark_corrupt(entry, "a bit was flipped")
+            assert node.home.index.mark_corrupt(entry, "a bit was flipped")
     assert node.store.original(manifest.id) == (manifest, ids)
     if end != "corrupt":  # else the tiers answer
         with pytest.raises(CacheExpired):
@@ -604,9 +604,9 @@ def test_a_folder_keeps_no_source_without_its_copy(node: Node) -> None:
     """Nothing would tell another machine's folder of its deletion."""
     secret = "the heliotrope contract"
     manifest = node.store.put(make_cache(), source=secret)
-    entry = node.disk._store._index.find(manifest.id, "default")
+    entry = node.disk.store.index.find(manifest.id, "default")
     assert entry is not None
-    assert node.disk._store._index.bury(entry, "evicted", node.disk._store._now())
+    assert node.disk.store.index.bury(entry, "evicted", node.disk.store.clock())
     assert any(secret.encode() in data for data in node.folder.contents())
     node.store.sweep()
     node.disk.sweep(None)
@@ -1136,7 +1136,7 @@ def test_how_fast_a_hit_is(far: Node, tmp_path: Path) -> None:
     """Printed, not held: neighbours disturb it. A hit in memory must be the fastest, though."""
     cache = make_cache(num_tokens=4096, lengths=((4096,) * 4,) * 8, dims=(32, 32))
     store = TieredStore(far.home, [RamTier(1 << 30), DiskTier.open(tmp_path / "s", 1 << 30, key=far.home.key)])
-    ram, disk = store._tiers.all
+    ram, disk = store.tiers.all
     manifest = store.put(cache)
     reads: dict[str, Callable[[], CompressedCache]] = {
         "ram": lambda: store.get(manifest.id),

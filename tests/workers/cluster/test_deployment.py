@@ -10,11 +10,11 @@ from kvshelf import errors
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import (
     ReplicaConfig,
-    _app_name,
-    _require_gpus,
-    _resources,
-    _startup_error,
+    app_name,
+    require_gpus,
+    resources_of,
     served_name,
+    startup_error,
 )
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Error:
@@ -34,10 +34,10 @@ Look again.
 
 
 def test_the_cause_of_a_failed_start_is_raised_as_itself() -> None:
-    error = _startup_error("x", TRACEBACK)
+    error = startup_error("x", TRACEBACK)
     assert type(error) is errors.InvalidRequest
     assert error.message == "the model 'x' cannot be loaded: no such file\nLook again."
-    foreign = _startup_error("x", "Traceback\n  File y\nMemoryError: too big\n")
+    foreign = startup_error("x", "Traceback\n  File y\nMemoryError: too big\n")
     assert type(foreign) is errors.NoWorker
     assert "MemoryError: too big" in foreign.message
 
@@ -46,13 +46,13 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     assert served_name(str(tmp_path / "my-model")) == served_name(f"{tmp_path}/my-model/") == "my-model"
     assert served_name("some-org/some-model") == "some-org/some-model"
-    assert _app_name("some-org/some-model", "0300").startswith("kvshelf-some-org-some-model-job0300-")
-    assert _app_name("m", "0300") != _app_name("m", "0300")  # two services on one cluster
+    assert app_name("some-org/some-model", "0300").startswith("kvshelf-some-org-some-model-job0300-")
+    assert app_name("m", "0300") != app_name("m", "0300")  # two services on one cluster
 
 
 def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
     def of(device: str, gpus: int = 1) -> dict[str, float]:
-        return _resources(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, gpus=gpus))
+        return resources_of(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, gpus=gpus))
 
     assert of("cuda") == of("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
     assert of("cpu") == {"num_cpus": 1}
@@ -64,6 +64,6 @@ def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:
     """On another cluster it is not: its head may have no GPU, and a node with one may join later."""
     configs = [ReplicaConfig("m", StoreConfig("disk:///s"), device=device) for device in ("cuda", "cpu", "cuda:0")]
     with pytest.raises(errors.InvalidRequest, match=r"the replicas take 4 GPUs, and Ray finds 3 .* --device cpu"):
-        _require_gpus(configs, 2, 3, local=True)
-    _require_gpus(configs, 2, 4, local=True)
-    _require_gpus(configs, 2, 0, local=False)
+        require_gpus(configs, 2, 3, local=True)
+    require_gpus(configs, 2, 4, local=True)
+    require_gpus(configs, 2, 0, local=False)

@@ -35,8 +35,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
-from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.metering import Meter, Metering
 from kvshelf.store.rules import Rules
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.residents import ResidentLimits
@@ -105,7 +104,7 @@ def asked(prompt: str, max_tokens: int = 8) -> Query:
 async def test_what_is_created_is_on_the_shelf_and_is_not_made_again(replica: Replica, engine: Watched) -> None:
     created = await replica.create(spec(labels={"kind": "log"}, name="tides"), caller=DEFAULT)
     assert not created.existing
-    stored = replica._store.get(created.manifest.id)
+    stored = replica.store.get(created.manifest.id)
     assert stored.to_bytes() == engine.encoded(engine.compress(DOCUMENT), "int8").to_bytes()
     assert created.manifest.labels == {"kind": "log"}
     assert created.manifest.timings.prefill_s > 0
@@ -126,9 +125,9 @@ async def test_what_a_tenant_uses_is_counted(replica: Replica) -> None:
         await replica.query(made.id, asked("When?"), caller=Caller("you"))
     passed_s = time.monotonic() - began
     await asyncio.sleep(0.1)  # answers are counted on a thread
-    replica._meter.flush()
-    (day,) = replica._store.metering.days(today(), today(), tenant=None)
-    used, added_s = day.by_model[replica._engine.name], grown.manifest.timings.prefill_s
+    replica.meter.flush()
+    (day,) = replica.store.metering.days(today(), today(), tenant=None)
+    used, added_s = day.by_model[replica.engine.name], grown.manifest.timings.prefill_s
     assert (day.tenant, used.answers, used.caches_created) == ("me", 3, 2)
     assert used.cache_read_tokens == sum(reply.usage.cache_read_tokens for reply in replies)
     assert used.completion_tokens == sum(reply.usage.completion_tokens for reply in replies)
@@ -152,7 +151,7 @@ class Losing(Metering):
 
 def test_what_the_store_has_taken_is_not_counted_again(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path / "home") as store:
-        meter = Meter(Losing(store._index.jobs), "tiny")
+        meter = Meter(Losing(store.index.jobs), "tiny")
         for answers in (1, 10):
             meter.add("me", answers=answers)
             with pytest.raises(StoreUnavailable):
@@ -172,7 +171,7 @@ async def test_equal_creations_at_the_same_time_are_one_prefill(replica: Replica
 async def test_one_of_two_equal_creations_leaves_and_the_other_is_done(replica: Replica, engine: Watched) -> None:
     first = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
     second = asyncio.ensure_future(replica.create(spec(), caller=DEFAULT))
-    while not len(replica._creations.flights):
+    while not len(replica.creations.flights):
         await asyncio.sleep(0)
     first.cancel()
     assert (await second).manifest.id.startswith("kvs_")
@@ -225,7 +224,7 @@ async def test_what_cannot_be_compressed_is_refused_before_any_work(
 
 async def test_answers_at_once_are_those_that_each_prompt_gets(replica: Replica, engine: Watched) -> None:
     cache_id = (await replica.create(spec(policy="keydiff", compression_ratio=0.5), caller=DEFAULT)).manifest.id
-    cache = replica._store.get(cache_id)
+    cache = replica.store.get(cache_id)
     prompts = ("tide", "Who keeps the green book?", "1984", "a b c d")
     asking = (replica.query(cache_id, asked(prompt), caller=DEFAULT) for prompt in prompts)
     replies = await asyncio.gather(*asking)
@@ -262,9 +261,9 @@ async def test_leaving_a_stream_ends_its_work(replica: Replica) -> None:
     await anext(stream)
     await stream.aclose()
     end = time.monotonic() + 30
-    while replica._scheduler._open and time.monotonic() < end:
+    while replica.scheduler.open and time.monotonic() < end:
         await asyncio.sleep(0.01)
-    assert not replica._scheduler._open
+    assert not replica.scheduler.open
 
 
 async def test_no_room_for_a_cache_is_an_error_in_time(engine: Watched, tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ async def several(replica: Replica) -> list[str]:
 async def test_several_documents_are_one_question(replica: Replica, engine: Watched) -> None:
     """The engine's answer over the same caches, whole and in pieces, cold and from memory; and the ids of sources."""
     ids = await several(replica)
-    caches = [replica._store.get(id) for id in ids]
+    caches = [replica.store.get(id) for id in ids]
     right = engine.answer(caches, "Who keeps the green book?", max_new_tokens=8)
     query = asked("Who keeps the green book?")
     cold = await replica.query(ids, query, caller=DEFAULT)
@@ -311,8 +310,8 @@ async def test_several_documents_are_one_question(replica: Replica, engine: Watc
         assert list(reply.sources) == pytest.approx(list(right.sources), abs=1e-6)
         assert reply.served.cache_id == ids[1]
     assert (cold.served.read_from, warm.served.read_from) == ("home", "memory")
-    assert len(replica._questions.residents) == 3
-    assert not any(resident.users for resident in replica._questions.residents._held.values())
+    assert len(replica.questions.residents) == 3
+    assert not any(resident.users for resident in replica.questions.residents.held.values())
 
 
 async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_engine: Engine, tmp_path: Path) -> None:
@@ -322,35 +321,35 @@ async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_en
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
-    damaged = max(ids, key=lambda id: replica._store.stat(id, tenant="default").bytes_stored)
+    damaged = max(ids, key=lambda id: replica.store.stat(id, tenant="default").bytes_stored)
     with pytest.raises(CacheCorrupt) as corrupt:
         await replica.query(ids, asked("tide"), caller=DEFAULT)
     assert corrupt.value.details["cache_id"] == damaged
     sound = [id for id in ids if id != damaged]
     assert await replica.query(sound, asked("tide"), caller=DEFAULT)
 
-    put, compress = replica._store.put, other_engine.compress
+    put, compress = replica.store.put, other_engine.compress
     foreign = put(compress(DOCUMENT), tenant="default").id
-    late = put(replica._engine.compress(DOCUMENT + "!"), tenant="default", expires_at=time.time() + 0.01).id
+    late = put(replica.engine.compress(DOCUMENT + "!"), tenant="default", expires_at=time.time() + 0.01).id
     await asyncio.sleep(0.02)
     for error, named in ((ModelMismatch, foreign), (CacheExpired, late), (CacheNotFound, "kvs_" + "0" * 40)):
         with pytest.raises(error) as refused:
             await replica.query([sound[0], named, sound[1]], asked("tide"), caller=DEFAULT)
         assert refused.value.details["cache_id"] == named
-    assert not any(resident.users for resident in replica._questions.residents._held.values())
+    assert not any(resident.users for resident in replica.questions.residents.held.values())
 
 
 async def test_leaving_a_stream_about_several_ends_its_work_and_lets_go_of_all(replica: Replica) -> None:
     ids = await several(replica)
     stream = replica.stream(ids, asked("tide", max_tokens=10_000), caller=DEFAULT)
     await anext(stream)
-    assert all(replica._questions.residents._held["default", id].users == 1 for id in ids)
+    assert all(replica.questions.residents.held["default", id].users == 1 for id in ids)
     await stream.aclose()
     end = time.monotonic() + 30
-    while replica._scheduler._open and time.monotonic() < end:
+    while replica.scheduler.open and time.monotonic() < end:
         await asyncio.sleep(0.01)
-    assert not replica._scheduler._open
-    assert not any(resident.users for resident in replica._questions.residents._held.values())
+    assert not replica.scheduler.open
+    assert not any(resident.users for resident in replica.questions.residents.held.values())
 
 
 async def test_documents_that_memory_never_holds_together_are_refused_at_once(engine: Watched, tmp_path: Path) -> None:
@@ -385,7 +384,7 @@ async def test_a_flipped_bit_never_reaches_the_model(replica: Replica, tmp_path:
 
 
 async def test_a_cache_of_another_model_or_tenant_is_refused(replica: Replica, other_engine: Engine) -> None:
-    foreign = replica._store.put(other_engine.compress(DOCUMENT), tenant="default").id
+    foreign = replica.store.put(other_engine.compress(DOCUMENT), tenant="default").id
     with pytest.raises(ModelMismatch) as refused:
         await replica.query(foreign, asked("tide"), caller=DEFAULT)
     assert refused.value.details["field"] == "weights"
@@ -437,7 +436,7 @@ async def test_a_default_lifetime_prolongs_and_never_shortens(engine: Watched, t
 
 
 async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica) -> None:
-    store = replica._store
+    store = replica.store
     bare = (await replica.create(spec(), caller=DEFAULT)).manifest
     kept = await asyncio.gather(*(replica.create(spec(keep_source=True), caller=DEFAULT) for _ in range(5)))
     assert [bare.has_source, *(created.manifest.has_source for created in kept)] == [False] + [True] * 5
@@ -449,7 +448,7 @@ async def test_a_source_is_kept_once_for_new_and_for_old_caches(replica: Replica
 
 
 async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replica: Replica, engine: Watched) -> None:
-    requests = replica._store.requests
+    requests = replica.store.requests
     states: list[tuple[str, int]] = []
 
     def on_layer() -> None:
@@ -469,7 +468,7 @@ async def test_an_attempt_is_counted_before_the_work_and_its_end_recorded(replic
 async def test_a_failure_of_the_caller_is_final_and_one_of_ours_is_tried_again(
     replica: Replica, engine: Watched
 ) -> None:
-    requests = replica._store.requests
+    requests = replica.store.requests
     requests.open("req_bad", tenant="default", body=b"{}")
     with pytest.raises(DocumentTooShort):
         await replica.create(spec(document=""), caller=DEFAULT, request_id="req_bad")

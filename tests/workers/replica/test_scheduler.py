@@ -400,20 +400,20 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
                 cache,
                 query,
                 Sampling(max_tokens=8),
-                on_text=lambda _: open_at_once.append(len(scheduler._open)),
+                on_text=lambda _: open_at_once.append(len(scheduler.open)),
             )
             for _ in range(5)
         ]
         answers = [ticket.future.result(WAIT_S) for ticket in tickets]
         assert len({answer.text for answer in answers}) == 1
         assert max(open_at_once) <= 2
-        assert scheduler._batch.nbytes <= room
+        assert scheduler.batch.nbytes <= room
         with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document") as refused:
             scheduler.generate(cache, query, Sampling(max_tokens=1000))
         assert refused.value.param == "prompt"
     finally:
         scheduler.stop()
-    assert scheduler._batch.nbytes == 0
+    assert scheduler.batch.nbytes == 0
 
 
 @pytest.mark.slow
@@ -431,7 +431,7 @@ def test_a_bounded_suffix_counts_with_its_bound(engine: Engine, cache: Compresse
             query,
             Sampling(max_tokens=1000),
             reducer=reducer,
-            on_text=lambda _: held.append(scheduler._batch.nbytes),
+            on_text=lambda _: held.append(scheduler.batch.nbytes),
         )
         usage = ticket.future.result(WAIT_S).usage
         assert usage.suffix_tokens is not None
@@ -471,7 +471,7 @@ def test_a_user_s_question_goes_before_those_of_a_batch(engine: Engine, cache: C
     open_at_once, seen, asked = [], [], []  # type: ignore[var-annotated]
 
     def on_text(_: str) -> None:
-        open_at_once.append(len(scheduler._open))
+        open_at_once.append(len(scheduler.open))
         if len(open_at_once) == 5:
             batch.extend(scheduler.generate(cache, query, most, of_batch=True) for _ in range(8))
             with pytest.raises(QueueFull):

@@ -101,7 +101,7 @@ async def test_what_is_left_out_is_counted(replica: Replica, store: Counting, en
     store.put(replace(longer, summary=longer.summary[:1]), tenant="t")
     await put(replica, TEXTS[0], policy="knorm", compression_ratio=0.5)
     broken = await put(replica, TEXTS[1], policy="knorm")
-    entry = store._index.find(broken, "t")
+    entry = store.index.find(broken, "t")
     assert entry is not None
     (path,) = (path for path in (tmp_path / "home").rglob("*.kvb") if entry.name in str(path))
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -164,8 +164,8 @@ async def test_what_ended_is_not_found(replica: Replica, store: Counting, monkey
     now = time.time()
     store.update(expiring, tenant="t", expires_at=now + 60)
     assert set(await ranked(replica, "lamp")) == {expiring, stays}
-    monkeypatch.setattr(store, "_now", lambda: now + 61)
-    monkeypatch.setattr(store._reader, "_now", lambda: now + 61)
+    monkeypatch.setattr(store, "clock", lambda: now + 61)
+    monkeypatch.setattr(store.reader, "clock", lambda: now + 61)
     assert await ranked(replica, "lamp") == [stays], "no sweep has ended it yet"
     again = await put(replica, TEXTS[0])
     assert (again, set(await ranked(replica, "lamp"))) == (gone, {gone, stays})
@@ -193,7 +193,7 @@ async def test_summaries_without_room_are_read_by_each_search(
     ids = [await put(replica, text) for text in TEXTS]
     found = await ranked(replica, "ferry crosses")
     assert found[0] == ids[1]
-    searches = replica._searches
+    searches = replica.searches
     searches.shelved.clear()
     searches.held_bytes = 2500  # of three records, and the first page of summaries
     assert await ranked(replica, "ferry crosses") == found
@@ -205,7 +205,7 @@ async def test_summaries_without_room_are_read_by_each_search(
 async def test_tenants_that_searched_longest_ago_are_forgotten(replica: Replica) -> None:
     for tenant in ("one", "two", "three"):
         await put(replica, TEXTS[0], tenant=tenant)
-    searches = replica._searches
+    searches = replica.searches
     for tenant in ("one", "two", "one", "three"):
         await replica.search(SearchCaches(query="lamp"), caller=Caller(tenant))
         searches.held_bytes = 2 * searches.shelved["one"].nbytes + 10

@@ -45,7 +45,7 @@ async def test_a_call_is_shared_and_ends_with_its_last_caller() -> None:
     go.set()
     assert await singleflight.join("key", work) == (7, True)
     assert runs == ["began", "ended", "began", "began", "ended"]
-    assert not singleflight._calls
+    assert not singleflight.calls
 
 
 async def test_nobody_joins_work_that_has_ended() -> None:

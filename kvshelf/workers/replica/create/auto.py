@@ -60,7 +60,7 @@ def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
 
 
 @dataclass(frozen=True)
-class Target:
+class SizeTarget:
     """What a choice has to reach. min_quality: for `quality.low`. max_bytes: for the blob.
 
     With `min_quality` the choice is the smallest level that reaches it, with `max_bytes` alone the best of those that
@@ -111,7 +111,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoChoice:
     """A level that is made. tried: where it was chosen, all levels that were tried, in the order of the selection."""
 
     level: Level
@@ -120,7 +120,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Selection:
+class PolicyChoice:
     """A choice among levels of one document.
 
     `refused`: levels that were dropped before any work. `progress` is told of each layer and each measured level. Built
@@ -128,7 +128,7 @@ class Selection:
     """
 
     levels: tuple[Level, ...]
-    target: Target
+    target: SizeTarget
     refused: tuple[Tried, ...] = ()
     cues: int = CUES
     progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
@@ -137,7 +137,7 @@ class Selection:
     def num_tokens(self) -> int:
         return self.levels[0].job.num_tokens
 
-    def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> Choice:
+    def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> AutoChoice:
         """Compress and measure until no level that is left could be better; prefills that could not give one are
         skipped.
 
@@ -151,7 +151,7 @@ class Selection:
         if search.best is None:
             raise _none_met(tried, self.target)
         level, _, compression = search.best
-        return Choice(level, compression, tried)
+        return AutoChoice(level, compression, tried)
 
     def known(self, told: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
@@ -192,7 +192,7 @@ class Selection:
         return best is not None and not self.worth_making(level, best)
 
 
-def auto(engine: Engine, document: Document | EncodedDocument, *, target: Target | None = None) -> Selection:
+def auto(engine: Engine, document: Document | EncodedDocument, *, target: SizeTarget | None = None) -> PolicyChoice:
     """The selection behind `policy: "auto"`: every candidate that takes this document. Thread-safe.
 
     target: by default a floor of `MIN_QUALITY`. Raises what `Engine.prepare` raises for the document itself.
@@ -207,13 +207,13 @@ def auto(engine: Engine, document: Document | EncodedDocument, *, target: Target
             if policy == "full":
                 raise
             refused.append(Tried(policy=policy, compression_ratio=ratio or 0.0, codec=codec, reason=error.message))
-    return Selection(tuple(levels), target or Target(MIN_QUALITY), tuple(refused))
+    return PolicyChoice(tuple(levels), target or SizeTarget(MIN_QUALITY), tuple(refused))
 
 
 class _Search:
     """The best level so far, and the outcome of each."""
 
-    def __init__(self, engine: Engine, selection: Selection, checkpoint: Checkpoint) -> None:
+    def __init__(self, engine: Engine, selection: PolicyChoice, checkpoint: Checkpoint) -> None:
         self._engine = engine
         self._selection = selection
         self._checkpoint = checkpoint
@@ -281,7 +281,7 @@ def _untried(level: Level) -> Tried:
     return Tried(policy=identity.policy, compression_ratio=identity.compression_ratio, codec=level.codec)
 
 
-def _none_met(tried: Sequence[Tried], target: Target) -> KvshelfError:
+def _none_met(tried: Sequence[Tried], target: SizeTarget) -> KvshelfError:
     told = [one.model_dump(mode="json", exclude={"cache_id"}) for one in tried]
     sizes = [one.bytes for one in tried if one.bytes is not None]
     if target.max_bytes is not None and not any(map(target.fits, sizes)):

@@ -17,11 +17,11 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
-from kvshelf.workers.replica.create.auto import Choice, Selection
+from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
@@ -197,14 +197,14 @@ class Creation:
     they are; the others are made by whoever asks first, and all who ask meanwhile wait for that."""
 
     creations: Creations
-    work: Levels | Selection
+    work: Levels | PolicyChoice
     publisher: Publisher
     deadline_s: float | None
     teller: Teller = field(default_factory=lambda: Teller(lambda _: None))
 
     async def run(self) -> Created:
         """Raises as the scheduler and the store do, and `QualityBelowFloor`."""
-        target = f"{self.work.target!r} of " if isinstance(self.work, Selection) else ""
+        target = f"{self.work.target!r} of " if isinstance(self.work, PolicyChoice) else ""
         key = target + " ".join(self.publisher.ids)
         created, is_first = await self.creations.flights.join(key, self._make)
         caches = [cache if is_first else replace(cache, existing=True) for cache in created.caches]
@@ -216,11 +216,11 @@ class Creation:
         """What is missing, from as few prefills as possible."""
         run, put = self.creations.threads.run, self.publisher.put
         there = await run(self.publisher.there)
-        if isinstance(self.work, Selection):
+        if isinstance(self.work, PolicyChoice):
             known = self.publisher.known(self.work, there, self.creations.refusals.of(self.publisher.ids))
             if known is not None:
                 return Created((Stored(known, existing=True),))
-            missing: Levels | Selection = self.work
+            missing: Levels | PolicyChoice = self.work
         else:
             pairs = zip(self.publisher.ids, self.work.levels, strict=True)
             missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in there))
@@ -234,11 +234,11 @@ class Creation:
                 stored[manifest.id] = manifest
             self.teller("store", len(made), len(made))
             phases = self._record(list(stored.values()), ticket)
-        ids = tuple(stored) if isinstance(self.work, Selection) else self.publisher.ids
+        ids = tuple(stored) if isinstance(self.work, PolicyChoice) else self.publisher.ids
         caches = tuple(Stored(stored.get(id_) or there[id_], id_ in there) for id_ in ids)
         return Created(caches, phases, prefilled_tokens=self.work.num_tokens if missing.levels else 0)
 
-    async def _compressed(self, work: Levels | Selection) -> tuple[list[Choice], Ticket[Any]]:
+    async def _compressed(self, work: Levels | PolicyChoice) -> tuple[list[AutoChoice], Ticket[Any]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
         tenant, deadline_s, creations = self.publisher.tenant, self.deadline_s, self.creations
         await creations.threads.run(creations.store.admit, tenant)
@@ -257,7 +257,7 @@ class Creation:
         finally:
             ticket.cancel()
         creations.meter.add(tenant, prefill_tokens=work.num_tokens)
-        return [made] if isinstance(made, Choice) else list(map(Choice, work.levels, made)), ticket
+        return [made] if isinstance(made, AutoChoice) else list(map(AutoChoice, work.levels, made)), ticket
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Note the seconds for estimates and the log; returns the phases."""

@@ -16,7 +16,7 @@ from kvshelf.methods.catalog import compress_share, cost_name
 from kvshelf.methods.policies import POLICIES, build
 from kvshelf.model.text import EncodedDocument
 from kvshelf.workers.replica.create.auto import candidates
-from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Shape
+from kvshelf.workers.replica.create.sizes import ASSUMED_FLOPS, Dimensions
 from kvshelf.workers.replica.create.spec import AUTO
 
 Basis = Literal["measured", "other_policies", "assumed"]
@@ -43,7 +43,7 @@ class Rates:
         now = before + tokens, seconds + timings.prefill_s + timings.compress_s
         self._measured = {**self._measured, cost: now}
 
-    def seconds(self, cost: str, tokens: int, shape: Shape) -> tuple[float, Basis] | None:
+    def seconds(self, cost: str, tokens: int, shape: Dimensions) -> tuple[float, Basis] | None:
         """Seconds for a document, from the best source; None if nothing tells what the policy takes.
 
         cost: `cost_name` of the policy. If it has not run here, the time of a prefill that keeps everything is taken
@@ -76,7 +76,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
     Levels that share a prefill each report the whole of it. Raises as `Engine.prepare` does; where several policies are
     estimated, a refusal becomes a row instead.
     """
-    shape = Shape.of(engine.model)
+    shape = Dimensions.of(engine.model)
     if engine.coders.has_own:
         shape = replace(shape, coded=engine.coders.own.transforms.bits)
     any_codec = spec.codec is None and all(codec is None for _, codec in spec.ways)
@@ -155,7 +155,7 @@ def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]
     return found
 
 
-def _row(job: Job, shape: Shape, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:
+def _row(job: Job, shape: Dimensions, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:
     kept, params = job.budget.tokens, job.policy.parameters()
     cost = cost_name(job.policy.name, params)
     seconds, basis = rates.seconds(cost, job.num_tokens, shape) or (None, None)

@@ -16,7 +16,7 @@ from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
-from kvshelf.workers.replica.create.auto import Choice, Selection
+from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.create.spec import source_of
 
@@ -64,13 +64,13 @@ class Publisher:
         return found
 
     def known(
-        self, selection: Selection, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
+        self, selection: PolicyChoice, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
     ) -> Manifest | None:
         """The cache on the shelf that a selection would choose, or None if that is not known.
 
         There are three sources: the qualities of the caches themselves, the levels tried when one of them was chosen,
         and the levels `refused` before. They are not mixed, because they count bytes differently. Raises as
-        `Selection.run` does if no level is good enough.
+        `PolicyChoice.run` does if no level is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
@@ -82,7 +82,7 @@ class Publisher:
                     return found
         return None
 
-    def put(self, made: Choice, queue_s: float) -> Manifest:
+    def put(self, made: AutoChoice, queue_s: float) -> Manifest:
         """Store a level, with all levels that were tried, so that the same choice need not be made again. A cache that
         was on the shelf gets the new measurements. Raises as `Store.put` does."""
         level, compression = made.level, made.compression

@@ -28,7 +28,7 @@ _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which d
 
 
 @dataclass(frozen=True)
-class Shape:
+class Dimensions:
     """The dimensions behind a cache's size. `itemsize`: bytes of a number. `flops`: of one token's prefill. recent: the
     layers that see the last tokens alone; `layers` counts the others that attend. value_dim: channels of a value; None:
     as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
@@ -53,7 +53,7 @@ class Shape:
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Shape:
+    def of(cls, model: PreTrainedModel) -> Dimensions:
         from kvshelf.model.devices import input_device
         from kvshelf.model.loading import head_sizes, kv_heads, state_bytes  # needs torch, as a model does
 

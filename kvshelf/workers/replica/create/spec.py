@@ -22,7 +22,7 @@ from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.text import EncodedDocument
 from kvshelf.store.base import Store
 from kvshelf.store.types import Source, TokenIds
-from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto
+from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto
 
 
 class Recreation(CreateCache):
@@ -64,11 +64,11 @@ class Levels:
 
 def requested_levels(
     engine: Engine, spec: CreateCache, quality: How, max_document_tokens: int | None, date: str = ""
-) -> Levels | Selection:
+) -> Levels | PolicyChoice:
     """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
     date: as of `Engine.encode_document`. quality: how that of each level is measured, unless the creation says, or a
-    `Selection` does it. Raises as
+    `PolicyChoice` does it. Raises as
     `Engine.prepare` does.
     """
     require_policy(spec)
@@ -89,15 +89,15 @@ def requested_levels(
     }
     levels = tuple(engine.compressor.level(jobs[ratio], codec) for ratio, codec in ways)
     if spec.chooses:
-        return Selection(levels, _target(spec, len(document.token_ids)))
+        return PolicyChoice(levels, _target(spec, len(document.token_ids)))
     return Levels(levels, quality if spec.quality is None else spec.quality)
 
 
-def _target(spec: CreateCache, num_tokens: int) -> Target:
+def _target(spec: CreateCache, num_tokens: int) -> SizeTarget:
     """What the choice has to reach: of the policy "auto" by default a floor."""
     size = spec.max_bytes if spec.bytes_per_token is None else max(1, int(spec.bytes_per_token * num_tokens))
     floor = spec.min_quality
-    return Target(MIN_QUALITY if floor is None and size is None else floor, size)
+    return SizeTarget(MIN_QUALITY if floor is None and size is None else floor, size)
 
 
 def require_policy(spec: CreateCache) -> None:

@@ -93,14 +93,14 @@ class Residents:
         self._store = store
         self._attach = attach
         self._attach_part = attach_part
-        self._limits = limits
+        self.limits = limits
         self._threads = threads
         # Readers have threads of their own, so that calls waiting for memory never block the calls that free it.
         self._readers = Threads(4, "reader")
-        self._held: dict[Key, Resident] = {}
-        self._retention = retention or Retention()
+        self.held: dict[Key, Resident] = {}
+        self.retention = retention or Retention()
         self._tools = Tools()
-        self._read_pace = Pace()  # seconds per byte
+        self.read_pace = Pace()  # seconds per byte
         self._room_pace = Pace()  # seconds that a read waited for room
         self._short = 0  # reads that wait for room
         self._bytes_ahead: dict[Key, int] = {}  # of caches with a hint for which there was no room
@@ -115,10 +115,10 @@ class Residents:
     @property
     def nbytes(self) -> int:
         """Bytes of all resident caches."""
-        return sum(resident.document.nbytes for resident in self._held.values())
+        return sum(resident.document.nbytes for resident in self.held.values())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     @asynccontextmanager
     async def using_all(
@@ -141,7 +141,7 @@ class Residents:
                     except _NeverRoom:
                         raise InvalidRequest(
                             f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes in "
-                            f"memory, and with the next the {self._limits.max_bytes} of this worker are not enough; "
+                            f"memory, and with the next the {self.limits.max_bytes} of this worker are not enough; "
                             "ask fewer at once",
                             param="cache_ids",
                         ) from None
@@ -172,7 +172,7 @@ class Residents:
             resident.last_used = time.monotonic()
             if resident.document.failed:
                 self._drop((tenant, cache_id), resident)
-            if self._held.get((tenant, cache_id)) is not resident:
+            if self.held.get((tenant, cache_id)) is not resident:
                 self._close(resident)
             self._changed.set()
             async with self._freed:
@@ -184,19 +184,19 @@ class Residents:
         key, nbytes, now = (tenant, cache_id), document.nbytes, time.monotonic()
         async with self._freed:
             leaving = [each for each, _ in self._unused() if self._nobody_waits_for(each, now)]
-            room = self._limits.max_bytes - self.nbytes + sum(self._held[each].document.nbytes for each in leaving)
-            if self._short or key in self._held or nbytes > room:
+            room = self.limits.max_bytes - self.nbytes + sum(self.held[each].document.nbytes for each in leaving)
+            if self._short or key in self.held or nbytes > room:
                 return
-            for each in sorted(leaving, key=lambda one: self._retention.order(one, now)):
-                if nbytes <= self._limits.max_bytes - self.nbytes:
+            for each in sorted(leaving, key=lambda one: self.retention.order(one, now)):
+                if nbytes <= self.limits.max_bytes - self.nbytes:
                     break
                 self._evict(each)
-            self._held[key] = Resident(document, digest, "memory")
-            self._retention.used(key, now, cost_s=self._reload_s(nbytes), nbytes=nbytes)
+            self.held[key] = Resident(document, digest, "memory")
+            self.retention.used(key, now, cost_s=self._reload_s(nbytes), nbytes=nbytes)
 
     def hint(self, cache_id: str, tenant: str, next_use_s: float | None) -> None:
         """The next question on a cache comes in so many seconds; None takes the hint back. See `read_ahead_forever`."""
-        self._retention.hint((tenant, cache_id), next_use_s, time.monotonic())
+        self.retention.hint((tenant, cache_id), next_use_s, time.monotonic())
         self._changed.set()
 
     def take_counts(self) -> dict[str, int]:
@@ -214,14 +214,14 @@ class Residents:
         """
         while True:
             self._changed.clear()
-            hinted = self._retention.hinted(time.monotonic())
+            hinted = self.retention.hinted(time.monotonic())
             self._bytes_ahead = {key: self._bytes_ahead[key] for _, key in hinted if key in self._bytes_ahead}
             for wait_s, key in hinted:
                 if self._busy:
                     break
-                if key not in self._held and wait_s <= self._limits.idle_s:
+                if key not in self.held and wait_s <= self.limits.idle_s:
                     await self._read_ahead(key)
-            nearer = (limit for limit in (self._limits.ahead_s, self._limits.idle_s))
+            nearer = (limit for limit in (self.limits.ahead_s, self.limits.idle_s))
             pause_s = min((wait_s - limit for limit in nearer for wait_s, _ in hinted if wait_s > limit), default=None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -239,20 +239,20 @@ class Residents:
         except _NoRoomAhead:
             pass
         except Exception as error:  # any error: a question will get its own
-            self._retention.hint(key, None, time.monotonic())
+            self.retention.hint(key, None, time.monotonic())
             log.info("a cache with a hint could not be read ahead: %s", error)
 
     @property
     def _busy(self) -> bool:
         """Whether a cache is being read or about to be."""
-        reads = (resident.reading for resident in self._held.values())
+        reads = (resident.reading for resident in self.held.values())
         return len(self._opening) > 0 or any(reading is not None and not reading.done() for reading in reads)
 
     async def evict_idle_forever(self) -> NoReturn:
         """Evict idle caches, for as long as this task lives."""
         while True:
-            await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
-            self.evict_idle(time.monotonic() - self._limits.idle_s)
+            await asyncio.sleep(min(self.limits.idle_s / 4, 30.0))
+            self.evict_idle(time.monotonic() - self.limits.idle_s)
 
     def evict_idle(self, last_used_before: float) -> int:
         """Drop unused caches that were last used before this time of `time.monotonic`. Returns how many."""
@@ -268,18 +268,18 @@ class Residents:
 
     def _nobody_waits_for(self, key: Key, now: float) -> bool:
         """Whether a cache has no pin, and no hint of a question before it would be idle."""
-        return not self._retention.pinned(key, now) and self._retention.wait_s(key, now) > self._limits.idle_s
+        return not self.retention.pinned(key, now) and self.retention.wait_s(key, now) > self.limits.idle_s
 
     def close(self) -> None:
         """Drop everything."""
-        for key, resident in list(self._held.items()):
+        for key, resident in list(self.held.items()):
             self._drop(key, resident)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def _acquire(self, cache_id: str, tenant: str, part: bool, beside: int) -> tuple[Resident, bool]:
         key, there = (tenant, cache_id), True
         while True:
-            resident = self._held.get(key)
+            resident = self.held.get(key)
             if resident is None:
                 there = False
                 try:
@@ -295,15 +295,15 @@ class Residents:
                 if not began:  # the call read the manifest before this question came, so ask the store again
                     continue
                 # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
-                resident = self._held.get(key)
+                resident = self.held.get(key)
             elif not await self._current(key, resident):
                 self._drop(key, resident)
                 continue
-            elif self._held.get(key) is not resident:  # it was dropped while the store was asked
+            elif self.held.get(key) is not resident:  # it was dropped while the store was asked
                 continue
             if resident is not None:
                 nbytes = resident.document.nbytes
-                self._retention.used(key, time.monotonic(), cost_s=self._reload_s(nbytes), nbytes=nbytes)
+                self.retention.used(key, time.monotonic(), cost_s=self._reload_s(nbytes), nbytes=nbytes)
                 self._counts["read_ahead_used"] += resident.ahead
                 resident.ahead = False
                 resident.users += 1
@@ -314,17 +314,17 @@ class Residents:
         tenant, cache_id = key
         now, nbytes = time.monotonic(), resident.document.nbytes
         self._tools.answered(tenant, cache_id, tool, now)
-        if tool is None or self._held.get(key) is not resident:
+        if tool is None or self.held.get(key) is not resident:
             return
         wait_s = self._room_pace.seconds or 0.0
         stay_s = self._tools.stay_s(tenant, tool, wait_s=wait_s, reload_s=self._reload_s(nbytes))
         if stay_s > 0:
-            self._retention.pin(key, now + stay_s)
+            self.retention.pin(key, now + stay_s)
             self._counts["pinned"] += 1
 
     def _reload_s(self, nbytes: int) -> float:
         """Seconds to read a cache again, by those of the last reads; 0 before the first."""
-        return nbytes * (self._read_pace.seconds or 0.0)
+        return nbytes * (self.read_pace.seconds or 0.0)
 
     @asynccontextmanager
     async def _holding(self, beside: int, key: Key) -> AsyncIterator[None]:
@@ -361,10 +361,10 @@ class Residents:
             arriving.close()
             raise
         resident = Resident(document, arriving.root.hex(), arriving.place, ahead=ahead)
-        self._held[tenant, cache_id] = resident
+        self.held[tenant, cache_id] = resident
         self._counts["read_ahead"] += ahead
         loop = asyncio.get_running_loop()
-        resident.reading = self._readers.submit(_read, arriving, resident, self._read_pace)
+        resident.reading = self._readers.submit(_read, arriving, resident, self.read_pace)
         resident.reading.add_done_callback(lambda _: self._look_again(loop))
         return resident
 
@@ -379,7 +379,7 @@ class Residents:
             document = await self._threads.run(self._attach_part, cache)
             if document is not None:
                 await self._make_room(cache.attached_bytes, (tenant, cache_id))
-                resident = self._held[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
+                resident = self.held[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
                 return resident
         except BaseException:
             cache.close()
@@ -390,12 +390,12 @@ class Residents:
     async def _make_room(self, nbytes: int, key: Key) -> None:
         began = time.monotonic()
         async with self._freed:
-            while self._held and self.nbytes + nbytes > self._limits.max_bytes:
+            while self.held and self.nbytes + nbytes > self.limits.max_bytes:
                 beside = self._beside.get(key, 0)
-                if beside and beside + nbytes > self._limits.max_bytes:
+                if beside and beside + nbytes > self.limits.max_bytes:
                     raise _NeverRoom
                 now = time.monotonic()
-                unused = sorted((key for key, _ in self._unused()), key=lambda key: self._retention.order(key, now))
+                unused = sorted((key for key, _ in self._unused()), key=lambda key: self.retention.order(key, now))
                 if unused:
                     self._evict(unused[0])
                 else:
@@ -424,23 +424,23 @@ class Residents:
         if self._short:
             return None
         now = time.monotonic()
-        near = self._retention.wait_s(key, now) <= self._limits.ahead_s
+        near = self.retention.wait_s(key, now) <= self.limits.ahead_s
         unused = {held: resident.document.nbytes for held, resident in self._unused()} if near else {}
-        return self._retention.leaving_for(key, unused, self.nbytes + nbytes - self._limits.max_bytes, now)
+        return self.retention.leaving_for(key, unused, self.nbytes + nbytes - self.limits.max_bytes, now)
 
     def _unused(self) -> list[tuple[Key, Resident]]:
-        return [(key, resident) for key, resident in self._held.items() if not resident.users]
+        return [(key, resident) for key, resident in self.held.items() if not resident.users]
 
     def _evict(self, key: Key) -> None:
         """Drop an unused cache, to which a hint may bring it back."""
-        self._counts["released"] += self._retention.left(key, time.monotonic())
-        self._close(self._held.pop(key))
+        self._counts["released"] += self.retention.left(key, time.monotonic())
+        self._close(self.held.pop(key))
 
     def _drop(self, key: Key, resident: Resident) -> None:
         """Drop a cache that is not what the shelf has, or with everything."""
-        if self._held.get(key) is resident:
-            del self._held[key]
-            self._retention.forget(key)
+        if self.held.get(key) is resident:
+            del self.held[key]
+            self.retention.forget(key)
             self._close(resident)
 
     def _close(self, resident: Resident) -> None:

@@ -48,30 +48,30 @@ class Tools:
     same cache. Two programs that share a cache at the same time count as one. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._programs: OrderedDict[tuple[str, str], _Program] = OrderedDict()  # by tenant and cache, oldest first
-        self._runs: dict[str, OrderedDict[str, deque[float]]] = {}
-        self._all_runs: dict[str, deque[float]] = {}
-        self._lengths: deque[int] = deque(maxlen=KEPT)
-        self._eta = 1.0
+        self.programs: OrderedDict[tuple[str, str], _Program] = OrderedDict()  # by tenant and cache, oldest first
+        self.runs: dict[str, OrderedDict[str, deque[float]]] = {}
+        self.all_runs: dict[str, deque[float]] = {}
+        self.lengths: deque[int] = deque(maxlen=KEPT)
+        self.eta = 1.0
 
     def asked(self, tenant: str, cache_id: str, now: float) -> None:
         """A question came, which ends the run of a tool."""
         self._end_old(now)
-        program = self._programs.get((tenant, cache_id))
+        program = self.programs.get((tenant, cache_id))
         if program is None or program.tool is None:
             return
-        tools = self._runs.setdefault(tenant, OrderedDict())
+        tools = self.runs.setdefault(tenant, OrderedDict())
         runs = tools.setdefault(program.tool, deque(maxlen=KEPT))
         tools.move_to_end(program.tool)
         if len(tools) > TOOLS:
             tools.popitem(last=False)
-        for kept in (runs, self._all_runs.setdefault(tenant, deque(maxlen=KEPT))):
+        for kept in (runs, self.all_runs.setdefault(tenant, deque(maxlen=KEPT))):
             kept.append(now - program.since)
         self._go_on(tenant, cache_id, _Program(program.turns, None, now))
 
     def answered(self, tenant: str, cache_id: str, tool: str | None, now: float) -> None:
         """An answer ended that calls a tool, or none: then its program has ended."""
-        program = self._programs.pop((tenant, cache_id), None)
+        program = self.programs.pop((tenant, cache_id), None)
         turns = 1 + (program.turns if program else 0)
         if tool is not None:
             self._go_on(tenant, cache_id, _Program(turns, tool, now))
@@ -81,25 +81,25 @@ class Tools:
     def stay_s(self, tenant: str, tool: str, *, wait_s: float, reload_s: float) -> float:
         """tau* by the tool's runs if there are `ENOUGH`, else by those of all tools of the tenant, else by Exp(1 s)
         with an eta of 1. wait_s: T."""
-        of_tool = self._runs.get(tenant, OrderedDict()).get(tool)
-        for known in (of_tool, self._all_runs.get(tenant)):
+        of_tool = self.runs.get(tenant, OrderedDict()).get(tool)
+        for known in (of_tool, self.all_runs.get(tenant)):
             if known is not None and len(known) >= ENOUGH:
-                return best_stay_s(known, wait_s * self._eta + reload_s)
+                return best_stay_s(known, wait_s * self.eta + reload_s)
         return math.log(max(1.0, wait_s + reload_s))  # where the derivative of (1 - exp(-tau)) * gain - tau is 0
 
     def _go_on(self, tenant: str, cache_id: str, program: _Program) -> None:
-        self._programs[tenant, cache_id] = program
-        self._programs.move_to_end((tenant, cache_id))
+        self.programs[tenant, cache_id] = program
+        self.programs.move_to_end((tenant, cache_id))
 
     def _end_old(self, now: float) -> None:
-        while self._programs and now - (oldest := next(iter(self._programs.values()))).since > LONGEST_S:
-            self._programs.popitem(last=False)
+        while self.programs and now - (oldest := next(iter(self.programs.values()))).since > LONGEST_S:
+            self.programs.popitem(last=False)
             self._ended(oldest.turns)
 
     def _ended(self, turns: int) -> None:
-        self._lengths.append(min(turns, _MOST_TURNS))
-        if len(self._lengths) >= ENOUGH:
-            self._eta = turns_left(self._lengths)
+        self.lengths.append(min(turns, _MOST_TURNS))
+        if len(self.lengths) >= ENOUGH:
+            self.eta = turns_left(self.lengths)
 
 
 def best_stay_s(runs: Sequence[float], gain_s: float) -> float:

@@ -26,7 +26,7 @@ from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.results import Found
 from kvshelf.workers.replica.scheduler import Scheduler
-from kvshelf.workers.replica.search.summaries import Choice, Places, Record, Shelved, Summary
+from kvshelf.workers.replica.search.summaries import Places, Record, Shelved, Shortlist, Summary
 from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")
@@ -118,7 +118,7 @@ class Searches:
             prefill_tokens=len(token_ids) if question else 0,
         )
 
-    async def _chosen(self, shelved: Shelved, spec: SearchCaches) -> Choice:
+    async def _chosen(self, shelved: Shelved, spec: SearchCaches) -> Shortlist:
         """The caches to compare. Raises `InvalidRequest` for too many."""
         choice = await self.threads.finished(shelved.chosen, spec.labels, time.time())
         if len(choice.records) > MOST_CACHES:
@@ -267,7 +267,9 @@ class Searches:
             ticket.cancel()
 
 
-def _placed(shelved: Shelved, choice: Choice, aside: Mapping[str, Summary]) -> tuple[list[Record], list[Block], Places]:
+def _placed(
+    shelved: Shelved, choice: Shortlist, aside: Mapping[str, Summary]
+) -> tuple[list[Record], list[Block], Places]:
     """The caches of a choice that have summaries, in its order, the blocks that have these, and their places in the
     blocks. aside: the summaries that memory has no room for."""
     if choice.placed is not None:

@@ -59,7 +59,7 @@ NONE: Final = -2
 
 
 @dataclass(eq=False)
-class Choice:
+class Shortlist:
     """The caches that a search compares, the newest of each document, the newest first. until: when the first of them
     or of those left out expires. skipped: the others, counted. placed: once all have been read, those with a summary,
     the blocks that have these, and their places in the blocks."""
@@ -155,7 +155,7 @@ class Shelved:
     _records: dict[str, Record] = field(default_factory=dict)
     _documents: dict[str, int] = field(default_factory=dict)
     _newest_first: list[Record] | None = None
-    _last: Choice | None = None
+    _last: Shortlist | None = None
     _asked_at: float = 0.0
     _record_bytes: int = 0
     _next_number: int = 0
@@ -214,7 +214,7 @@ class Shelved:
         self._changed()
         return known
 
-    def chosen(self, labels: Mapping[str, str], now: float) -> Choice:
+    def chosen(self, labels: Mapping[str, str], now: float) -> Shortlist:
         """The caches to compare under these labels; the last choice again while nothing changes it."""
         last = self._last
         if last is not None and last.version == self.version and last.labels == labels and now < last.until:
@@ -234,7 +234,7 @@ class Shelved:
             else:
                 others += 1
         left_out = Counter(other_model=others, same_document=own - len(newest))
-        self._last = Choice(dict(labels), self.version, until, list(newest.values()), left_out)
+        self._last = Shortlist(dict(labels), self.version, until, list(newest.values()), left_out)
         return self._last
 
     def keep(self, summaries: Sequence[tuple[Record, Summary]]) -> None:

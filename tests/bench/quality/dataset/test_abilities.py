@@ -25,7 +25,7 @@ def test_every_question_can_be_answered_right_and_its_scorer_takes_it():
 
 def test_three_rules_are_kept_by_an_answer_that_keeps_them():
     for seed in range(20):
-        text, questions = abilities._instructions(random.Random(seed), [f"One {n}" for n in range(9)])
+        text, questions = abilities.instructions(random.Random(seed), [f"One {n}" for n in range(9)])
         rules = questions[0].answers
         assert len(rules) == 3
         assert text.count("Rule: ") == 3

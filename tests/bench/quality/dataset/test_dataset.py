@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.samples.suite import make_case
 from kvshelf_bench.cli import app
+from kvshelf_bench.quality.dataset.command import truncated
 from kvshelf_bench.quality.dataset.documents import Document, read_documents
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, make_units
 from kvshelf_bench.quality.dataset.picture import draw
 from kvshelf_bench.quality.dataset.rows import Question
-from kvshelf_bench.quality.dataset.run import truncated
-from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, Way
+from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, WayScore
 from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.quality.retrieval import counter
@@ -114,7 +114,7 @@ def test_ways_are_compared_with_the_full_cache_question_by_question():
         outcome(0, 0.5, agreement=0.7, first=(1, 6)),
         outcome(1),
     ]
-    way = Way.of("blind", documents, several, full)
+    way = WayScore.of("blind", documents, several, full)
     assert (way.documents, way.questions, way.right) == (3, 6, 3)
     assert (way.lost, way.won) == (2, 1), "of documents that both took"
     assert way.score == pytest.approx(3.5 / 6)
@@ -122,12 +122,12 @@ def test_ways_are_compared_with_the_full_cache_question_by_question():
     assert way.change == pytest.approx((-1 + 0 + 1 + 0 - 0.5) / 5)
     assert way.first_tokens == 3 / 5
     assert (way.agreement, way.agreement_low) == (None, None), "not all were measured"
-    way = Way.of("blind", documents[:2], [outcome(1, 1, 0, agreement=0.5), outcome(0, 1, agreement=0.7)], full[:2])
+    way = WayScore.of("blind", documents[:2], [outcome(1, 1, 0, agreement=0.5), outcome(0, 1, agreement=0.7)], full[:2])
     assert (way.agreement, way.agreement_low) == pytest.approx((0.6, 0.5))
     assert (way.lost, way.won, way.quality_s, way.bytes_per_token, way.change) == (0, 0, 2.0, 5.0, 0)
-    way = Way.of("blind", documents, [outcome(refused="no")] * 3, full)
+    way = WayScore.of("blind", documents, [outcome(refused="no")] * 3, full)
     assert (way.documents, way.right, dict(way.refused)) == (0, 0, {"a": "no", "b": "no", "c": "no"})
-    assert Way.of("full", documents, full, full).change is None
+    assert WayScore.of("full", documents, full, full).change is None
 
 
 def test_a_way_that_answers_nothing_or_everything_is_drawn(tmp_path):

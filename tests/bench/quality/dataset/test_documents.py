@@ -10,7 +10,7 @@ import pytest
 from kvshelf.errors import InvalidRequest, MissingExtra
 from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.measuring import score_of
-from kvshelf_bench.quality.dataset.rows import Question, Reading
+from kvshelf_bench.quality.dataset.rows import Question, RowRules
 
 ROW = {"context": "The door is green.", "question": ["Which colour?"], "answers": [["green", "Green"]]}
 
@@ -142,18 +142,18 @@ def test_a_row_of_longbench_and_its_prompt(tmp_path):
     assert (document.id, document.context, asked.text) == ("x1", "One. Two.", "Which class?")
     assert (asked.scorer, asked.classes, asked.max_new_tokens) == ("classification", ("Date", "City"), 64)
     assert asked.first_line
-    prompted = Reading(prompts={"trec": "Examples:\n{context}\n{input} It is a"})
+    prompted = RowRules(prompts={"trec": "Examples:\n{context}\n{input} It is a"})
     (document,) = read_documents(path, prompted)
     assert document.context == "Examples:\nOne. Two."
     assert document.questions[0].text == "\nWhich class? It is a"
-    (document,) = read_documents(path, Reading(scorer="exact"))
+    (document,) = read_documents(path, RowRules(scorer="exact"))
     assert document.questions[0].scorer == "exact"
     with pytest.raises(InvalidRequest, match=r"line 1: input is empty, .* give --prompts"):
         read_documents(written(tmp_path / "report.jsonl", LONGBENCH | {"input": ""}))
     with pytest.raises(InvalidRequest, match="line 1: the prompt of trec asks nothing"):
-        read_documents(path, Reading(prompts={"trec": "Read {context}\n"}))
+        read_documents(path, RowRules(prompts={"trec": "Read {context}\n"}))
     with pytest.raises(InvalidRequest, match="line 1: the prompt of trec does not fit: 'inputs'"):
-        read_documents(path, Reading(prompts={"trec": "{context}{inputs}"}))
+        read_documents(path, RowRules(prompts={"trec": "{context}{inputs}"}))
 
 
 def test_a_row_of_scbench_is_of_the_task_that_its_file_is_named_after(tmp_path):
@@ -164,7 +164,7 @@ def test_a_row_of_scbench_is_of_the_task_that_its_file_is_named_after(tmp_path):
     assert (first.text, first.answers, first.scorer) == ("Who?", ("the keeper", "B"), "option")
     assert (second.answers, second.max_new_tokens) == (("here", "A"), 40)
     prompt = "Read.\n{context}\n\nQuestion: {question}\nA. {OPTION_A}\nB. {OPTION_B}"
-    (document,) = read_documents(path, Reading(prompts={"scbench_choice_eng": prompt}))
+    (document,) = read_documents(path, RowRules(prompts={"scbench_choice_eng": prompt}))
     assert document.context == "Read.\nA long book."
     assert document.questions[1].text == "\n\nQuestion: Where?\nA. here\nB. there"
     numbers = {"context": "a", "multi_turns": [{"input": "sum?", "answer": 12}]}

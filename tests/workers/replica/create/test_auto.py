@@ -13,7 +13,7 @@ from kvshelf.api import Tried
 from kvshelf.engine.inputs.job import Level
 from kvshelf.errors import Cancelled, DocumentTooShort, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.samples.tasks import make_document
-from kvshelf.workers.replica.create.auto import MIN_QUALITY, Selection, Target, auto, candidates
+from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.publish import comparable
 from tests.amounts import SOAK
 from tests.qualities import quality_of
@@ -37,7 +37,7 @@ def chosen(tiny, prose):
 
     @functools.cache
     def of(floor):
-        return auto(tiny, prose, target=Target(floor)).run(tiny)
+        return auto(tiny, prose, target=SizeTarget(floor)).run(tiny)
 
     return of
 
@@ -65,7 +65,7 @@ def test_floors_differ_so_choices_do(chosen):
 
 
 def test_the_usual_floor(tiny, prose):
-    assert auto(tiny, prose).target == Target(MIN_QUALITY)
+    assert auto(tiny, prose).target == SizeTarget(MIN_QUALITY)
 
 
 def test_it_says_what_it_tried(everything, chosen):
@@ -102,7 +102,7 @@ def test_what_could_not_be_smaller_is_not_made(chosen):
 def test_a_floor_that_nothing_meets_is_refused_with_what_was_tried(tiny, prose):
     levels = tuple(Level(tiny.prepare(prose, compression_ratio=ratio)) for ratio in (0.9, 0.95))
     with pytest.raises(QualityBelowFloor, match=r"'keydiff' at 0\.9.* with 0\.") as refused:
-        Selection(levels, Target(0.97)).run(tiny)
+        PolicyChoice(levels, SizeTarget(0.97)).run(tiny)
     assert refused.value.param == "min_quality"
     assert refused.value.status == 422
     tried = json.loads(json.dumps(refused.value.details["tried"]))
@@ -115,9 +115,9 @@ def test_of_given_levels_the_smallest_good_one_is_kept(tiny, prose):
     levels = tuple(Level(tiny.prepare(prose, compression_ratio=ratio), "int8") for ratio in (0.0, 0.5, 0.95))
     alone = [made.quality.low for made in tiny.run_levels(levels)]
     assert alone[0] > alone[2]
-    choice = Selection(levels, Target(alone[0])).run(tiny)
+    choice = PolicyChoice(levels, SizeTarget(alone[0])).run(tiny)
     assert choice.level is levels[max(index for index, low in enumerate(alone) if low >= alone[0])]
-    assert Selection(levels, Target(0.0)).run(tiny).level is levels[2]
+    assert PolicyChoice(levels, SizeTarget(0.0)).run(tiny).level is levels[2]
     assert [one.compression_ratio for one in choice.tried] == [0.0, 0.5, 0.95]
 
 
@@ -132,7 +132,7 @@ def test_where_nothing_can_be_measured_the_full_cache_is_kept(tiny):
 def test_where_nothing_can_be_measured_a_floor_is_refused(tiny, prose):
     job = tiny.prepare(prose, policy="lagkv", policy_params={"prefill": "chunked"})
     with pytest.raises(PolicyUnsupported, match="no quality can be measured") as refused:
-        Selection((Level(job),), Target(0.5)).run(tiny)
+        PolicyChoice((Level(job),), SizeTarget(0.5)).run(tiny)
     assert refused.value.param == "min_quality"
 
 
@@ -165,7 +165,7 @@ def tried(everything):
 def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, floor):
     """Of any part of the facts: a choice only if nothing that was left out could be good enough and smaller."""
     levels = [level for level, _ in everything]
-    selection = Selection(tuple(levels), Target(floor))
+    selection = PolicyChoice(tuple(levels), SizeTarget(floor))
     good = {one.bytes: level for one, level in zip(tried, levels, strict=True) if selection.target.met(level, one)}
     assert selection.known(tried) is good[min(good)]
     answers, chance = 0, random.Random(7)
@@ -184,7 +184,7 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
 
 @pytest.mark.parametrize("floor", [0.0, 0.9, MIN_QUALITY])
 def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, chosen, floor):
-    selection, choice = auto(tiny, prose, target=Target(floor)), chosen(floor)
+    selection, choice = auto(tiny, prose, target=SizeTarget(floor)), chosen(floor)
     told = [Tried.model_validate_json(one.model_dump_json()) for one in choice.tried]
     known = selection.known(told)
     assert known in selection.levels
@@ -200,10 +200,10 @@ def test_that_nothing_is_good_enough_can_be_known_too(tiny, prose):
         for ratio, nbytes in ((0.9, 20), (0.95, 10))
     ]
     with pytest.raises(QualityBelowFloor, match=r"'keydiff' at 0\.9.* with 0\.5") as refused:
-        Selection(levels, Target(0.6)).known(told)
+        PolicyChoice(levels, SizeTarget(0.6)).known(told)
     assert [one["bytes"] for one in refused.value.details["tried"]] == [20, 10]
-    assert Selection(levels, Target(0.4)).known(told) is levels[1]
-    assert Selection(levels, Target(0.4)).known([told[0], None]) is None
+    assert PolicyChoice(levels, SizeTarget(0.4)).known(told) is levels[1]
+    assert PolicyChoice(levels, SizeTarget(0.4)).known([told[0], None]) is None
     old = told[1].model_copy(update={"quality": quality.model_copy(update={"version": 0})})
     assert (comparable(old).quality, comparable(told[1])) == (None, told[1])
 
@@ -211,7 +211,7 @@ def test_that_nothing_is_good_enough_can_be_known_too(tiny, prose):
 @pytest.mark.parametrize("floor", [-0.1, 1.1, float("nan"), True])
 def test_a_floor_that_is_no_share_is_refused(tiny, prose, floor):
     with pytest.raises(InvalidRequest) as refused:
-        auto(tiny, prose, target=Target(floor))
+        auto(tiny, prose, target=SizeTarget(floor))
     assert refused.value.param == "min_quality"
 
 

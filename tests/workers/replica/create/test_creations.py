@@ -24,7 +24,7 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
 from kvshelf.workers.replica.calls import Caller
-from kvshelf.workers.replica.create.auto import Target, auto, candidates
+from kvshelf.workers.replica.create.auto import SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
@@ -242,7 +242,7 @@ async def test_of_levels_with_a_floor_only_the_smallest_good_one_is_kept(
 async def test_auto_is_found_again_without_a_prefill(
     replica: Replica, engine: Counting, shelf: Shelf, document: str
 ) -> None:
-    choice = auto(engine, document, target=Target(0.9)).run(engine)
+    choice = auto(engine, document, target=SizeTarget(0.9)).run(engine)
     before = engine.compressor.prefills
     kept = await create(replica, document, policy="auto", min_quality=0.9)
     spent = engine.compressor.prefills - before
@@ -330,9 +330,9 @@ async def test_token_ids_make_the_very_same_bytes(
     torch.set_num_threads(1)
     try:
         first = (await create(replica, document, policy=policy, codec=codec, keep_source="tokens")).manifest
-        entry = shelf._index.find(first.id, "default")
+        entry = shelf.index.find(first.id, "default")
         assert entry is not None
-        assert shelf._index.bury(entry, "evicted", time.time())
+        assert shelf.index.bury(entry, "evicted", time.time())
         manifest, source = shelf.original(first.id)
         assert isinstance(source, TokenIds)
         spec = _spec(manifest, source, keep=False, now=time.time())
@@ -386,11 +386,11 @@ async def test_labels_that_many_creations_give_at_once_are_all_there(replica: Re
         given = [{f"label-{number}": str(number)} for number in range(20)]
         made = await asyncio.gather(*(create(replica, document, policy="full", labels=one) for one in given))
     assert {one.manifest.id for one in made} == {made[0].manifest.id}
-    stored = replica._store.stat(made[0].manifest.id)
+    stored = replica.store.stat(made[0].manifest.id)
     assert stored.labels == {name: value for one in given for name, value in one.items()}
     with pytest.raises(InvalidRequest, match="has 20 labels and would have 65 with these; at most 64"):
         await create(replica, document, policy="full", labels={f"other-{number}": "" for number in range(45)})
-    assert replica._store.stat(stored.id).labels == stored.labels
+    assert replica.store.stat(stored.id).labels == stored.labels
 
 
 async def test_a_split_document_is_a_cache_for_each_part_and_they_are_found_by_their_labels(

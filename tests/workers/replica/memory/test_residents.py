@@ -160,7 +160,7 @@ async def test_the_least_recently_used_leave_when_bytes_run_out(
     residents = make(store, engine, threads, max_bytes=2 * one.nbytes + one.nbytes // 2)
     for cache_id in (ids[0], ids[1], ids[0], ids[2]):  # 1 leaves: 0 was used after it
         await ask(residents, cache_id)
-        assert residents.nbytes <= residents._limits.max_bytes
+        assert residents.nbytes <= residents.limits.max_bytes
     there = [(await ask(residents, cache_id))[1] for cache_id in (ids[0], ids[2], ids[1])]
     assert there == [True, True, False]
 
@@ -319,7 +319,7 @@ async def test_caches_read_in_part_count_as_whole_ones(store: Counting, engine: 
     residents = make(store, engine, threads, max_bytes=int(2.5 * made[0].nbytes))
     for cache_id in ids:
         async with residents.using(cache_id, "default", part=True):
-            assert residents.nbytes <= residents._limits.max_bytes
+            assert residents.nbytes <= residents.limits.max_bytes
     assert len(residents) == 2
 
 

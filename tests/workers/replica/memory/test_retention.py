@@ -198,8 +198,8 @@ def test_runs_are_counted_from_an_answer_to_the_next_question_of_the_tenant_on_t
     tools.asked("a", "kvs", 15.0)  # the run has ended
     tools.answered("a", "kvs", "search", 20.0)
     tools.asked("a", "kvs", 20.0 + 2 * LONGEST_S)  # it never returned
-    assert {tool: list(runs) for tool, runs in tools._runs["a"].items()} == {"search": [3.0]}
-    assert list(tools._all_runs["a"]) == [3.0]
+    assert {tool: list(runs) for tool, runs in tools.runs["a"].items()} == {"search": [3.0]}
+    assert list(tools.all_runs["a"]) == [3.0]
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -208,12 +208,12 @@ def test_what_is_remembered_is_bounded() -> None:
         run(tools, f"tool-{number}", 1.0, at=10.0 * number)
     for number in range(2 * KEPT):
         run(tools, "search", float(number % 7), at=2e4 + 10.0 * number)
-    assert len(tools._runs["a"]) == TOOLS
-    assert len(tools._runs["a"]["search"]) == len(tools._all_runs["a"]) == KEPT
+    assert len(tools.runs["a"]) == TOOLS
+    assert len(tools.runs["a"]["search"]) == len(tools.all_runs["a"]) == KEPT
     for number in range(50):
         tools.answered("a", f"kvs-{number}", "search", 1e6 + number)
     tools.asked("a", "kvs", 1e6 + 2 * LONGEST_S)
-    assert len(tools._programs) == 0, "programs that went away are forgotten"
+    assert len(tools.programs) == 0, "programs that went away are forgotten"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
@@ -229,12 +229,12 @@ def test_eta_is_the_correlation_of_turns_done_and_turns_left(lengths: list[int])
 def test_eta_counts_once_a_hundred_programs_have_ended() -> None:
     tools = Tools()
     for number in range(ENOUGH):
-        assert tools._eta == 1.0
+        assert tools.eta == 1.0
         for _ in range(number % 3 and 6):
             run(tools, "search", 1.0, at=100.0 * number)
         tools.answered("a", "kvs", None, 100.0 * number + 50)
     lengths = [7 for number in range(ENOUGH) if number % 3]
-    assert list(tools._lengths) == lengths, "an answer that neither follows nor calls a tool is no program"
+    assert list(tools.lengths) == lengths, "an answer that neither follows nor calls a tool is no program"
 
 
 # The memory
@@ -281,7 +281,7 @@ async def ask(residents: Residents, cache_id: str, tool: str | None = None) -> b
 
 async def held(residents: Residents, cache_id: str) -> None:
     async with asyncio.timeout(20):
-        while ("default", cache_id) not in residents._held:
+        while ("default", cache_id) not in residents.held:
             await asyncio.sleep(0.01)
 
 
@@ -299,7 +299,7 @@ async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
         await ask(residents, cache_id)
     residents.hint(ids[3], "default", 0.0)  # the least recently used makes room
     await held(residents, ids[3])
-    assert ("default", ids[1]) not in residents._held
+    assert ("default", ids[1]) not in residents.held
     reading.cancel()
 
 
@@ -310,21 +310,21 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
     residents = of(store, engine, threads, fits=2.5, ahead_s=5.0)
     reading = asyncio.ensure_future(residents.read_ahead_forever())
     near, pinned, wanted, other = ids[:4]
-    residents._retention.pin(("default", pinned), math.inf)
+    residents.retention.pin(("default", pinned), math.inf)
     for cache_id in (near, pinned):
         await ask(residents, cache_id)
-    residents._retention.pin(("default", pinned), math.inf)
+    residents.retention.pin(("default", pinned), math.inf)
     residents.hint(near, "default", 3.0)
     residents.hint(wanted, "default", 4.0)
     await asyncio.sleep(0.3)
-    assert {cache_id for _, cache_id in residents._held} == {near, pinned}
+    assert {cache_id for _, cache_id in residents.held} == {near, pinned}
     residents.hint(near, "default", None)
     await held(residents, wanted)
-    assert {cache_id for _, cache_id in residents._held} == {wanted, pinned}
+    assert {cache_id for _, cache_id in residents.held} == {wanted, pinned}
     residents.hint(wanted, "default", 100.0)
     residents.hint(other, "default", 50.0)  # nearer, but nobody makes room so early
     await asyncio.sleep(0.3)
-    assert ("default", other) not in residents._held
+    assert ("default", other) not in residents.held
     reading.cancel()
 
 
@@ -351,7 +351,7 @@ async def test_a_hint_for_a_cache_that_is_gone_is_dropped_and_stops_nothing(
     residents.hint("kvs_" + "0" * 40, "default", 0.0)
     residents.hint(ids[0], "default", 1.0)
     await held(residents, ids[0])
-    assert [key for _, key in residents._retention.hinted(time.monotonic())] == [("default", ids[0])]
+    assert [key for _, key in residents.retention.hinted(time.monotonic())] == [("default", ids[0])]
     with pytest.raises(CacheNotFound):
         await ask(residents, "kvs_" + "0" * 40)
     reading.cancel()
@@ -362,8 +362,8 @@ async def test_a_cache_stays_while_its_tool_runs_and_is_released_when_a_question
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
-    residents._read_pace.seconds = 1.0  # a second per byte: slow enough that any tool is worth a pin
-    residents._read_pace.record = lambda *_: None  # type: ignore[method-assign]
+    residents.read_pace.seconds = 1.0  # a second per byte: slow enough that any tool is worth a pin
+    residents.read_pace.record = lambda *_: None  # type: ignore[method-assign]
     await ask(residents, ids[0], tool="search")
     for cache_id in ids[1:4]:
         await ask(residents, cache_id)
@@ -379,7 +379,7 @@ async def test_an_answer_that_failed_pins_nothing(
 ) -> None:
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
-    residents._read_pace.seconds = 1.0
+    residents.read_pace.seconds = 1.0
     with suppress(ZeroDivisionError):
         async with residents.using(ids[0], "default", tool="search"):
             raise ZeroDivisionError
@@ -404,8 +404,8 @@ def test_memory_is_never_over_its_limit(
     async def check() -> None:
         with Threads(4) as threads:
             residents = of(store, engine, threads, fits=2.5)
-            residents._read_pace.seconds = 1.0
-            limit = residents._limits.max_bytes
+            residents.read_pace.seconds = 1.0
+            limit = residents.limits.max_bytes
             most = 0
 
             async def watch() -> None:
