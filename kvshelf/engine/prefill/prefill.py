@@ -13,6 +13,7 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
@@ -22,7 +23,6 @@ from kvshelf.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
-from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.methods.policies.registry import everything
 from kvshelf.model.layers import LayerKind, attending, reducible
