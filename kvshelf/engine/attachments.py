@@ -126,7 +126,7 @@ class Attachments:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
-        require_possible(Combination(facts=self._facts, verb="export"))
         plain, model = self._coders.decoded(cache).to(self._passes.devices.layers), self._facts.model
+        require_possible(Combination(facts=self._facts, verb="export", cache=plain))
         made = export(plain, positions, rope=self._facts.rope, config=model.config)
         return made if own_class(model) is None else cache_class(Cache, model)(layers=made.layers)

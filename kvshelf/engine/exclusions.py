@@ -14,6 +14,7 @@ from kvshelf.artifact import codecs
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.records import Indexed, parts_of
+from kvshelf.engine.export import UNEXPORTED, no_prefix
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.errors import CallerError, InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
@@ -91,10 +92,15 @@ class Combination:
         if self.facts is None or not tensors:
             return ""
         plain = all(kind.sees_all and kind.attends and not kind.states for kind in self.kinds)
-        layers = self.facts.model.base_model.layers if plain else ()
+        layers = getattr(self.facts.model.base_model, "layers", ()) if plain else ()
         modules = [{name for name, _ in layer.named_modules()} for layer in layers]
         added = {name.partition(".")[2].rpartition(".")[0] for name in tensors if "." in name}
-        return next((name for name in sorted(added) if not plain or not all(name in own for own in modules)), "")
+        return next((name for name in sorted(added) if not modules or any(name not in own for own in modules)), "")
+
+    @property
+    def no_prefix(self) -> str:
+        """Why the entries of the cache are no plain prefix; "" where they are one."""
+        return "" if self.cache is None else no_prefix(self.cache)
 
     @property
     def last_position(self) -> int:
@@ -116,6 +122,7 @@ class Feature:
 
     name: str
     used: Callable[[Combination], bool]
+    of_model: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +151,11 @@ def rope_to_undo(facts: ModelFacts) -> Rope:
 
 
 def _of_model(name: str, used: Callable[[ModelFacts], bool]) -> Feature:
-    return Feature(name, lambda c: c.facts is not None and used(c.facts))
+    return Feature(name, lambda c: c.facts is not None and used(c.facts), of_model=True)
 
 
 def _of_layers(name: str, used: Callable[[LayerKind], object]) -> Feature:
-    return Feature(name, lambda c: any(used(kind) for kind in c.kinds))
+    return Feature(name, lambda c: any(used(kind) for kind in c.kinds), of_model=True)
 
 
 def _of_policy(name: str, used: Callable[[Policy], bool]) -> Feature:
@@ -196,7 +203,7 @@ def _lacks_output(facts: ModelFacts) -> bool:
 
 
 NO_OUTPUT: Final = _of_model("no o_proj weight", _lacks_output)
-OTHER_LINEAR: Final = Feature("other linear layers", lambda c: bool(c.module))
+OTHER_LINEAR: Final = Feature("other linear layers", lambda c: bool(c.module), of_model=True)
 
 RATIO: Final = Feature("compression_ratio", lambda c: "compression_ratio" in c.sizes)
 BUDGET: Final = Feature("budget_tokens", lambda c: "budget_tokens" in c.sizes)
@@ -227,8 +234,9 @@ BEHIND: Final = Feature("passes behind the document", lambda c: c.absorber is No
 IN_CHUNKS: Final = Feature("prefill=chunked", lambda c: c.absorber is not None)
 PROBED_CHUNKS: Final = Feature("prefill=chunked with probes", lambda c: c.absorber is not None and c.absorber.probed)
 TURNING_ROPE: Final = Feature(
-    "a LongRoPE that turns within them",
+    "a LongRoPE that turns among them",
     lambda c: c.turning_point is not None and c.last_position > c.turning_point,
+    of_model=True,
 )
 SOFT: Final = Feature("learned tokens", lambda c: any(probe.soft is not None for probe in c.passes))
 PROTECT: Final = Feature("protect", lambda c: c.document is not None and bool(c.document.protect))
@@ -263,6 +271,7 @@ STORE: Final = _verb("store", "store")
 SEARCH: Final = _verb("search", "search")
 EXPORT: Final = _verb("export", "export")
 ATTACH: Final = _verb("attached", "attach")
+NO_PREFIX: Final = Feature("entries that are no plain prefix", lambda c: bool(c.no_prefix))
 SELECT: Final = _of_selector("select", lambda _: True)
 SELECT_POLICY: Final = Feature("select by a policy", lambda c: c.selector is not None and c.policy is not None)
 SELECT_SENTENCES: Final = _of_selector("select sentencekv", lambda selector: Needs.SENTENCES in selector.needs)
@@ -561,6 +570,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "does not know; attach its caches with engine.attached(cache)",
         "positions",
     ),
+    Exclusion((EXPORT, NO_PREFIX), UNEXPORTED.format(reason="{c.no_prefix}"), "positions"),
     Exclusion(
         (ATTACH, RANKS),
         "{c.facts.name!r} runs in {c.facts.ranks.size} processes, and a pass of the model in this one alone would wait "

@@ -137,7 +137,8 @@ class Preparer:
         """What the shapes of gates follow from."""
         config = self.facts.model.config
         heads = int(config.num_attention_heads)
-        within = int(getattr(config, "intermediate_size", None) or 0)
+        width = getattr(config, "intermediate_size", None) or 0
+        within = int(max(width) if isinstance(width, list) else width)  # Gemma 3n has one for each layer
         sizes = head_size(config), int(config.hidden_size), within
         return Geometry(len(reducible(self.facts.kinds)), heads, heads // self.group, *sizes)
 
