@@ -22,6 +22,7 @@ from kvshelf.engine import exclusions as x
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.exclusions import EXCLUSIONS, Exclusion, Feature
+from kvshelf.engine.parallel.engine import ParallelEngine
 from kvshelf.errors import CallerError, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import POLICIES, ScoringPolicy
@@ -30,6 +31,7 @@ from kvshelf.model import calibration
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf_bench.models.small import small_model
+from scripts import publish_exclusions
 from tests.methods.policies.gates import random_gates
 from tests.tokenizers import metaspace
 
@@ -131,7 +133,7 @@ class Chosen:
 def chosen(policy: str, *features: Feature, entries: Sequence[str] = (), sized: bool = False, **params: Any) -> Chosen:
     """Most reduce, look at no question, and say no shares."""
     usual = {x.NO_PRECISION} | (set() if sized else {x.REDUCES})
-    features = (*features, x.NO_PREFIX) if {"uneven", "merged"} & {*entries} else features
+    features = (*features, x.NO_PREFIX) if {"uneven", "merged", "layers"} & {*entries} else features
     index = set() if x.INDEXES in features else {"no index"}
     return Chosen(policy, frozenset({*usual, *features}), params, sized, frozenset({*entries, *index}))
 
@@ -146,7 +148,7 @@ CHOSEN: Final = {
     "expected_attention": chosen("expected_attention", x.BLIND, x.UNROTATES),
     "sablock": chosen("sablock", x.READS_TEXT),
     "defensivekv": chosen("defensivekv", x.READS_OUTPUT, entries=["uneven"], window=4),
-    "compresskv": chosen("compresskv", x.CALIBRATED, entries=[]),
+    "compresskv": chosen("compresskv", x.CALIBRATED, entries=["layers"]),
     "ada": chosen("ada", x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "think": chosen("think", x.BLIND, x.PRUNES, entries=["pruned"], whole_keys=8),
     "ems": chosen("ems", x.APART, entries=["merged", "uneven"]),
@@ -169,12 +171,13 @@ CHOSEN: Final = {
 @dataclass(frozen=True)
 class Option:
     """What a request has beside model and policy. policy: of `CHOSEN`, that it is tried with. codec, select: its
-    texts. params: of the selector."""
+    texts. tokens, params: of the selector."""
 
     features: frozenset[Feature]
     policy: str = "keydiff"
     codec: str = ""
     select: str = ""
+    tokens: int = 32
     params: dict[str, int] = field(default_factory=dict)
 
 
@@ -200,7 +203,9 @@ OPTIONS: Final = {
     "select quest": option(x.SELECT, select="quest"),
     "select snapkv": option(x.SELECT, x.SELECT_POLICY, select="policy:snapkv", params={"window": 4}),
     "select sentencekv": option(x.SELECT, x.SELECT_SENTENCES, select="sentencekv", params={"sink": 2, "recent": 2}),
-    "select infllm": option(x.SELECT, x.SELECT_UNROTATED, select="infllm", params={"recent": 0}, policy="infllm"),
+    "select infllm": option(
+        x.SELECT, x.SELECT_UNROTATED, select="infllm", tokens=64, params={"recent": 0}, policy="infllm"
+    ),
     "several": option(x.SEVERAL),
     "suffix": option(x.SUFFIX),
     "store": option(x.STORE),
@@ -270,11 +275,12 @@ ALL: Final = [one for model in (PLAIN, *MODELS) for one in tried(model)]
 
 
 class Maker:
-    """Makes requests of one engine. document: what they compress."""
+    """Makes requests of one engine. document: what they compress. tokens: that an answer reads by quest."""
 
-    def __init__(self, engine: Engine, document: str | list[int]) -> None:
+    def __init__(self, engine: Engine, document: str | list[int], tokens: int = 32) -> None:
         self.engine = engine
         self.document = document
+        self.tokens = tokens
         self.parents: dict[str, Any] = {}
 
     def parent(self, kind: str) -> Any:
@@ -293,7 +299,7 @@ class Maker:
         if "levels" in options:
             require_policy(CreateCache(document="x", levels=[0.5, 0.25], **more))
         if "budget" in options:
-            more["budget_tokens"] = 40
+            more["budget_tokens"] = self.tokens + 20
         elif "ratio" in options or not asked.sized:
             more["compression_ratio"] = 0.5
         if "questions" in options:
@@ -315,11 +321,12 @@ class Maker:
         engine, options = self.engine, {*one.options}
         if "no sentences" in options:  # as one made without a tokenizer
             cache = replace(cache, sentence_ends=())
-        documents = [cache, self.parent("full")] if "several" in options else [cache]
+        other = "infllm" if "select infllm" in options else "full"
+        documents = [cache, self.parent(other)] if "several" in options else [cache]
         joined = engine.joined([engine.attach(part) for part in documents])
         more: dict[str, Any] = {}
         if asked := next((OPTIONS[name] for name in one.options if OPTIONS[name].select), None):
-            size = {"tokens": 64 if "infllm" in asked.select else 32, "params": asked.params}
+            size = {"tokens": self.tokens if asked.select == "quest" else asked.tokens, "params": asked.params}
             assert engine.select(joined, asked.select, question_tokens=len(QUESTION), **size), "reads a part"
             more = {"select": asked.select, **{f"select_{name}": value for name, value in size.items()}}
         if "suffix" in options:
@@ -359,7 +366,7 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         name = request.param
         if name == PLAIN:
             engine = Engine.load(str(request.getfixturevalue("tiny_folder")), device="cpu")
-            made = Maker(engine, TEXT * 4)
+            made = Maker(engine, TEXT * 20, 140)
         else:
             model = MODELS[name]
             try:
@@ -374,7 +381,7 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         gates = random_gates("lookaheadkv", geometry, weights=weights)
         gate_path(weights, "lookaheadkv").write_bytes(gates.to_bytes())
         heads = tuple((1.0,) * geometry.q_heads for _ in range(geometry.layers))
-        shares = (1 / geometry.layers,) * geometry.layers if geometry.layers else ()
+        shares = tuple((at + 1) / sum(range(geometry.layers + 1)) for at in range(geometry.layers))
         if heads:
             origin = Origin(model="random", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
             found = Calibration(weights=weights, head_scores=heads, layer_errors=shares, origin=origin)
@@ -455,7 +462,7 @@ def test_several_processes_refuse_what_the_page_says(monkeypatch: pytest.MonkeyP
     met: set[int] = set()
     engine = ParallelEngine.load("kvshelf-tiny", ranks=2, device="cpu")
     try:
-        of_engine = Maker(engine, TEXT * 4)
+        of_engine = Maker(engine, TEXT * 20)
         for one in tried(PLAIN):
             if one.options in ((), (next(iter(one.options), ""),)) and "behind" not in str(one.options):
                 own = [at for at, row in enumerate(rows) if {*row.features} - {x.RANKS} <= one.features]
