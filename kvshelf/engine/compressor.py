@@ -157,8 +157,6 @@ class Compressor:
         """
         return run_prefill(
             self._passes,
-            self._facts.rope,
-            self._passes.kinds,
             group,
             self.probe(group[0].job, cues),
             checkpoint or nothing,
@@ -207,7 +205,7 @@ class Compressor:
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
         self._require_scores(job)
-        return run_scores(self._passes, self._facts.rope, self._passes.kinds, job, checkpoint or nothing)
+        return run_scores(self._passes, job, checkpoint or nothing)
 
     def _require_scores(self, job: Job) -> None:
         if job.policy.scorer is None or job.absorber is not None:
