@@ -57,12 +57,11 @@ def _rows() -> list[str]:
 
 def _shown(message: str) -> str:
     """A message with words in place of what a request has there."""
-    return re.sub(r"\{c\.([\w.]+?)(?:\.name)?(?:!r)?\}", lambda found: f"*{_word(found[1])}*", message)
+    return re.sub(r"\{(?:c\.)?([\w.]+?)(?:\.name)?(?:!r)?\}", lambda found: f"*{_word(found[1])}*", message)
 
 
 def _word(path: str) -> str:
-    named = {"facts": "model", "facts.ranks.size": "number"}
-    return named.get(path, path.rpartition(".")[2].replace("_", " "))
+    return "number" if path == "facts.ranks.size" else path.rpartition(".")[2].replace("_", " ")
 
 
 if __name__ == "__main__":

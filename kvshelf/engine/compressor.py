@@ -94,6 +94,7 @@ class Compressor:
         policy, of the cache or of this call, that cannot go on.
         """
         self._attachments.require_own(cache)
+        require_possible(Combination(facts=self._facts, verb="append", cache=cache))
         made = cache.identity
         token_ids, boundary = self._encoder.appended(made, more)
         policy = options.built(made.policy)

@@ -127,7 +127,8 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Exclusion:
-    """Features that do not go together. message: with fields of the `Combination`, `{c.codec}`. param: the field of the
+    """Features that do not go together. message: with the names of `{policy}` and `{model}`, and
+    fields of the `Combination`, `{c.codec}`. param: the field of the
     request that is refused."""
 
     features: tuple[Feature, ...]
@@ -140,7 +141,10 @@ def require_possible(combination: Combination) -> None:
     """Raises the error of the first exclusion of which all features are used."""
     for exclusion in EXCLUSIONS:
         if all(feature.used(combination) for feature in exclusion.features):
-            raise exclusion.error(exclusion.message.format(c=combination), param=exclusion.param)
+            facts, policy = combination.facts, combination.policy
+            model, named = facts and facts.name, policy and policy.name
+            message = exclusion.message.format(c=combination, model=model, policy=named)
+            raise exclusion.error(message, param=exclusion.param)
 
 
 def rope_to_undo(facts: ModelFacts) -> Rope:
@@ -279,39 +283,39 @@ SELECT_UNROTATED: Final = _of_selector("select infllm", lambda selector: Needs.R
 NO_SENTENCES: Final = Feature("a cache of token ids", lambda c: not all(c.ends))
 
 
+def _each(
+    feature: Feature,
+    others: Sequence[tuple[Feature, str]],
+    message: str,
+    param: str,
+    error: type[CallerError] = PolicyUnsupported,
+) -> list[Exclusion]:
+    """With each of the others, for a reason of its own. message: with `{why}`."""
+    return [Exclusion((feature, other), message.replace("{why}", why), param, error) for other, why in others]
+
+
 def _beside(feature: Feature, why: str, layers: Sequence[Feature]) -> list[Exclusion]:
     """Of a policy, with layers that are stored whole."""
-    message = (
-        f"policy {{c.policy.name!r}} {why}, and some layers of {{c.facts.name!r}} have {{c.stored_whole}}; choose "
-        "another policy"
-    )
-    return [Exclusion((feature, kind), message, "policy") for kind in layers]
+    message = "policy {policy!r} {why}, and some layers of {model!r} have {c.stored_whole}; choose another policy"
+    return _each(feature, [(kind, why) for kind in layers], message, "policy")
 
 
-def _each(feature: Feature, others: Sequence[tuple[Feature, str]], message: str, param: str) -> list[Exclusion]:
-    """With each of the others, for a reason of its own. message: with `{why}`."""
-    return [Exclusion((feature, other), message.replace("{why}", why), param) for other, why in others]
-
-
-def _sizes() -> list[Exclusion]:
-    both = (KEEPS_ALL, "keeps everything"), (SIZED, "has its size from its parameters")
-    taken = (RATIO, "compression_ratio"), (BUDGET, "budget_tokens"), (LEVELS, "levels")
-    return [
-        Exclusion((policy, size), f"policy {{c.policy.name!r}} {how} and takes no {param}", param, InvalidRequest)
-        for size, param in taken
-        for policy, how in both
-    ]
+def _sizes(size: Feature, param: str) -> list[Exclusion]:
+    whose = [(KEEPS_ALL, "keeps everything"), (SIZED, "has its size from its parameters")]
+    return _each(size, whose, f"policy {{policy!r}} {{why}} and takes no {param}", param, InvalidRequest)
 
 
 _OF_CODEC: Final = {"codec": "{c.codec}", "group": "{c.codec.group}", "block": "{c.policy.index_block}"}
-_NOT_UNDONE: Final = (NO_ROPE, CHANGING_ROPE)
+_NOT_UNDONE: Final = [(rope, "cannot be undone") for rope in (NO_ROPE, CHANGING_ROPE)]
 
 EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     # What a request says of a policy.
-    *_sizes(),
+    *_sizes(RATIO, "compression_ratio"),
+    *_sizes(BUDGET, "budget_tokens"),
+    *_sizes(LEVELS, "levels"),
     Exclusion(
         (QUESTIONS, BLIND),
-        "policy {c.policy.name!r} does not look at questions; leave expected_questions out, or choose a policy that "
+        "policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
         "scores by the end of the prompt, snapkv say",
         "expected_questions",
         InvalidRequest,
@@ -323,14 +327,14 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             (RANKS, "runs in several processes, which read whole caches"),
             (LAYER_MAP, "has layers that read the keys and values of others (layer_map)"),
         ],
-        "{c.facts.name!r} {why}; ask without select",
+        "{model!r} {why}; ask without select",
         "select",
     ),
     *_each(
         SELECT_SENTENCES,
         [
-            (NO_TOKENIZER, "needs the text of answers, and {c.facts.name!r} has no tokenizer here"),
-            (LATENTS, "compares queries with keys, and {c.facts.name!r} stores latents"),
+            (NO_TOKENIZER, "needs the text of answers, and {model!r} has no tokenizer here"),
+            (LATENTS, "compares queries with keys, and {model!r} stores latents"),
         ],
         "selector {c.selector.name!r} {why}; take selector quest",
         "select.method",
@@ -340,122 +344,106 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "the cache has no sentence ends: it was made from token ids; take selector quest",
         "select.method",
     ),
-    *(
-        Exclusion(
-            (SELECT_UNROTATED, rope),
-            "selector {c.selector.name} compares queries and keys without their rotation, and that of "
-            "{c.facts.name!r} cannot be undone; take selector quest",
-            "select.method",
-        )
-        for rope in _NOT_UNDONE
+    *_each(
+        SELECT_UNROTATED,
+        _NOT_UNDONE,
+        "selector {c.selector.name} compares queries and keys without their rotation, and that of {model!r} {why}; "
+        "take selector quest",
+        "select.method",
     ),
     # What a policy observes, in a prefill or at the question.
     *_each(
         UNROTATES,
         [(NO_ROPE, "is not to be had"), (CHANGING_ROPE, "changes with the length of the sequence")],
-        "policy {c.policy.name!r} has to undo the model's rotary embedding, and that of {c.facts.name!r} {why}; choose "
+        "policy {policy!r} has to undo the model's rotary embedding, and that of {model!r} {why}; choose "
         "a policy that does not",
         "policy",
     ),
     Exclusion(
         (READS_TEXT, NO_TOKENIZER),
-        "policy {c.policy.name!r} reads the document's text, and this engine has no tokenizer; choose a policy that "
-        "does not",
+        "policy {policy!r} reads the document's text, and this engine has no tokenizer; choose a policy that does not",
         "policy",
     ),
     Exclusion(
         (READS_OUTPUT, NO_OUTPUT),
-        "policy {c.policy.name!r} weighs values by the attention's output projection, and {c.facts.name!r} has no "
+        "policy {policy!r} weighs values by the attention's output projection, and {model!r} has no "
         "o_proj weight in every layer that could be read; choose a policy that does not",
         "policy",
     ),
     Exclusion(
         (SELECT_POLICY, LATENTS),
-        "the heads of {c.facts.name!r} share latents, of which no policy can choose at the question; take selector "
-        "quest",
+        "the heads of {model!r} share latents, of which no policy can choose at the question; take selector quest",
         "select.method",
     ),
     # What a policy does to layers.
-    *(
-        Exclusion(
-            (feature, LATENTS),
-            f"policy {{c.policy.name!r}} {why}, and all heads of a layer of {{c.facts.name!r}} share the latents of a "
-            "token (MLA); choose another policy",
-            "policy",
-        )
-        for feature, why in (
+    *_each(
+        LATENTS,
+        [
             (HEAD_BUDGETS, "gives each head a budget of its own"),
             (PRUNES, "removes channels of each head's keys"),
             (APART, "chooses other tokens in each head"),
-        )
+        ],
+        "policy {policy!r} {why}, and all heads of a layer of {model!r} share the latents of a token (MLA); choose "
+        "another policy",
+        "policy",
     ),
     Exclusion(
         (REDUCES, ALL_WHOLE),
-        "every layer of {c.facts.name!r} has {c.stored_whole}, which is stored whole, so policy {c.policy.name!r} has "
+        "every layer of {model!r} has {c.stored_whole}, which is stored whole, so policy {policy!r} has "
         "nothing to reduce; take policy full",
         "policy",
     ),
     *_beside(MOVES, "counts positions within the cache", (WINDOWS, CHUNKS)),
     *_beside(CALLS, "sees the calls of attention modules in one pass", (STATES,)),
-    *_beside(
-        CALIBRATED,
-        "needs a calibration over layers that all see the whole document",
-        (WINDOWS, CHUNKS, NO_KEYS),
-    ),
+    *_beside(CALIBRATED, "needs a calibration over layers that all see the whole document", (WINDOWS, CHUNKS, NO_KEYS)),
     # How a document is read.
-    *(
-        Exclusion((PROTECT, feature), message, "protect", InvalidRequest)
-        for feature, message in (
+    *_each(
+        PROTECT,
+        [
             (
                 MOVES,
                 "positions=cache rotates every key to its place in the cache, and protected tokens stay as the model "
-                "makes them; take positions=absolute, or leave protect out",
+                "makes them; take positions=absolute",
             ),
-            (
-                IN_CHUNKS,
-                "prefill=chunked reduces a document before all of it is read; take prefill=whole, or leave protect out",
-            ),
-        )
+            (IN_CHUNKS, "prefill=chunked reduces a document before all of it is read; take prefill=whole"),
+        ],
+        "{why}, or leave protect out",
+        "protect",
+        InvalidRequest,
     ),
     Exclusion(
         (IN_CHUNKS, LATENTS),
-        "policy {c.policy.name!r} reads the document in chunks, and all heads of a layer of {c.facts.name!r} share the "
+        "policy {policy!r} reads the document in chunks, and all heads of a layer of {model!r} share the "
         "latents of a token (MLA); take prefill=whole, or another policy",
         "policy_params.prefill",
     ),
     Exclusion(
         (IN_CHUNKS, LAYER_MAP),
-        "policy {c.policy.name!r} reads the document in chunks, and layers of {c.facts.name!r} read those of others "
+        "policy {policy!r} reads the document in chunks, and layers of {model!r} read those of others "
         "(layer_map), which would be reduced before; take prefill=whole, or another policy",
         "policy_params.prefill",
     ),
     *_beside(
-        IN_CHUNKS,
-        "reads the document in chunks that see only what was kept of those before",
-        (WINDOWS, CHUNKS, STATES),
+        IN_CHUNKS, "reads the document in chunks that see only what was kept of those before", (WINDOWS, CHUNKS, STATES)
     ),
     *_beside(ELSEWHERE, "asks from other positions than the document's end", (WINDOWS, CHUNKS, STATES)),
-    *(
-        Exclusion(
-            (feature, TURNING_ROPE),
-            "{c.facts.name!r} has a LongRoPE, which rotates sequences of more than {c.turning_point} tokens by other "
-            f"frequencies, and its {how} beyond that; choose a policy that makes one pass over the document, keydiff "
-            "say",
-            "policy",
-        )
-        for feature, how in ((BEHIND, "passes behind the document reach"), (IN_CHUNKS, "chunks begin before and end"))
+    *_each(
+        TURNING_ROPE,
+        [(BEHIND, "passes behind the document reach"), (IN_CHUNKS, "chunks begin before and end")],
+        "{model!r} has a LongRoPE, which rotates sequences of more than {c.turning_point} tokens by other frequencies, "
+        "and its {why} beyond that; choose a policy that makes one pass over the document, keydiff say",
+        "policy",
     ),
     Exclusion(
         (SOFT, OTHER_LINEAR),
-        "learned tokens add to {c.module} in every layer, and {c.facts.name!r} has other layers; take policy "
-        "kvzip_gate",
+        "learned tokens add to {c.module} in every layer, and {model!r} has other layers; take policy kvzip_gate",
         "policy",
     ),
     # What is appended to a cache.
     *_each(
         APPEND,
         [
-            (RANKS, "{c.facts.name!r} runs in several processes, which append to no cache"),
+            (RANKS, "{model!r} runs in several processes, which append to no cache"),
             (
                 REPOSITIONED,
                 "policy {c.cache.identity.policy!r} counted its positions within the cache, and no document goes on "
@@ -479,22 +467,28 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             (INDEXES, "makes an index of a whole document"),
             (CALLS, "sees the calls of attention modules of a whole document"),
         ],
-        "policy {c.policy.name!r} {why}, so it cannot reduce what is appended to a cache; choose another, or full",
+        "policy {policy!r} {why}, so it cannot reduce what is appended to a cache; choose another, or full",
         "policy",
     ),
     # Several processes see a part of the heads each.
-    *(
-        Exclusion((RANKS, feature), f"{{c.facts.name!r}} runs in several processes, {why}", param)
-        for feature, why, param in (
-            (CALLS, "and policy {c.policy.name!r} sees whole layers; choose another policy", "policy"),
-            (SOFT, "and learned tokens add to whole layers; choose another policy", "policy"),
-            (PROBED_CHUNKS, "which reduce whole layers; take prefill=whole", "policy_params.prefill"),
-        )
+    *_each(
+        RANKS,
+        [
+            (CALLS, "and policy {policy!r} sees whole layers; choose another policy"),
+            (SOFT, "and learned tokens add to whole layers; choose another policy"),
+        ],
+        "{model!r} runs in several processes, {why}",
+        "policy",
+    ),
+    Exclusion(
+        (RANKS, PROBED_CHUNKS),
+        "{model!r} runs in several processes, which reduce whole layers; take prefill=whole",
+        "policy_params.prefill",
     ),
     # Codecs.
     Exclusion(
         (SHARE_OF_POLICY, NO_PRECISION),
-        "{c.codec} asks the policy how many entries have more bits, and {c.policy.name!r} says no such number; take "
+        "{c.codec} asks the policy how many entries have more bits, and {policy!r} says no such number; take "
         "policy mikv or arkv, or give a number as the share",
         "codec",
         InvalidRequest,
@@ -506,26 +500,16 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "protect",
         InvalidRequest,
     ),
-    *(
-        Exclusion(features, message.format_map(_OF_CODEC), "codec", InvalidRequest)
-        for features, message in (
-            ((IN_BLOCKS, SPLITS), codecs.SPLIT_BLOCKS),
-            ((IN_BLOCKS, CUTS), codecs.CUT_BLOCKS),
-            ((PRUNES, KLT), codecs.WHOLE_KEYS),
-        )
-    ),
+    Exclusion((IN_BLOCKS, SPLITS), codecs.SPLIT_BLOCKS.format_map(_OF_CODEC), "codec", InvalidRequest),
+    Exclusion((IN_BLOCKS, CUTS), codecs.CUT_BLOCKS.format_map(_OF_CODEC), "codec", InvalidRequest),
+    Exclusion((PRUNES, KLT), codecs.WHOLE_KEYS.format_map(_OF_CODEC), "codec", InvalidRequest),
     Exclusion(
         (KLT, STATES),
-        "codec klt transforms keys and values, and {c.facts.name!r} has recurrent states besides; use int4",
+        "codec klt transforms keys and values, and {model!r} has recurrent states besides; use int4",
         "codec",
     ),
-    *(
-        Exclusion(
-            (KLT, rope),
-            "codec klt takes the rotation off the keys, and that of {c.facts.name!r} cannot be undone; use int4",
-            "codec",
-        )
-        for rope in _NOT_UNDONE
+    *_each(
+        KLT, _NOT_UNDONE, "codec klt takes the rotation off the keys, and that of {model!r} {why}; use int4", "codec"
     ),
     # What is done to caches.
     *_each(
@@ -539,7 +523,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             (MOVING_KEYS, "has positions that may change with a document's length"),
             (RANKS, "runs in several processes, which take one document a question"),
         ],
-        "{c.facts.name!r} {why}; ask each document by itself",
+        "{model!r} {why}; ask each document by itself",
         "cache_ids",
     ),
     *_each(
@@ -556,24 +540,20 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
                 for kind in (CHUNKS, WINDOWS)
             ),
         ],
-        "{c.facts.name!r} {why}; ask without suffix",
+        "{model!r} {why}; ask without suffix",
         "suffix.policy",
     ),
-    Exclusion(
-        (STORE, RANKS),
-        "{c.facts.name!r} runs in several processes, which keep no turns; ask without store",
-        "store",
-    ),
+    Exclusion((STORE, RANKS), "{model!r} runs in several processes, which keep no turns; ask without store", "store"),
     Exclusion(
         (EXPORT, LAYER_MAP),
-        "{c.facts.name!r} has layers that read the keys and values of others (layer_map), which transformers' cache "
+        "{model!r} has layers that read the keys and values of others (layer_map), which transformers' cache "
         "does not know; attach its caches with engine.attached(cache)",
         "positions",
     ),
     Exclusion((EXPORT, NO_PREFIX), UNEXPORTED.format(reason="{c.no_prefix}"), "positions"),
     Exclusion(
         (ATTACH, RANKS),
-        "{c.facts.name!r} runs in {c.facts.ranks.size} processes, and a pass of the model in this one alone would wait "
+        "{model!r} runs in {c.facts.ranks.size} processes, and a pass of the model in this one alone would wait "
         "for the others; use answer(), answer_all() or batch()",
         "model",
     ),
@@ -586,9 +566,9 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
                 for kind in (WINDOWS, CHUNKS, STATES, LATENTS)
             ),
             (NO_KEYS, "has layers that read the keys and values of others"),
-            *((rope, "rotates its keys in a way that cannot be undone") for rope in _NOT_UNDONE),
+            *((rope, f"rotates its keys in a way that {why}") for rope, why in _NOT_UNDONE),
         ],
-        "a search reads the keys of the first layers without their rotation, and {c.facts.name!r} {why}; list caches "
+        "a search reads the keys of the first layers without their rotation, and {model!r} {why}; list caches "
         "by their labels, and ask those by id",
         "model",
     ),

@@ -57,7 +57,6 @@ class Preparer:
             document=document,
             budget=budget,
             verb=None if parent is None else "append",
-            cache=None if parent is None else parent.cache,
         )
         require_possible(asked)
         if asked.at_work is not None:
