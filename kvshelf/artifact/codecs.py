@@ -47,6 +47,17 @@ RUN_ROWS: Final = 1024
 """Rows of one stream of klt."""
 STEPS: Final = (0.05, 16.0)
 """The smallest and the largest step of klt."""
+SPLIT_BLOCKS: Final = (
+    "codec {codec} stores some entries of a block apart from the others, and an index needs them together; take none, "
+    "lossless, int8, int4, int2 or klt without classes"
+)
+CUT_BLOCKS: Final = (
+    "under codec {codec} {group} entries share a scale, and blocks of an index have {block}; take blocks of a multiple"
+)
+WHOLE_KEYS: Final = (
+    "codec {codec} transforms whole keys without their rotation, and policy think removes channels of keys with it; "
+    "take int8, int4, int2 or mixed"
+)
 _MOST_CLASSES: Final = 4
 _GROUPS: Final = tuple(8 << power for power in range(8))
 _MAX_RESIDUAL: Final = 65_536
@@ -125,34 +136,25 @@ class Codec:
                 f"{num_tokens} tokens; lower compression_ratio or the shares"
             )
 
-    def require_shares(self, policy: str, *, said: bool) -> None:
-        """Raise `InvalidRequest` for `share=policy` under a policy that says no shares."""
-        if self.share == "policy" and not said:
-            raise refused(
-                f"{self} asks the policy how many entries have more bits, and {policy!r} says no such number; take "
-                "policy mikv or arkv, or give a number as the share"
-            )
+    @property
+    def splits(self) -> bool:
+        """Whether it stores some entries of a head apart from others, by importance."""
+        return self.name == "mixed" or bool(self.classes)
+
+    def cuts(self, block: int) -> bool:
+        """Whether entries of different blocks of an index would share a scale."""
+        return self.name in BITS and block % self.group != 0
 
     def require_blocks(self, block: int) -> None:
         """Raise `InvalidRequest` unless the entries of each block of an index stay together."""
-        if self.name == "mixed" or self.classes:
-            raise refused(
-                f"codec {self} stores some entries of a block apart from the others, and an index needs them together; "
-                "take none, lossless, int8, int4, int2 or klt without classes"
-            )
-        if self.name in BITS and block % self.group:
-            raise refused(
-                f"under codec {self} {self.group} entries share a scale, and blocks of an index have {block}; take "
-                "blocks of a multiple"
-            )
+        for wrong, message in ((self.splits, SPLIT_BLOCKS), (self.cuts(block), CUT_BLOCKS)):
+            if wrong:
+                raise refused(message.format(codec=self, group=self.group, block=block))
 
     def require_pruned(self) -> None:
         """Raise `InvalidRequest` unless keys without some of their channels can be encoded."""
         if self.name == "klt":
-            raise refused(
-                f"codec {self} transforms whole keys without their rotation, and policy think removes channels of keys "
-                "with it; take int8, int4, int2 or mixed"
-            )
+            raise refused(WHOLE_KEYS.format(codec=self))
 
     @property
     def precisions(self) -> set[tuple[Precision, int]]:

@@ -150,8 +150,7 @@ def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodI
         if policy.takes_budget
         else tokens
     )
-    defaults = {name: about.default for name, about in policy.parameters.items()}
-    stored = shape.policy_bytes(tokens, kept, row["codec"], policy.name, defaults)
+    stored = shape.policy_bytes(tokens, kept, row["codec"], policy.stored_beside)
     full = shape.full_bytes(tokens)
     plain = round(full * (kept / tokens))
     held_kv_bytes = plain if row["codec"] == "klt" else stored

@@ -161,8 +161,8 @@ class PlannedWork:
 
     def stored_bytes(self, shape: Dimensions, num_tokens: int) -> int:
         """Bytes of the cache of a document."""
-        defaults = {name: about.default for name, about in policy_info(self.policy).parameters.items()}
-        return shape.policy_bytes(num_tokens, self.kept(num_tokens), self.codec, self.policy, defaults)
+        beside = policy_info(self.policy).stored_beside
+        return shape.policy_bytes(num_tokens, self.kept(num_tokens), self.codec, beside)
 
     def kept(self, num_tokens: int) -> int:
         """Entries that each head keeps of a document. Raises as a creation does."""

@@ -27,18 +27,12 @@ from kvshelf.engine.decode.selection import (
     stored_entries,
 )
 from kvshelf.engine.episodes import nearest_episode
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import AnswerOptions
-from kvshelf.engine.requirements import (
-    require_bounded,
-    require_observable,
-    require_own_keys,
-    require_selectable,
-    require_sentences,
-)
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
@@ -46,7 +40,6 @@ from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
 from kvshelf.methods.suffixes.registry import build as build_suffix_policy
 from kvshelf.model import calibration
-from kvshelf.model.rope import Rope
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.guide import Guide
@@ -135,7 +128,7 @@ class Asker:
         kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes.
         """
         policy = build_suffix_policy(suffix.policy, suffix.params or {})
-        require_bounded(self._facts)
+        require_possible(Combination(facts=self._facts, verb="suffix"))
         attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
         return SuffixReducer(policy, question_tokens, suffix.budget, attending)
 
@@ -153,9 +146,10 @@ class Asker:
         selector, tokens = build_selector(select.method, select.params), select.tokens
         if tokens is not None and tokens < 1:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
-        require_selectable(self._facts)
-        budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
         policy = selector.policy_at(question_tokens)
+        ends = [part.sentence_ends for part in document.parts]
+        require_possible(Combination(facts=self._facts, policy=policy, selector=selector, ends=ends))
+        budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
         if policy is not None:
             return self._by_policy(policy, document, budget, frozenset(select.params))
         by_units = self._by_units(cast(UnitSelector, selector), document, budget)
@@ -167,31 +161,16 @@ class Asker:
             chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, selector.name)
             selector = selector.calibrated(chunks)
         if Needs.INDEX in selector.needs:
-            return BlockSelection(selector, document, budget, kinds, self._rope_for(selector))
+            rope = facts.rope if Needs.ROPE in selector.needs else None
+            return BlockSelection(selector, document, budget, kinds, rope)
         if Needs.SENTENCES not in selector.needs:
             return UnitSelection(selector, document, budget, kinds)
-        require_sentences(selector.name, [part.sentence_ends for part in document.parts], facts)
         return SentenceSelection(selector, document, budget, kinds, self._encoder.require_text("select.method"))
-
-    def _rope_for(self, selector: UnitSelector) -> Rope | None:
-        """What takes the rotation off queries, for a selector that needs it."""
-        if Needs.ROPE not in selector.needs:
-            return None
-        rope = self._facts.rope
-        if rope is None or rope.length_dependent:
-            raise PolicyUnsupported(
-                f"selector {selector.name} compares queries and keys without their rotation, and that of "
-                f"{self._facts.name!r} cannot be undone; take selector quest",
-                param="select.method",
-            )
-        return rope
 
     def _by_policy(
         self, policy: Policy, document: Attached, budget: int, given: frozenset[str]
     ) -> PolicySelection | None:
         facts = self._facts
-        require_observable(policy, facts.model, self._passes.kinds, facts.name, facts.rope, has_text=False)
-        require_own_keys(facts)
         entries = stored_entries(document, facts.kinds)
         if budget >= entries:
             return None

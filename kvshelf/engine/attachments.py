@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -16,9 +16,9 @@ from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attached, Attachment, JointAttachment, PartialAttachment
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.coders import Coders
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.export import Positions, export
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.requirements import require_joinable, require_plain
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.caches import cache_class, own_class
 from kvshelf.model.rope import reach
@@ -81,7 +81,7 @@ class Attachments:
         if len(set(key)) < max(1, len(key)):
             found = "a document is given twice" if key else "no document is given"
             raise InvalidRequest(f"{found}; give each document of the question once", param="cache_ids")
-        require_joinable(self._facts)
+        require_possible(Combination(facts=self._facts, verb="join"))
         boundaries = sorted({document.identity.boundary for document in documents})
         if len(boundaries) > 1:
             raise InvalidRequest(
@@ -96,6 +96,11 @@ class Attachments:
                 param="cache_ids",
             )
         return self._joined.setdefault(key, JointAttachment(documents))
+
+    def attached(self, cache: CompressedCache) -> AbstractContextManager[AttachedCache]:
+        """See `Engine.attached`. Raises `PolicyUnsupported` where several processes share the model."""
+        require_possible(Combination(facts=self._facts, verb="attach"))
+        return self.passing(self.of(cache))
 
     @contextmanager
     def passing(self, document: Attachment) -> Iterator[AttachedCache]:
@@ -121,7 +126,7 @@ class Attachments:
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
         self.require_own(cache)
-        require_plain(self._facts)
         plain, model = self._coders.decoded(cache).to(self._passes.devices.layers), self._facts.model
+        require_possible(Combination(facts=self._facts, verb="export", cache=plain))
         made = export(plain, positions, rope=self._facts.rope, config=model.config)
         return made if own_class(model) is None else cache_class(Cache, model)(layers=made.layers)

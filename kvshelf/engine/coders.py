@@ -10,6 +10,7 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.coder import Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.transforms import Transforms
+from kvshelf.engine.exclusions import rope_to_undo
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.errors import ModelMismatch, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -44,8 +45,8 @@ class Coders:
     def own(self) -> Coder:
         """Encodes this model's caches under codec klt. Raises `PolicyUnsupported` without transforms, and where the
         model's RoPE cannot be undone."""
-        self._facts.rope_to_undo()
         facts = self._facts
+        rope_to_undo(facts)
         return self._learned(calibration.find_transforms(facts.identity, facts.folder, self._passes.layer_shapes))
 
     @property
@@ -89,5 +90,5 @@ class Coders:
         self._learned(found)
 
     def _learned(self, transforms: Transforms) -> Coder:
-        rope = self._facts.rope_to_undo()
+        rope = rope_to_undo(self._facts)
         return self._known.setdefault(transforms.digest, Coder(transforms, rope.rotate, rope.unrotate))

@@ -19,6 +19,7 @@ from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.coders import Coders
 from kvshelf.engine.episodes import Episode, episodes_in
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Document, Encoder, EncodingFields
 from kvshelf.engine.inputs.job import Job, Level, Parent, shared
@@ -27,7 +28,6 @@ from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, exact
-from kvshelf.engine.requirements import require_growing, require_questions_taken, require_unprotected, require_unshared
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -72,9 +72,8 @@ class Compressor:
                 variables=encoding.get("chat_template_kwargs"),
                 protect=encoding.get("protect", ()),
             )
-        require_questions_taken(policy, options.expected_questions)
         view = self._encoder.view(encoded, options.expected_questions)
-        job = self._preparer.job(
+        return self._preparer.job(
             view,
             policy,
             options.budget(policy, self._preparer.of_model(view)),
@@ -82,8 +81,6 @@ class Compressor:
             given=options.chosen_params,
             questions=options.expected_questions,
         )
-        require_unshared(job.policy, job.absorber, job.passes, self._facts)
-        return job
 
     def prepare_append(self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions) -> Job:
         """Check and tokenize what is to be appended to a cache; no work of the model.
@@ -97,11 +94,10 @@ class Compressor:
         policy, of the cache or of this call, that cannot go on.
         """
         self._attachments.require_own(cache)
-        require_growing(cache, self._facts)
+        require_possible(Combination(facts=self._facts, verb="append", cache=cache))
         made = cache.identity
         token_ids, boundary = self._encoder.appended(made, more)
         policy = options.built(made.policy)
-        require_questions_taken(policy, options.expected_questions)
         encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date, variables=made.variables)
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(token_ids))
@@ -140,12 +136,7 @@ class Compressor:
             return Level(job, job.parent.cache.codec, None if coder is None else coder.transforms)
         chosen = Codec.parse(codec)
         chosen.require_kept(job.budget.tokens, job.num_tokens)
-        chosen.require_shares(job.policy.name, said=job.policy.sets_precision)
-        if job.policy.index_block is not None:
-            require_unprotected(job.document, chosen)
-            chosen.require_blocks(job.policy.index_block)
-        if job.policy.prunes:
-            chosen.require_pruned()
+        require_possible(Combination(facts=self._facts, policy=job.policy, document=job.document, codec=chosen))
         if chosen.name == "klt":
             ans.require_encoder()
         return Level(job, codec, self._coders.own.transforms if chosen.name == "klt" else None)
@@ -167,8 +158,6 @@ class Compressor:
         """
         return run_prefill(
             self._passes,
-            self._facts.rope,
-            self._passes.kinds,
             group,
             self.probe(group[0].job, cues),
             checkpoint or nothing,
@@ -217,7 +206,7 @@ class Compressor:
         `InvalidRequest` for a policy without scores, and for one that reads the document chunk by chunk.
         """
         self._require_scores(job)
-        return run_scores(self._passes, self._facts.rope, self._passes.kinds, job, checkpoint or nothing)
+        return run_scores(self._passes, job, checkpoint or nothing)
 
     def _require_scores(self, job: Job) -> None:
         if job.policy.scorer is None or job.absorber is not None:

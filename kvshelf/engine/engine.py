@@ -81,7 +81,7 @@ class Engine:
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         self.passes = passes = Passes(facts)
         self.encoder = Encoder(facts.name, facts.text, facts.max_tokens, model.config.vocab_size, facts.longest)
-        self.preparer = Preparer(model, facts.name, facts.identity, facts.rope, facts.max_tokens, facts.kinds)
+        self.preparer = Preparer(facts)
         self.coders = self._coders(passes)
         self.attachments = Attachments(passes, self.coders)
         self.searcher = Searcher(passes, self.encoder)
@@ -244,7 +244,7 @@ class Engine:
     def attached(self, cache: CompressedCache) -> AbstractContextManager[AttachedCache]:
         """A transformers `Cache` with `cache` as its read-only prefix. Inside the block the model runs kvshelf's
         attention: see `Attachments.passing`. Raises `ModelMismatch` for a cache of another model."""
-        return self.attachments.passing(self.attach(cache))
+        return self.attachments.attached(cache)
 
     def export(self, cache: CompressedCache, positions: Positions = "contiguous") -> DynamicCache:
         """`cache` as a plain transformers `DynamicCache`, batch 1, for code that runs without kvshelf's attention: see

@@ -8,7 +8,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,23 +26,17 @@ Positions = Literal["absolute", "contiguous"]
 
 
 def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, config: Any) -> DynamicCache:
-    """See `Engine.export`. `config` is the model's: it says which layers slide."""
+    """See `Engine.export`, of a cache that is a prefix (`no_prefix`). `config` is the model's: it says which layers
+    slide."""
     if positions not in get_args(Positions):
         raise InvalidRequest(f"positions is {positions!r}; one of {', '.join(get_args(Positions))}", param="positions")
-    plain = {
-        index: plain_parts(entries, index)
-        for index, record in enumerate(cache.layers)
-        if (entries := entries_of(record)) is not None
-    }
-    kept = _one_length(cache.reduced)
     in_cache = cache.next_position < cache.num_tokens  # the keys are at their places in the cache already
-    if in_cache and cache.next_position != kept:
-        raise _unsupported(f"it counts positions within the cache up to {cache.next_position} and keeps {kept} entries")
     places = Places(rope, stored_at_slots=in_cache, wanted_at_slots=in_cache or positions == "contiguous")
     exported = DynamicCache(config=config)
-    for index, parts in plain.items():
-        keys, values = places.layer(parts)
-        exported.update(keys.unsqueeze(0), values.unsqueeze(0), index)
+    for index, record in enumerate(cache.layers):
+        if (entries := entries_of(record)) is not None:
+            keys, values = places.layer(plain_parts(entries, index))
+            exported.update(keys.unsqueeze(0), values.unsqueeze(0), index)
     for layer, record in zip(exported.layers, cache.layers, strict=True):
         fill(layer, together([states_of(record)]))
     return exported
@@ -84,45 +78,61 @@ class Places:
 
 
 def plain_parts(record: Entries, index: int) -> tuple[Packed, ...]:
-    """The parts of a layer, if each entry is one token's key and value and all heads have equally many. Raises
-    `PolicyUnsupported` where not."""
-    kept = []
+    """The parts of a layer of a prefix. Raises `PolicyUnsupported` for one of none."""
+    if reason := _not_plain(record, index):
+        raise _unsupported(reason)
+    return tuple(part for part in parts_of(record) if isinstance(part, Packed))
+
+
+def no_prefix(cache: CompressedCache) -> str:
+    """Why the entries of a cache are no plain prefix of a text: one key and one value of a token in each place, equally
+    many in every head and layer. "" where they are one."""
+    layers = [
+        (index, entries) for index, record in enumerate(cache.layers) if (entries := entries_of(record)) is not None
+    ]
+    if reason := next(filter(None, (_not_plain(entries, index) for index, entries in layers)), ""):
+        return reason
+    lengths = [len(record.positions[0]) for record in cache.reduced]
+    if len(set(lengths)) > 1:  # transformers makes one mask for all layers, from the length of one layer
+        return (
+            f"its layers keep different numbers of entries ({min(lengths)} to {max(lengths)}), and transformers masks "
+            "all layers by the length of one"
+        )
+    if cache.next_position < cache.num_tokens and cache.next_position != lengths[0]:
+        return f"it counts positions within the cache up to {cache.next_position} and keeps {lengths[0]} entries"
+    return ""
+
+
+def _not_plain(record: Entries, index: int) -> str:
+    """Why a layer is no part of a prefix; "" where it is one."""
+    modes = set()
     for part in parts_of(record):
         if isinstance(part, Recent):
             sees = "a sliding window" if isinstance(part, Window) else "chunked attention"
-            raise _unsupported(f"layer {index} has {sees}, of which only the last tokens are stored")
+            return f"layer {index} has {sees}, of which only the last tokens are stored"
         if isinstance(part, Merged):
-            raise _unsupported(
+            return (
                 f"layer {index} has merged tokens, which share a key direction. Merged with RoPE in them (pos='post') "
                 "they cannot be un-rotated, because a direction stands for several positions; merged before it "
                 "(pos='pre') every slot would become an entry of its own, and heads have different numbers of slots"
             )
-        kept.append(part)
-    if len({part.rope_mode for part in kept}) > 1:
-        raise _unsupported(f"layer {index} has keys with and without their rotation")
+        modes.add(part.rope_mode)
+    if len(modes) > 1:
+        return f"layer {index} has keys with and without their rotation"
     if not record.uniform:
         lengths = [len(head) for head in record.positions]
-        raise _unsupported(
+        return (
             f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
             "prefix has as many in every head"
         )
-    return tuple(kept)
+    return ""
 
 
-def _one_length(records: Sequence[Entries]) -> int:
-    """K, the entries per head. transformers makes one mask for all layers, from the length of one layer."""
-    lengths = [len(record.positions[0]) for record in records]
-    if len(set(lengths)) > 1:
-        raise _unsupported(
-            f"its layers keep different numbers of entries ({min(lengths)} to {max(lengths)}), and transformers masks "
-            "all layers by the length of one"
-        )
-    return lengths[0]
+UNEXPORTED: Final = (
+    "the cache cannot be exported: {reason}. Attach it with engine.attached(cache), or compress the document with a "
+    "policy that keeps equally many tokens of every head, unmerged"
+)
 
 
 def _unsupported(reason: str) -> PolicyUnsupported:
-    return PolicyUnsupported(
-        f"the cache cannot be exported: {reason}. Attach it with engine.attached(cache), or compress the document with "
-        "a policy that keeps equally many tokens of every head, unmerged",
-        param="positions",
-    )
+    return PolicyUnsupported(UNEXPORTED.format(reason=reason), param="positions")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvshelf.engine.ranks import SharedModel
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.model import loading as models
 from kvshelf.model.layers import layer_kinds
 from kvshelf.model.rope import Rope, changes_with_length, reach
@@ -85,18 +84,3 @@ class ModelFacts:
         named += [getattr(self.model.config, "eos_token_id", None), self.text.end_id if self.text is not None else None]
         each = (one for one in named if one is not None)
         return frozenset(end for one in each for end in ([one] if isinstance(one, int) else one))
-
-    def rope_to_undo(self) -> Rope:
-        """The model's RoPE, for codec klt. Raises `PolicyUnsupported` if it cannot be undone, and for a model with
-        recurrent states, for which there are no transforms."""
-        if any(kind.states for kind in self.kinds):
-            raise PolicyUnsupported(
-                f"codec klt transforms keys and values, and {self.name!r} has recurrent states besides; use int4",
-                param="codec",
-            )
-        if self.rope is None or self.rope.length_dependent:
-            raise PolicyUnsupported(
-                f"codec klt takes the rotation off the keys, and that of {self.name!r} cannot be undone; use int4",
-                param="codec",
-            )
-        return self.rope

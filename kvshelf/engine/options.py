@@ -11,7 +11,8 @@ from kvshelf.api.creation import default_policy
 from kvshelf.api.options import Ask, AskFields
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.requirements import require_budget_taken, require_suffix_fields
+from kvshelf.engine.exclusions import Combination, require_possible
+from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.registry import build
@@ -46,14 +47,19 @@ class CompressOptions:
     @property
     def default_policy(self) -> str:
         """The policy of a document of its own, where none is named."""
-        sizes = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
-        return default_policy({**sizes, "policy_params": dict(self.policy_params or {})})
+        return default_policy({**self.sizes, "policy_params": dict(self.policy_params or {})})
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What is said of how much stays, by the names of fields."""
+        said = {"compression_ratio": self.compression_ratio, "budget_tokens": self.budget_tokens}
+        return {name: value for name, value in said.items() if value is not None}
 
     def built(self, default: str) -> Policy:
-        """The policy. default: its name where none is named. Raises `InvalidRequest`, also for a size that it does not
-        take."""
+        """The policy. default: its name where none is named. Raises `InvalidRequest`, also for a size or questions that
+        it does not take."""
         policy = build(self.policy or default, dict(self.policy_params or {}))
-        require_budget_taken(policy, self.compression_ratio, self.budget_tokens)
+        require_possible(Combination(policy=policy, sizes=self.sizes, questions=self.expected_questions))
         return policy
 
     def budget(self, policy: Policy, document: DocumentView, default_ratio: float | None = None) -> Budget:
@@ -102,5 +108,21 @@ class AnswerOptions:
         sampling = Sampling(max_new_tokens, Ask.of(ask), Grammar.of(shape) if shape else None, logprobs)
         params = {} if select_params is None else dict(select_params)
         chosen = None if select is None else Select.model_construct(method=select, tokens=select_tokens, params=params)
-        bound = None if suffix is None else SuffixOptions.model_construct(**require_suffix_fields(suffix))
+        bound = None if suffix is None else SuffixOptions.model_construct(**_suffix_fields(suffix))
         return cls(sampling, chosen, bound)
+
+
+def _suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a caller says of a suffix: `policy`, and `budget` and `params` if given. Raises `InvalidRequest`
+    for others, and for a budget that is no number from 1."""
+    given = dict(suffix)
+    for name in given.keys() - {"policy", "budget", "params"}:
+        raise InvalidRequest(f"suffix has no {name!r}; it has policy, budget and params", param=f"suffix.{name}")
+    if not isinstance(given.get("policy"), str):
+        raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
+    budget = given.get("budget")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")
+    if not isinstance(given.get("params") or {}, Mapping):
+        raise InvalidRequest("suffix.params must map names to values", param="suffix.params")
+    return given

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.attention.inspection import FirstLayers, FirstLayersSeen
-from kvshelf.engine.facts import ModelFacts
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import REFERENCE_TOKENS, Encoder
 from kvshelf.errors import PolicyUnsupported
@@ -47,27 +47,6 @@ _FAR_BITS: Final = 6.4
 """Codes this many bits apart have nothing in common: the cosine of their signs is 0.8."""
 
 
-def require_summarised(facts: ModelFacts) -> Rope:
-    """The RoPE of a model whose documents can have summaries. Raises `PolicyUnsupported`, which says why not."""
-    kinds, rope, why = facts.kinds, facts.rope, None
-    if facts.ranks is not None:
-        why = "runs in several processes, each of which has a part of a key"
-    elif any(not kind.sees_all or kind.states or kind.latents for kind in kinds):
-        why = "has layers with windows, chunks, latents or recurrent states"
-    elif not all(kind.attends for kind in kinds):
-        why = "has layers that read the keys and values of others"
-    elif rope is None or rope.length_dependent:
-        why = "rotates its keys in a way that cannot be undone"
-    if why is not None:
-        raise PolicyUnsupported(
-            f"a search reads the keys of the first layers without their rotation, and {facts.name!r} {why}; list "
-            "caches by their labels, and ask those by id",
-            param="model",
-        )
-    assert rope is not None
-    return rope
-
-
 @dataclass(frozen=True, eq=False)
 class KeyCoder:
     """Makes codes of one model's keys.
@@ -82,8 +61,10 @@ class KeyCoder:
     means: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, passes: Passes, rope: Rope, vocab_size: int) -> KeyCoder:
+    def of(cls, passes: Passes) -> KeyCoder:
         """Runs the reference through the first layers; on the thread that owns the model."""
+        rope, vocab_size = passes.facts.rope, passes.facts.model.config.vocab_size
+        assert rope is not None
         count = min(REFERENCE_TOKENS, vocab_size)
         reference = tuple(index * vocab_size // count for index in range(count))
         keys = _first_layers(passes, rope, reference)
@@ -111,13 +92,13 @@ class Searcher:
 
     def require(self) -> None:
         """Raises `PolicyUnsupported` for a model whose documents have no summaries."""
-        require_summarised(self._passes.facts)
+        require_possible(Combination(facts=self._passes.facts, verb="search"))
 
     @cached_property
     def key_coder(self) -> KeyCoder:
         """Makes the summaries of documents, by which a search finds them. Raises as `require` does."""
-        facts = self._passes.facts
-        return KeyCoder.of(self._passes, require_summarised(facts), facts.model.config.vocab_size)
+        self.require()
+        return KeyCoder.of(self._passes)
 
     @property
     def key_coder_or_none(self) -> KeyCoder | None:

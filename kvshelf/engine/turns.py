@@ -11,12 +11,13 @@ from kvshelf.artifact.identity import Identity
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.turns import Turn
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.inputs.encode import Document, Encoder, Prompt
 from kvshelf.engine.inputs.prepare import as_bytes
 from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.appending import continued
-from kvshelf.errors import InvalidRequest, PolicyUnsupported, StateConflict
+from kvshelf.errors import InvalidRequest, StateConflict
 from kvshelf.methods.policies.registry import everything
 from kvshelf.model.text import EncodedDocument
 
@@ -31,10 +32,7 @@ class Turns:
 
     def require(self) -> None:
         """Raises `PolicyUnsupported` for a model whose turns cannot be kept."""
-        if self._facts.ranks is not None:
-            raise PolicyUnsupported(
-                f"{self._facts.name!r} runs in several processes, which keep no turns; ask without store", param="store"
-            )
+        require_possible(Combination(facts=self._facts, verb="store"))
 
     def ids(self, document: Attachment, prompt: Prompt, text: str, token_ids: Sequence[int]) -> list[int]:
         """What a turn appends to a cache: a prompt, and the answer with this text and these ids. A conversation has the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -29,7 +29,7 @@ class ParameterInfo:
 @dataclass(frozen=True)
 class MethodInfo:
     """One method. measured: its rows of the quality bench on the bundled model (`measured_rows`). version, phase,
-    takes_budget and takes_questions say something of policies alone."""
+    takes_budget, takes_questions and stored say something of policies alone."""
 
     name: str
     summary: str
@@ -42,6 +42,12 @@ class MethodInfo:
     phase: str = "during"
     takes_budget: bool = True
     takes_questions: bool = False
+    stored: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stored_beside(self) -> dict[str, Any]:
+        """What a cache has beside whole entries, with default parameters: see `Policy.stored`."""
+        return {what: self.parameters[name].default for what, name in self.stored.items()}
 
     @property
     def compress_share(self) -> float | None:

@@ -420,10 +420,6 @@ class TextFormat:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
-    def special_tokens(self) -> dict[str, int]:
-        """The control tokens, which an answer's text lacks, and their ids."""
-        return {mark.text: mark.id for mark in self.tokens.marks.values() if mark.special}
-
     def _before_document(self, options: TemplateOptions, breaker: str = "") -> str:
         """What the template writes before the text of a first message. breaker: breaks marks in the variables."""
         place = unused_characters([breaker], 1)[0]
@@ -742,10 +738,6 @@ def check_messages(messages: Sequence[Message], roles: Sequence[str] = ROLES) ->
                 f"messages[{i}].content must be a text that is not empty", param=f"messages[{i}].content"
             )
     return list(messages)
-
-
-def _has_its_fields(message: Message) -> bool:
-    return {"role", "content"} <= set(message) <= {"role", "content"} | _MORE.get(str(message.get("role")), set())
 
 
 def _system_before_question(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvshelf.engine.engine import Engine
+from kvshelf.engine.exclusions import rope_to_undo
 
 _CUES: Final = 16
 _NEXT: Final = 128
@@ -87,7 +88,7 @@ class Asked:
             given = {CACHE_ARGUMENT: past, "use_cache": True, "logits_to_keep": places}
             logits: Tensor = engine.model(ids, **given).logits[0]
             self._drawn(logits.float().log_softmax(dim=-1)).backward()  # type: ignore[no-untyped-call]
-        rope, positions = engine.facts.rope_to_undo(), torch.arange(self.cache.num_tokens)
+        rope, positions = rope_to_undo(engine.facts), torch.arange(self.cache.num_tokens)
         found = []
         for keys, values in states:
             assert keys.grad is not None

@@ -22,6 +22,7 @@ from kvshelf.training.journal import SearchJournal
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
+from kvshelf.engine.exclusions import rope_to_undo
 
 TOP: Final = 256
 """Keys of a query whose agreement is measured; a quarter of what a shorter document has."""
@@ -75,7 +76,7 @@ def find_chunks(
     documents read, and with their number. Raises `InvalidRequest` for shorter ones, and
     `PolicyUnsupported` for a model whose layers do not all rotate the keys of heads.
     """
-    engine.facts.rope_to_undo()
+    rope_to_undo(engine.facts)
     if min(map(len, documents), default=0) < LEAST_TOKENS:
         raise InvalidRequest(f"chunks are measured on documents of {LEAST_TOKENS} tokens or more", param="text")
     read = canonical_json([list(ids) for ids in documents])

@@ -34,6 +34,7 @@ from kvshelf.training.step_search import TRIES, coarsest
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
+from kvshelf.engine.exclusions import rope_to_undo
 
 _PER_DEVIATION = 1 << 7
 _BINS = 1 << 13
@@ -146,7 +147,7 @@ def _prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def require_transformable(engine: Engine) -> None:
     """Raise `PolicyUnsupported` for a model that has no transforms: whose RoPE cannot be undone, or whose layers do not
     all see the whole document."""
-    engine.facts.rope_to_undo()
+    rope_to_undo(engine.facts)
     if not all(kind.sees_all and kind.attends for kind in engine.kinds):
         raise PolicyUnsupported(
             f"codec klt transforms keys and values of layers that see the whole document, and {engine.name!r} has "
@@ -195,7 +196,7 @@ def find_transforms(
     )
     tables = _tables(sizes)
     tried = Transforms.from_bytes(pack(engine.identity.weights, layers, tables, {}))
-    rope = engine.facts.rope_to_undo()
+    rope = rope_to_undo(engine.facts)
     finer = coarsest(
         engine, Coder(tried, rope.rotate, rope.unrotate), held, lambda done: report(len(documents) + done, total)
     )
@@ -226,7 +227,7 @@ def _spread(documents: int) -> set[int]:
 
 def _moments(engine: Engine, text: Asked, *, asked: bool) -> list[dict[Kind, _Moments]]:
     """Of one text: keys without rotation and values, without those of the first tokens."""
-    rope = engine.facts.rope_to_undo()
+    rope = rope_to_undo(engine.facts)
     information = text.information(engine) if asked else None
     found: list[dict[Kind, _Moments]] = []
     for number, record in enumerate(text.cache.layers):

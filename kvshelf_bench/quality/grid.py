@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def takes_budget(self) -> bool:
-        return POLICIES[self.policy].takes_budget
+        return not build(self.policy, dict(self.params)).sizes_itself
 
     @property
     def takes_questions(self) -> bool:

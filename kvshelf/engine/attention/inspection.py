@@ -3,7 +3,7 @@ attention. A configuration does not tell."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from kvshelf.engine.attention.attached import (
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext, kvshelf_attention
 from kvshelf.engine.attention.latents import Absorbed, Handover, close
 from kvshelf.engine.attention.states import StatefulCache, StateLayer, alone
-from kvshelf.engine.requirements import require_every_layer, require_window
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.model.caches import cache_class
 from kvshelf.model.devices import input_device
@@ -78,11 +77,31 @@ def layer_shapes(
     require_every_layer(observer.layers, attending(kinds))
     for index, each in enumerate(kinds):
         if each.attends:
-            require_window(index, observer.layers[index].window, each.window)
+            _require_window(index, observer.layers[index].window, each.window)
     return tuple(
         observer.layers.get(index, LayerShape())._replace(states=tuple(state.shape for state in alone(states, 0)))
         for index, states in enumerate(cache.held())
     )
+
+
+def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
+    """Refuse a model with layers that did not run through kvshelf's attention."""
+    if sorted(seen) != list(expected):
+        raise PolicyUnsupported(
+            f"only the layers {sorted(seen)} of {len(expected)} ran through transformers' attention interface; this "
+            "model cannot be compressed",
+            param="model",
+        )
+
+
+def _require_window(layer: int, found: int | None, told: int | None) -> None:
+    """Refuse a model with a layer that has another window than its configuration tells."""
+    if found != told:
+        raise PolicyUnsupported(
+            f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
+            "kvshelf stores no layer that it may misread",
+            param="model",
+        )
 
 
 def tokens_at_once(model: PreTrainedModel, kinds: Sequence[LayerKind], absorbed: Mapping[int, Absorbed]) -> int | None:

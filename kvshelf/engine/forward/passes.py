@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, Final, Protocol
@@ -37,8 +37,8 @@ from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
-from kvshelf.engine.requirements import require_own_heads
 from kvshelf.engine.soft import Soft, soft_tokens
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.model.caches import cache_class
@@ -112,7 +112,7 @@ class Passes:
         self.tokens_at_once  # noqa: B018 - raises, too
         if self.ranks is None:
             return shapes
-        require_own_heads(shapes, self.facts.kv_heads // self.ranks.size, self.facts)
+        _require_own_heads(shapes, self.facts.kv_heads // self.ranks.size, self.facts)
         return tuple(shape._replace(kv_heads=self.facts.kv_heads) for shape in shapes)
 
     @property
@@ -304,3 +304,14 @@ class Passes:
 def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:
     """kvshelf's attention, as the module of this call would ask for it."""
     return attention(call.module, query, key, value, None, call.scaling, **call.options, **given)[0]
+
+
+def _require_own_heads(layers: Sequence[LayerShape], own: int, facts: ModelFacts) -> None:
+    """Refuse a model whose processes do not each have their part of the KV heads of every layer, `own` of them."""
+    for index, layer in enumerate(layers):
+        if layer.kv_heads != own:
+            raise PolicyUnsupported(
+                f"in layer {index} of {facts.name!r} each process has {layer.kv_heads} KV heads in place of {own}, "
+                "because transformers' plan for tensor parallelism does not share its attention; take one process",
+                param="ranks",
+            )

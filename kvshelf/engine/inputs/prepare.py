@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from kvshelf.artifact.identity import Identity, ModelIdentity, digest
+from kvshelf.artifact.identity import Identity, digest
+from kvshelf.engine.exclusions import Combination, require_possible
+from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.inputs.job import Job, Parent
-from kvshelf.engine.requirements import (
-    require_appending,
-    require_compressible,
-    require_observable,
-    require_one_pass,
-    require_one_rotation,
-    require_protectable,
-    require_room,
-    require_room_beside,
-    require_soft,
-)
+from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import Policy
 from kvshelf.methods.policies.base import Absorber
@@ -28,28 +19,16 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.gate_file import Geometry
 from kvshelf.methods.policies.view import DocumentView, ProbePass
 from kvshelf.model import calibration
-from kvshelf.model.layers import LayerKind, reducible
+from kvshelf.model.layers import reducible
 from kvshelf.model.loading import head_size
-from kvshelf.model.rope import Rope
 from kvshelf.model.text import EncodedDocument
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
 class Preparer:
-    """Fits policies to documents of one model. Thread-safe, because it is immutable.
+    """Fits policies to documents of one model. Thread-safe, because it is immutable."""
 
-    `name`: the model's, for error messages. `max_tokens`: its longest sequence. kinds: of its layers.
-    """
-
-    model: PreTrainedModel
-    name: str
-    identity: ModelIdentity
-    rope: Rope | None
-    max_tokens: int
-    kinds: tuple[LayerKind, ...]
+    facts: ModelFacts
 
     def job(
         self,
@@ -71,30 +50,30 @@ class Preparer:
         document = self.of_model(document)
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
-        require_room_beside(document, budget)
-        if policy.has_work(budget, document.num_tokens):
-            has_text = document.text is not None
-            require_observable(policy, self.model, self.kinds, self.name, self.rope, has_text=has_text)
-            moves = policy.next_position(document.num_tokens, budget) != document.num_tokens
-            require_compressible(policy, self.kinds, self.name, moves=moves)
+        _require_room_beside(document, budget)
+        asked = Combination(
+            facts=self.facts,
+            policy=policy,
+            document=document,
+            budget=budget,
+            verb=None if parent is None else "append",
+        )
+        require_possible(asked)
+        if asked.at_work is not None:
             document = self.gated(self.calibrated(document, policy), policy)
             judged, left = document.judged, budget.beside(document.num_protected, document.num_tokens)
             if policy.indexes:  # of all entries, which it keeps
                 judged, left = document, budget
             policy = policy.fitted(judged, left, given)
             passes = tuple(policy.probe_passes(judged))
-            require_room(passes, self.max_tokens, self.name)
+            self._require_room(passes)
             absorber = policy.absorber(judged, left)
-            require_protectable(document, absorber, moves=moves)
-            require_one_pass(policy, self.kinds, self.name, document.end, passes, absorber)
-            require_one_rotation(document.end, passes, absorber, self.model.config, self.name)
-            require_soft(passes, self.model, self.kinds, self.name)
-            if parent is not None:
-                require_appending(policy, absorber, moves=moves, soft=any(probe.soft for probe in passes))
+            # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
+            require_possible(replace(asked, policy=policy, passes=passes, absorber=absorber))
         token_ids = as_bytes(document.token_ids)
         named = token_ids if encoded.named_ids is None else as_bytes(encoded.named_ids)
         identity = Identity(
-            model=self.identity,
+            model=self.facts.identity,
             document=digest("kvshelf.tokens", named),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
@@ -118,39 +97,69 @@ class Preparer:
 
     def of_model(self, document: DocumentView) -> DocumentView:
         """The document with what policies may know of the model."""
-        return replace(document, num_layers=len(reducible(self.kinds)), group=self.group)
+        return replace(document, num_layers=len(reducible(self.facts.kinds)), group=self.group)
 
     @property
     def group(self) -> int:
         """Query heads of a KV head, in every layer."""
-        heads = int(self.model.config.num_attention_heads)
-        return heads // int(getattr(self.model.config, "num_key_value_heads", None) or heads)
+        heads = int(self.facts.model.config.num_attention_heads)
+        return heads // int(getattr(self.facts.model.config, "num_key_value_heads", None) or heads)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
         calibration made while the engine runs counts at once."""
         if Needs.CALIBRATION not in policy.needs:
             return document
-        found = calibration.find(self.identity, self.model.config.name_or_path)
+        found = calibration.find(self.facts.identity, self.facts.model.config.name_or_path)
         return replace(document, calibration=found)
 
     def gated(self, document: DocumentView, policy: Policy) -> DocumentView:
         """The document with the model's gates for a policy that needs some. Looked for anew each time, as above."""
         if Needs.GATES not in policy.needs:
             return document
-        gates = policy.gate_file(self.identity, self.model.config.name_or_path, self.geometry)
+        gates = policy.gate_file(self.facts.identity, self.facts.model.config.name_or_path, self.geometry)
         return replace(document, gates=gates)
+
+    def _require_room(self, passes: Sequence[ProbePass]) -> None:
+        """Refuse probe passes that reach beyond the longest sequence of the model."""
+        for probe in passes:
+            end = probe.first_position + len(probe.token_ids)
+            if end > self.facts.max_tokens:
+                raise DocumentTooLong(
+                    f"the policy runs {len(probe.token_ids)} tokens behind the document, up to position {end}, and "
+                    f"{self.facts.name!r} takes {self.facts.max_tokens} tokens; shorten the document or the probe",
+                    param="document",
+                )
 
     @property
     def geometry(self) -> Geometry:
         """What the shapes of gates follow from."""
-        config = self.model.config
+        config = self.facts.model.config
         heads = int(config.num_attention_heads)
-        within = int(getattr(config, "intermediate_size", None) or 0)
+        width = getattr(config, "intermediate_size", None) or 0
+        within = int(max(width) if isinstance(width, list) else width)  # Gemma 3n has one for each layer
         sizes = head_size(config), int(config.hidden_size), within
-        return Geometry(len(reducible(self.kinds)), heads, heads // self.group, *sizes)
+        return Geometry(len(reducible(self.facts.kinds)), heads, heads // self.group, *sizes)
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as identities digest them: int64, little-endian."""
     return torch.tensor(token_ids, dtype=torch.int64).numpy().tobytes()
+
+
+def _require_room_beside(document: DocumentView, budget: Budget) -> None:
+    """Refuse protected tokens that fill the budget, before any work."""
+    if not document.protect or document.num_protected < budget.tokens:
+        return
+    if budget.tokens == document.num_tokens:
+        raise InvalidRequest(
+            f"protect holds all {document.num_tokens} tokens of the document, and leaves none to compress; take codec "
+            "none and policy full, or protect less",
+            param="protect",
+        )
+    raise InvalidRequest(
+        f"protect holds {document.num_protected} tokens, and the budget is {budget.tokens} of the document's "
+        f"{document.num_tokens} entries per KV head, protected ones included; protect less, lower compression_ratio or "
+        "raise budget_tokens",
+        param="protect",
+    )

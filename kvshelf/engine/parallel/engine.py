@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvshelf.api.answers import Piece
-from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.asker import Asker
-from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attachment, Wait, block
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.batch import DecodeBatch
@@ -27,7 +25,7 @@ from kvshelf.engine.parallel.operations import AnswerStep, Ask, Compress, Score,
 from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest
 from kvshelf.model import loading as models
 from kvshelf.model.prepacking import prepack
 
@@ -161,14 +159,6 @@ class ParallelEngine(Engine):
     def close(self) -> None:
         """End the other processes. The engine can do nothing more."""
         self.lead.close()
-
-    def attached(self, cache: CompressedCache) -> AbstractContextManager[AttachedCache]:  # noqa: ARG002
-        """Not possible: raises `PolicyUnsupported`."""
-        raise PolicyUnsupported(
-            f"{self.name!r} runs in {self.lead.size} processes, and a pass of the model in this one alone would wait "
-            "for the others; use answer(), answer_all() or batch()",
-            param="model",
-        )
 
 
 def _lead(passes: Passes) -> LeadingRank:

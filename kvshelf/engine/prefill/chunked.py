@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 from kvshelf.artifact.records import Kept
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
+from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.prefill.reducing import require_finite_scores
-from kvshelf.engine.requirements import require_every_layer
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.methods.policies.base import Absorber

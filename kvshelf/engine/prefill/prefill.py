@@ -13,6 +13,7 @@ from torch import Tensor
 from kvshelf.api import Quality
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
@@ -22,11 +23,9 @@ from kvshelf.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
-from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.methods.policies.registry import everything
-from kvshelf.model.layers import LayerKind, attending, reducible
-from kvshelf.model.rope import Rope
+from kvshelf.model.layers import attending, reducible
 
 Encode = Callable[[CompressedCache, str], CompressedCache]
 """`Engine.encoded`."""
@@ -56,8 +55,6 @@ class Prefill:
 
 def run_prefill(
     passes: Passes,
-    rope: Rope | None,
-    kinds: tuple[LayerKind, ...],
     group: Sequence[Level],
     probe: Probe | None,
     checkpoint: Checkpoint,
@@ -67,9 +64,10 @@ def run_prefill(
 ) -> Prefill:
     """Prefill one group of `job.shared`. The full cache answers `probe`; without a probe there is no reference.
 
-    kinds: of all layers. `checkpoint` is called between layers, after `progress`; no compression counts their time.
+    `checkpoint` is called between layers, after `progress`; no compression counts their time.
     coder: makes the summary of the document, which all levels share; a document read chunk by chunk has none.
     """
+    kinds = passes.kinds
     # Levels that differ in nothing but the codec are reduced together.
     jobs = list({id(level.job): level.job for level in group}.values())
     absorber = jobs[0].absorber
@@ -85,12 +83,12 @@ def run_prefill(
             chunked.run(passes.model, jobs[0].document.token_ids)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            reducers = [_reducer(passes, rope, kinds, job) for job in jobs]
+            reducers = [_reducer(passes, job) for job in jobs]
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
             whole.calls = Calls(passes.model) if whole.needs_calls else None
-            reference = _apart(passes, kinds, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
+            reference = _apart(passes, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
             reduced, paused_s = reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
@@ -133,14 +131,12 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
     return counted
 
 
-def run_scores(
-    passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job, checkpoint: Checkpoint
-) -> list[Tensor]:
+def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
-    lengths = tuple(len(found.token_ids) for found in job.passes)
-    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, rope, passes.ranks)
+    kinds, lengths = passes.kinds, tuple(len(found.token_ids) for found in job.passes)
+    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, passes.facts.rope, passes.ranks)
     if any(kind.states for kind in kinds):
-        for attended in stateful.Read.of(passes, kinds, job, checkpoint, queries=True).probed(job.passes):
+        for attended in stateful.Read.of(passes, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
     else:
         passes.causal(
@@ -169,15 +165,13 @@ def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
     return Reference.of(job.identity.document, probe, full, before)
 
 
-def _apart(
-    passes: Passes, kinds: tuple[LayerKind, ...], job: Job, probe: Probe | None, reducer: SharedReducer
-) -> Reference | None:
+def _apart(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer) -> Reference | None:
     """As `_whole`, for a model with recurrent states and for appended tokens: see `prefill.stateful`."""
     reference = None
     if probe is None and not job.passes:
-        states = stateful.read(passes, kinds, job, reducer)
+        states = stateful.read(passes, job, reducer)
     else:
-        document = stateful.Read.of(passes, kinds, job, reducer.checkpoint, queries=reducer.sees_queries)
+        document = stateful.Read.of(passes, job, reducer.checkpoint, queries=reducer.sees_queries)
         reducer.checkpoint = nothing  # it was called while the document was read
         for attended in document.probed(job.passes):
             reducer.after_attention(attended)
@@ -193,14 +187,14 @@ def _apart(
     return reference
 
 
-def _reducer(passes: Passes, rope: Rope | None, kinds: tuple[LayerKind, ...], job: Job) -> LayerReducer:
+def _reducer(passes: Passes, job: Job) -> LayerReducer:
     return LayerReducer(
         job.policy if job.policy.has_work(job.budget, job.num_tokens) else everything(),
         job.document,
         job.budget,
-        kinds,
+        passes.kinds,
         tuple(len(found.token_ids) for found in job.passes),
-        rope,
+        passes.facts.rope,
         passes.ranks,
         () if job.parent is None else job.parent.plain.layers,
     )

@@ -16,9 +16,9 @@ from kvshelf.artifact.growth import placed
 from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, States, entries_of
 from kvshelf.engine.attention.function import Attended, ForwardContext
+from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.prefill.protecting import aside, put_back
-from kvshelf.engine.requirements import require_every_layer
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select

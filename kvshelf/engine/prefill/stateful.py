@@ -45,14 +45,14 @@ class _PassStateLayer(StateLayer, PassingLayer):
         StateLayer.__init__(self, number_of_states)
 
 
-def read(passes: Passes, kinds: Sequence[LayerKind], job: Job, context: ForwardContext) -> tuple[States, ...]:
+def read(passes: Passes, job: Job, context: ForwardContext) -> tuple[States, ...]:
     """One pass over the document alone, under the eyes of `context`. Returns the states of each layer behind it."""
     if job.parent is not None:
         return _appended(passes, job.parent, job.document, context)
     layers: list[StateLayer | PassingLayer] = []
 
     def made(handover: Handover) -> StatefulCache:
-        layers.extend(_empty(index, kind, handover) for index, kind in enumerate(kinds))
+        layers.extend(_empty(index, kind, handover) for index, kind in enumerate(passes.kinds))
         return cache_class(StatefulCache, passes.model)(layers=layers)
 
     passes.causal(replace(job, passes=()).inputs(passes.devices.inputs), context, cache=made)
@@ -89,20 +89,13 @@ class Read:
     paused_s: float
 
     @classmethod
-    def of(
-        cls,
-        passes: Passes,
-        kinds: tuple[LayerKind, ...],
-        job: Job,
-        checkpoint: Checkpoint,
-        *,
-        queries: bool,
-    ) -> Read:
+    def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint, *, queries: bool) -> Read:
         """queries: whether the queries of the document's tokens are held, too. paused_s: what `checkpoint` took."""
         held = _Held(checkpoint, queries)
-        states = read(passes, kinds, job, held)
+        states = read(passes, job, held)
         before = () if job.parent is None else job.parent.plain.to(passes.devices.layers).layers
-        whole = LayerReducer(everything(), job.document, Budget.full(job.num_tokens), kinds, (), None, behind=before)
+        whole_budget = Budget.full(job.num_tokens)
+        whole = LayerReducer(everything(), job.document, whole_budget, passes.kinds, (), None, behind=before)
         for attended in held.attended.values():
             whole.after_attention(attended)
         whole.states = states

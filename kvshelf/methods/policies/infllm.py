@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ class InfLLM(Policy):
     takes_budget: ClassVar[bool] = False
     by_position: ClassVar[bool] = True
     indexes: ClassVar[bool] = True
+    stored: ClassVar[Mapping[str, str]] = {"block": "block", "vectors": "representatives"}
 
     block: int = parameter(128, "tokens of a block", minimum=8)
     representatives: int = parameter(4, "tokens of a block and KV head whose keys stand for it", minimum=1)

@@ -40,4 +40,5 @@ def _info(cls: type[Policy]) -> MethodInfo:
         phase=default.phase,
         takes_budget=cls.takes_budget,
         takes_questions=default.takes_questions,
+        stored=dict(cls.stored),
     )

@@ -58,6 +58,7 @@ class Think(Around):
         "by ada"
     )
     prunes: ClassVar[bool] = True
+    stored: ClassVar[Mapping[str, str]] = {"pruned": "channels", "whole": "whole_keys"}
 
     base: str = parameter("keydiff", "the policy that chooses; its own parameters are given beside these")
     channels: float = parameter(0.4, "share of the channels of each head's keys that goes", minimum=0, maximum=0.9)

@@ -119,6 +119,8 @@ def test_budgets_stand_beside_ratios_or_in_their_place():
     assert (row.budget, row.codec, row.label) == (96, "int8", "lagkv:lag=64@96/int8")
     assert row.sizes == {"policy": "lagkv", "policy_params": {"lag": 64}, "budget_tokens": 96}
     assert Row.parse("full").sizes == {"policy": "full", "policy_params": {}}
+    own = Row.parse("lagkv:r=0.5/int8")  # whose parameters say its size
+    assert own.sizes == {"policy": "lagkv", "policy_params": {"r": 0.5}}
     assert Row.parse("keydiff@0.5").sizes["compression_ratio"] == 0.5
     assert row.settings != Row.parse("lagkv:lag=64@0.0/int8").settings
     assert "budget" not in Row.parse("keydiff@0.5").settings, "results of ratios stay found"

@@ -243,7 +243,7 @@ def test_probe_passes_behind_states_see_what_they_see_in_one_sequence() -> None:
 
     with torch.no_grad(), kvshelf_attention(engine.model):
         engine.model.base_model(**job.inputs(engine.model.device), use_cache=False, **{CONTEXT: Observer()})
-        document = Read.of(engine.passes, engine.kinds, job, lambda: None, queries=True)
+        document = Read.of(engine.passes, job, lambda: None, queries=True)
         apart = list(document.probed(job.passes))
     for found, expected in zip(apart, seen, strict=True):
         for name in ("queries", "keys", "values"):

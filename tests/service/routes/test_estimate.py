@@ -62,7 +62,7 @@ def test_sizes_have_the_index_of_a_policy(tiny: Engine, codec: str) -> None:
     params = {"block": 32, "representatives": 4}
     cache = tiny.compress(DOCUMENT, policy="infllm", **params)
     shape = Dimensions.of(tiny.model)
-    said = shape.policy_bytes(cache.num_tokens, cache.num_tokens, codec, "infllm", params)
+    said = shape.policy_bytes(cache.num_tokens, cache.num_tokens, codec, {"block": 32, "vectors": 4})
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.02)
 
 
@@ -72,7 +72,8 @@ def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> N
     """Around a base that keeps the last tokens."""
     params = {"channels": 0.5, "whole_keys": 20}
     cache = tiny.compress(DOCUMENT, policy="think", base="streaming_llm", compression_ratio=removed, **params)
-    said = Dimensions.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, "think", params)
+    stored = {"pruned": 0.5, "whole": 20}
+    said = Dimensions.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, stored)
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 

@@ -164,7 +164,7 @@ def _row(job: Job, shape: Dimensions, rates: Rates, codecs: Iterable[str]) -> Po
         kept=kept,
         compression_ratio=job.budget.compression_ratio,
         bytes_stored={
-            codec: shape.policy_bytes(job.num_tokens, kept, codec, job.policy.name, params) for codec in codecs
+            codec: shape.policy_bytes(job.num_tokens, kept, codec, job.policy.stored_beside) for codec in codecs
         },
         compress_share=compress_share(cost),
         seconds=seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvshelf.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
@@ -92,24 +92,24 @@ class Dimensions:
             return self._streams(num_tokens, kept, chosen) + verbatim
         return self._layers([self._piece(num_tokens, chosen, *piece) for piece in _pieces(chosen, kept)]) + verbatim
 
-    def policy_bytes(self, num_tokens: int, kept: int, codec: str, policy: str, params: Mapping[str, Any]) -> int:
-        """As `stored_bytes`, of a policy with all its parameters: `infllm` stores an index, with digests of its blocks,
-        and `think` keys of fewer channels."""
-        if policy == "think":
-            return self._pruned(num_tokens, kept, codec, params)
+    def policy_bytes(self, num_tokens: int, kept: int, codec: str, beside: Mapping[str, float]) -> int:
+        """As `stored_bytes`, of a policy whose records have this `beside` whole entries (see `Policy.stored`): an
+        index, with digests of its blocks, or keys of fewer channels."""
+        if "pruned" in beside:
+            return self._pruned(num_tokens, kept, codec, beside["pruned"], beside["whole"])
         stored = self.stored_bytes(num_tokens, kept, codec)
-        if policy != "infllm":
+        if "vectors" not in beside:
             return stored
         key_dim, _ = self.dims
-        blocks = self.layers * math.ceil(num_tokens / int(params["block"]))
-        return stored + blocks * (2 * self.kv_heads * int(params["representatives"]) * key_dim + _DIGEST_BYTES)
+        blocks = self.layers * math.ceil(num_tokens / beside["block"])
+        return stored + blocks * (2 * self.kv_heads * int(beside["vectors"]) * key_dim + _DIGEST_BYTES)
 
-    def _pruned(self, num_tokens: int, kept: int, codec: str, params: Mapping[str, Any]) -> int:
+    def _pruned(self, num_tokens: int, kept: int, codec: str, share: float, last: float) -> int:
         """As if the base kept the document's last tokens. Raises `InvalidRequest` for a codec that takes whole keys."""
-        chosen, whole = Codec.parse(codec), min(kept, int(params["whole_keys"]))
+        chosen, whole = Codec.parse(codec), min(kept, int(last))
         chosen.require_pruned()
         (key_dim, value_dim), verbatim = self.dims, self._recent(num_tokens) + self.states + self._summary(num_tokens)
-        narrow = replace(self, head_dim=key_dim - int(key_dim * params["channels"]), value_dim=value_dim)
+        narrow = replace(self, head_dim=key_dim - int(key_dim * share), value_dim=value_dim)
         alone = replace(chosen, residual=0) if whole else chosen
         pieces = [narrow._piece(num_tokens, chosen, *piece) for piece in _pieces(alone, kept - whole)]
         pieces += [self._piece(num_tokens, chosen, *piece) for piece in _pieces(chosen, whole)]

@@ -10,12 +10,12 @@ from kvshelf.api.inspect import KeptOf
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Boundary, Layout, canonical_json
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.inputs.encode import SPLIT_IT, Document
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import How, cue_count
-from kvshelf.engine.requirements import require_budget_taken
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.view import DocumentView
@@ -101,14 +101,13 @@ def _target(spec: CreateCache, num_tokens: int) -> SizeTarget:
 
 
 def require_policy(spec: CreateCache) -> None:
-    """Raises `InvalidRequest` for an unknown policy or parameter, and for a size of a policy without a budget."""
+    """Raises `InvalidRequest` for an unknown policy or parameter, and for a size or questions that a policy does not
+    take."""
     if spec.policy == AUTO:
         return
     policy = build(spec.policy, spec.policy_params)
-    require_budget_taken(policy, spec.compression_ratio, spec.budget_tokens)
-    if spec.levels and policy.sizes_itself:
-        how = "has its size from its parameters" if policy.takes_budget else "keeps everything"
-        raise InvalidRequest(f"policy {policy.name!r} {how} and takes no levels", param="levels")
+    sizes = {name for name in ("compression_ratio", "budget_tokens", "levels") if getattr(spec, name) not in (None, [])}
+    require_possible(Combination(policy=policy, sizes=sizes, questions=spec.expected_questions))
 
 
 def first_date(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
