@@ -17,10 +17,10 @@ from kvshelf import errors
 from kvshelf.api import CreateCache
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.corpus.row import Row, RowError
+from kvshelf.corpus.row import CHARS_PER_TOKEN, Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import RequestJob, Runner, refuse, stored_caches
-from kvshelf.corpus.run.sampling import is_measured
+from kvshelf.corpus.run.sampling import Sample
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -156,6 +156,7 @@ class RowCaller:
         self._runner = Runner(errors.StoreError, errors.QuotaExceeded)
         self._begun: Counter[str] = Counter()  # by model
         self._shares = Shares(self.replicas)
+        self._sample = Sample()
         self.going = self._runner.going
 
     @property
@@ -182,8 +183,8 @@ class RowCaller:
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
         row_id = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
-        sampled = spec.quality is not None or spec.chooses or is_measured(row_id, row.length)
-        named = spec.model_copy(update={"model": model} | ({} if sampled else {"quality": False}))
+        measured = not _may_be_sampled(spec) or self._sample.begins(row.length / CHARS_PER_TOKEN)
+        named = spec.model_copy(update={"model": model} | ({} if measured else {"quality": False}))
         return RowJob(
             id=row_id,
             tenant=options.tenant,
@@ -228,7 +229,12 @@ class RowCaller:
 
     async def _create(self, job: RowJob) -> Row:
         try:
-            return self._ended(job, await self._runner.run(job))
+            done = self._ended(job, await self._runner.run(job))
+            if job.row.spec is not None and _may_be_sampled(job.row.spec):
+                probe_s = 0.0 if done.quality is None else done.quality["probe_s"]
+                worked_s = 0.0 if done.error is not None else max(done.seconds - probe_s, 0.0)
+                self._sample.ended(job.row.length / CHARS_PER_TOKEN, worked_s, probe_s if worked_s else 0.0)
+            return done
         except asyncio.CancelledError:
             ended = await asyncio.shield(_dropped(job))
             if ended is None:
@@ -268,6 +274,11 @@ class RowCaller:
         if any(manifest.created_at >= self.began for manifest in job.manifests):
             return replace(done, attempts=end.tries)
         return replace(done, attempts=end.tries, seconds=0.0, reused=True)
+
+
+def _may_be_sampled(spec: CreateCache) -> bool:
+    """Whether its batch says if the row is measured."""
+    return spec.quality is None and not spec.chooses
 
 
 async def _dropped(job: RowJob) -> RequestRecord | None:
