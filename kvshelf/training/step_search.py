@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
 LOSSLESS: Final = 0.0035
-"""Nats of KL that are taken for no loss: at 0.0029 SmolLM2 lost 2 of 28 right answers on real documents. Half of it costs
-an eighth more bytes, and how many are lost no longer follows it (docs/internals/policies.md)."""
+"""Nats of KL that are taken for no loss: at 0.0029 SmolLM2 lost 2 of 28 right answers on real documents. Half of it
+costs an eighth more bytes, and how many are lost no longer follows it (docs/internals/policies.md)."""
 
 QUARTERS: Final = 19
 """Quarters of an octave by which the step found may be finer than the codec's own."""
