@@ -28,7 +28,6 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.quality import How, cue_count
 from kvshelf_bench.quality.dataset.documents import Document, read_documents
-from scripts.validate_probe import spearman
 
 FLOOR: Final = 0.95
 LEAST_RIGHT: Final = 2
@@ -127,6 +126,19 @@ def costs(engine: Engine, documents: Sequence[Document], tokens: int, how: How) 
     cells = (engine.name, job.num_tokens, how, found.asked, found.cues)
     seconds = (f"{number:.2f}" for number in (prefill_s, quality_s, quality_s / prefill_s))
     return f"| {' | '.join(map(str, (*cells, *seconds)))} |"
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation: equal values share the mean of their ranks."""
+    ranks = torch.stack([_ranks(first), _ranks(second)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> torch.Tensor:
+    column = torch.tensor(values, dtype=torch.float64)
+    below = (column[:, None] > column[None]).sum(dim=1)
+    equal = (column[:, None] == column[None]).sum(dim=1)
+    return below + (equal - 1) / 2.0
 
 
 def report(found: Sequence[Measured]) -> list[str]:

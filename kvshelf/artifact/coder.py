@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec, refused
-from kvshelf.artifact.coded import CodedRows, Turn, encode_rows
+from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows, Turn, encode_rows
 from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, entries_from, entries_of, parts_of, with_entries
@@ -68,17 +68,43 @@ class LayerCoder:
 
         places = self._places(record)
         keys = coded("keys", record.keys, unrotate, places)
-        values = coded("values", record.values, None, places)
+        rows = record.values
+        if self.transform["values"].joint_slope is not None:
+            rows = rows.float() - self._foretold(record, self._keys(record, keys), joint=joint)
+        values = replace(coded("values", rows, None, places), dtype=record.values.dtype)
         return replace(record, keys=keys, values=values, importance=None, precise=None)
 
     def decoded(self, record: PackedRecord) -> PackedRecord:
         """The record with plain rows. Raises `BlobError` for streams that no encoder writes."""
         if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):
             return record
-        rotate = self.coder.rotate if record.rope_mode == "baked" else None
-        keys = record.keys.decode(self.transform["keys"], self.tables, self._places(record), rotate)
+        keys = self._keys(record, record.keys)
         values = record.values.decode(self.transform["values"], self.tables, (), None)
+        if self.transform["values"].joint_slope is not None:
+            values += self._foretold(record, keys, joint=record.values.joint)
         return replace(record, keys=keys, values=values)
+
+    def _keys(self, record: Packed, coded: CodedRows) -> Tensor:
+        rotate = self.coder.rotate if record.rope_mode == "baked" else None
+        return coded.decode(self.transform["keys"], self.tables, self._places(record), rotate)
+
+    def _foretold(self, record: Packed, keys: Tensor, *, joint: bool) -> Tensor:
+        """What values `[entries, D]` fp32 are expected to be beyond their means, by keys as they are decoded. 0 for the
+        first tokens, whose keys are unlike all others."""
+        places, values = self._places(record), self.transform["values"]
+        assert values.joint_slope is not None
+        assert values.each_slope is not None
+        states = list(torch.split(keys.float(), record.lengths))
+        if record.rope_mode == "baked":
+            states = [self.coder.unrotate(rows, at.long()) for rows, at in zip(states, places, strict=True)]
+        states = [rows - mean for rows, mean in zip(states, self.transform["keys"].mean, strict=True)]
+        if joint:
+            whole = torch.cat(states, dim=1) @ values.joint_slope
+            found = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
+        else:
+            found = torch.cat([rows @ slope for rows, slope in zip(states, values.each_slope, strict=True)])
+        found[torch.cat(record.positions).cpu() < FIRST_TOKENS] = 0
+        return found
 
     def _places(self, record: Packed) -> list[Tensor]:
         """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""

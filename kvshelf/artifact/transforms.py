@@ -4,7 +4,8 @@ They belong to the model, not to a document, and are made once by `kvshelf calib
 transforms and cannot be read without them.
 
 Version 2 weighs errors by what they cost the model's predictions, between the channels of a head (`weight`) and between
-layers, keys and values (`unit`). Of version 1 are files without weights, which stay readable.
+layers, keys and values (`unit`). Version 3 also foretells values from the keys of the same tokens (`slope`). Files of
+version 1, without weights, and 2 stay readable.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LARGEST_WEIGHT: Final = 1000.0
 """Ratio of the largest and the smallest factor of a weight. Beyond it, the 16 bits that it is stored in do not tell its
 inverse."""
 
-_FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2")
+_FORMATS: Final = ("kvshelf.transforms/1", "kvshelf.transforms/2", "kvshelf.transforms/3")
 _ABOUT: Final = "kvshelf"
 _STEP_EDGES: Final = [round(STEP_PARTS * 2 ** ((eighth + 0.5) / EIGHTHS)) for eighth in range(-49, 49)]
 
@@ -60,7 +61,10 @@ class RowTransform:
     joint_scales: `[H * D]` and each_scales: `[H, D]`: the deviation of each coefficient, as eighths of an octave above
     one unit. unit: the length that a step counts. multiplier: of the step under `steps=kl`; 1 where units differ by
     layer already. weight: `[H, D, D]` fp32, symmetric: rows are multiplied by it before they are transformed, so that
-    equal errors of coefficients cost the predictions alike; None for the identity.
+    equal errors of coefficients cost the predictions alike; None for the identity. joint_slope: `[H * Dk, H * D]` and
+    each_slope: `[H, Dk, D]`, fp32, of values: by how much a value is expected to differ from its mean where the key of
+    its token, without rotation, differs from its own. What is transformed is the rest. None for keys, and before
+    version 3.
     """
 
     mean: Tensor
@@ -71,6 +75,8 @@ class RowTransform:
     unit: float
     multiplier: float = 1.0
     weight: Tensor | None = None
+    joint_slope: Tensor | None = None
+    each_slope: Tensor | None = None
 
     def analysis(self, head: int | None) -> Tensor:
         """What rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None) `[H * D, H * D]` for
@@ -145,7 +151,7 @@ class Transforms:
             about = _about(data)
             if about.get("format") not in _FORMATS:
                 raise ValueError(f"its format is {about.get('format')!r}, and this kvshelf reads {', '.join(_FORMATS)}")
-            made = partial(_row_transform, tensors, weighted=about["format"] == _FORMATS[1])
+            made = partial(_row_transform, tensors, version=_FORMATS.index(about["format"]) + 1)
             layers = tuple({kind: made(f"{number}.{kind}") for kind in KINDS} for number in range(about["layers"]))
             return cls(data, str(about["weights"]), layers, _tables(tensors))
         except (SafetensorError, KeyError, ValueError, TypeError, AssertionError) as error:
@@ -157,9 +163,11 @@ class Transforms:
 def pack(
     weights: str, layers: Sequence[Mapping[Kind, RowTransform]], tables: Sequence[Any], origin: Mapping[str, str]
 ) -> bytes:
-    """The file of these transforms, of version 2 if they have weights. origin: how they were made, for people."""
+    """The file of these transforms, of version 2 if they have weights, 3 if they have slopes, too. origin: how they
+    were made, for people."""
     tensors: dict[str, Tensor] = {}
     weighted = all(found.weight is not None for layer in layers for found in layer.values())
+    foretelling = weighted and all(layer["values"].joint_slope is not None for layer in layers)
     for index, layer in enumerate(layers):
         for kind, found in layer.items():
             tensors |= {
@@ -173,9 +181,12 @@ def pack(
             }
             if found.weight is not None and weighted:
                 tensors[f"{index}.{kind}.weight"] = found.weight.half()
+            if foretelling and found.joint_slope is not None and found.each_slope is not None:
+                tensors[f"{index}.{kind}.joint_slope"] = found.joint_slope.half()
+                tensors[f"{index}.{kind}.each_slope"] = found.each_slope.half()
     tensors["tables.lengths"] = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tensors["tables"] = torch.from_numpy(np.concatenate(tables).astype(np.int16))
-    about = {"format": _FORMATS[weighted], "weights": weights, "layers": len(layers), **origin}
+    about = {"format": _FORMATS[weighted + foretelling], "weights": weights, "layers": len(layers), **origin}
     # In one string: safetensors writes several in another order each time, and equal transforms need one digest.
     return save_tensors(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, {_ABOUT: canonical_json(about)}
@@ -189,7 +200,7 @@ def _about(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _row_transform(tensors: Mapping[str, Tensor], name: str, *, weighted: bool) -> RowTransform:
+def _row_transform(tensors: Mapping[str, Tensor], name: str, *, version: int) -> RowTransform:
     mean, joint, each = (tensors[f"{name}.{part}"].float() for part in ("mean", "joint", "each"))
     heads, dim = mean.shape
     joint_scales, each_scales = (tensors[f"{name}.{part}_scales"] for part in ("joint", "each"))
@@ -205,8 +216,19 @@ def _row_transform(tensors: Mapping[str, Tensor], name: str, *, weighted: bool) 
         if not bool(((basis.T @ basis - torch.eye(len(basis))).abs() < 0.02).all()):
             raise ValueError(f"{name} is not orthogonal")
     scales = tuple(joint_scales.tolist()), tuple(map(tuple, each_scales.tolist()))
-    weight = _weight(tensors[f"{name}.weight"].float(), each.shape, name) if weighted else None
-    return RowTransform(mean, joint, each, *scales, unit, multiplier, weight)
+    weight = _weight(tensors[f"{name}.weight"].float(), each.shape, name) if version > 1 else None
+    slopes = _slopes(tensors, name, heads, dim) if version > 2 and name.endswith(KINDS[1]) else (None, None)
+    return RowTransform(mean, joint, each, *scales, unit, multiplier, weight, *slopes)
+
+
+def _slopes(tensors: Mapping[str, Tensor], name: str, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    joint, each = (tensors[f"{name}.{part}_slope"].float() for part in ("joint", "each"))
+    key_dim = tensors[f"{name.removesuffix(KINDS[1])}{KINDS[0]}.mean"].shape[1]
+    if (joint.shape, each.shape) != ((heads * key_dim, heads * dim), (heads, key_dim, dim)):
+        raise ValueError(f"{name} has slopes of other shapes than its keys")
+    if not bool(joint.isfinite().all() and each.isfinite().all()):
+        raise ValueError(f"{name} has slopes that are not finite")
+    return joint, each
 
 
 def _weight(weight: Tensor, shape: torch.Size, name: str) -> Tensor:

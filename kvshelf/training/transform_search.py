@@ -63,25 +63,27 @@ _COARSEST: Final = 0.7
 @dataclass
 class _Moments:
     """Of the joint rows `[n, H * D]` of one tensor: their number, sum and outer products, what errors in them cost
-    (`information` `[H, D, D]`), all fp64, and some of the rows themselves, fp16."""
+    (`information` `[H, D, D]`), all fp64, and some of the rows themselves, fp16. crossed: products of the keys, in a
+    row each, with these."""
 
     count: Tensor
     total: Tensor
     products: Tensor
+    crossed: Tensor
     information: Tensor
     rows: Tensor
 
     @classmethod
-    def of(cls, states: Tensor) -> _Moments:
-        """Of states `[H, n, D]` fp32."""
-        rows = states.transpose(0, 1).flatten(1)
+    def of(cls, states: Tensor, keys: Tensor) -> _Moments:
+        """Of states `[H, n, D]` fp32, and the keys `[H, n, Dk]` of the same tokens."""
+        rows, by = (each.transpose(0, 1).flatten(1) for each in (states, keys))
         heads, _, dim = states.shape
         none = torch.zeros(heads, dim, dim, dtype=torch.float64)
-        products = (rows.T @ rows).double()
-        return cls(torch.tensor(len(rows)), rows.double().sum(0), products, none, rows[::_ROWS_KEPT].half())
+        products, crossed = (rows.T @ rows).double(), (by.T @ rows).double()
+        return cls(torch.tensor(len(rows)), rows.double().sum(0), products, crossed, none, rows[::_ROWS_KEPT].half())
 
     def add(self, other: _Moments) -> None:
-        for name in ("count", "total", "products", "information"):
+        for name in ("count", "total", "products", "crossed", "information"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.rows = torch.cat([self.rows, other.rows])
 
@@ -92,6 +94,9 @@ class _Moments:
     @property
     def covariance(self) -> Tensor:
         return self.products / self.count - torch.outer(self.mean, self.mean)
+
+    def covariance_with(self, keys: _Moments) -> Tensor:
+        return self.crossed / self.count - torch.outer(keys.mean, self.mean)
 
 
 @dataclass
@@ -188,26 +193,25 @@ def find_transforms(
             gathered.save(checkpoint)
     report(len(documents), total)
     held = [texts[number] if number in texts else _asked(engine, documents, number) for number in told_by]
-    layers = _layers(gathered.layers)
-    sizes = sum(
-        _sizes(own[kind].rows, layer[kind])
-        for own, layer in zip(gathered.layers, layers, strict=True)
-        for kind in KINDS
-    )
-    tables = _tables(sizes)
-    tried = Transforms.from_bytes(pack(engine.identity.weights, layers, tables, {}))
+    tried = Transforms.from_bytes(_packed(engine, gathered, 0))
     rope = rope_to_undo(engine.facts)
     finer = coarsest(
         engine, Coder(tried, rope.rotate, rope.unrotate), held, lambda done: report(len(documents) + done, total)
     )
     tokens = sum(map(len, documents))
     about = {"model": engine.name, "documents": str(len(documents)), "tokens": str(tokens), "finer": str(finer)}
-    return pack(engine.identity.weights, [_finer(layer, finer) for layer in layers], tables, about)
+    return _packed(engine, gathered, finer, about)
+
+
+def _packed(engine: Engine, gathered: _Gathered, finer: int, about: Mapping[str, str] | None = None) -> bytes:
+    layers = _layers(gathered.layers, finer)
+    sizes = sum(_sizes(own, layer, kind) for own, layer in zip(gathered.layers, layers, strict=True) for kind in KINDS)
+    return pack(engine.identity.weights, layers, _tables(sizes), about or {})
 
 
 def _digest(engine: Engine, documents: Sequence[Sequence[int]]) -> str:
     constants = [_ASKED_ABOUT, _TOLD_BY, _ROWS_KEPT, FIRST_TOKENS]
-    return digest("kvshelf.transforms.search/2", engine.identity.fingerprint(), canonical_json([constants, documents]))
+    return digest("kvshelf.transforms.search/3", engine.identity.fingerprint(), canonical_json([constants, documents]))
 
 
 def _asked(engine: Engine, documents: Sequence[Sequence[int]], number: int) -> Asked:
@@ -235,16 +239,18 @@ def _moments(engine: Engine, text: Asked, *, asked: bool) -> list[dict[Kind, _Mo
         keys, values = (torch.stack(heads) for heads in record.plain_heads())
         keys = rope.unrotate(keys, record.positions[0])
         states = {"keys": keys, "values": values.float()}
-        found.append({kind: _Moments.of(states[kind][:, FIRST_TOKENS:].cpu()) for kind in KINDS})
+        coded = {kind: rows[:, FIRST_TOKENS:].cpu() for kind, rows in states.items()}
+        found.append({kind: _Moments.of(coded[kind], coded["keys"]) for kind in KINDS})
         for column, kind in enumerate(KINDS):
             if information is not None:
                 found[-1][kind].information += information[number][column]
     return found
 
 
-def _layers(moments: Sequence[Mapping[Kind, _Moments]]) -> list[dict[Kind, RowTransform]]:
+def _layers(moments: Sequence[Mapping[Kind, _Moments]], finer: int = 0) -> list[dict[Kind, RowTransform]]:
     """The transforms of each layer. The unit of each tensor is in inverse proportion to the root of what errors in it
-    cost by channel. The codec's own step is `_COARSEST` deviations, root mean square over all weighted channels."""
+    cost by channel. The codec's own step is `_COARSEST` deviations, root mean square over all weighted channels, or
+    smaller by `finer` quarters of an octave."""
     costs = torch.tensor([[_cost(layer[kind]) for kind in KINDS] for layer in moments], dtype=torch.float64)
     costs = (costs / costs.max() if costs.max() > 0 else torch.ones_like(costs)).clamp_min(_LEAST_WEIGHT)
     weights = [{kind: _weight(layer[kind]) for kind in KINDS} for layer in moments]
@@ -253,11 +259,37 @@ def _layers(moments: Sequence[Mapping[Kind, _Moments]]) -> list[dict[Kind, RowTr
         for kind, each in zip(KINDS, cost, strict=True):
             variances = _weighted(layer[kind].covariance, own[kind]).diagonal()
             spread, channels = spread + each * float(variances.sum()), channels + len(variances)
-    unit = _COARSEST / Codec.step * (max(spread, 1e-12) / channels) ** 0.5
-    return [
-        {kind: _row_transform(layer[kind], own[kind], unit / each**0.5) for kind, each in zip(KINDS, cost, strict=True)}
-        for layer, own, cost in zip(moments, weights, costs.tolist(), strict=True)
-    ]
+    unit = _COARSEST / Codec.step * (max(spread, 1e-12) / channels) ** 0.5 * 2 ** (-finer / 4)
+    return [_layer(layer, own, unit / cost.sqrt()) for layer, own, cost in zip(moments, weights, costs, strict=True)]
+
+
+def _layer(moments: Mapping[Kind, _Moments], weights: Mapping[Kind, Tensor], units: Tensor) -> dict[Kind, RowTransform]:
+    """Values are foretold from keys as they are decoded, with what rounding does to them."""
+    keys, values = moments["keys"], moments["values"]
+    key_unit, value_unit = units.tolist()
+    heads = len(weights["keys"])
+    undone: Tensor = torch.linalg.inv(torch.block_diag(*weights["keys"]))  # type: ignore[no-untyped-call]
+    decoded = keys.covariance + (Codec.step * key_unit) ** 2 / 12 * torch.matmul(undone, undone)
+    crossed, own = values.covariance_with(keys), values.covariance
+    joint, each = _slope(decoded, crossed), _slope(_blocks(decoded, heads), _blocks(crossed, heads))
+    left = own - torch.matmul(crossed.mT, joint)
+    left_each = _blocks(own, heads) - torch.matmul(_blocks(crossed, heads).mT, each)
+    of_values = _row_transform(values, left, left_each, weights["values"], value_unit)
+    return {
+        "keys": _row_transform(keys, keys.covariance, _blocks(keys.covariance, heads), weights["keys"], key_unit),
+        "values": replace(of_values, joint_slope=joint.float(), each_slope=each.float()),
+    }
+
+
+def _blocks(matrix: Tensor, heads: int) -> Tensor:
+    """Those of each head with itself: `[H, D, D']` of `[H * D, H * D']`."""
+    return matrix.view(heads, len(matrix) // heads, heads, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _slope(decoded: Tensor, crossed: Tensor) -> Tensor:
+    """As it is stored."""
+    slope: Tensor = torch.linalg.solve(decoded, crossed)
+    return slope.half().double()
 
 
 def _cost(found: _Moments) -> float:
@@ -282,29 +314,19 @@ def _weighted(covariance: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(blocks, torch.matmul(covariance, blocks))
 
 
-def _row_transform(found: _Moments, weight: Tensor, unit: float) -> RowTransform:
-    covariance = _weighted(found.covariance, weight)
+def _row_transform(found: _Moments, joint: Tensor, each: Tensor, weight: Tensor, unit: float) -> RowTransform:
+    """joint and each: covariances of what is transformed, of all heads together and of each alone."""
     heads, dim, _ = weight.shape
-    joint, joint_scales = _components(covariance, unit)
-    blocks = covariance.view(heads, dim, heads, dim)
-    own = [_components(blocks[head, :, head], unit) for head in range(heads)]
-    each = torch.stack([basis for basis, _ in own])
-    scales = joint_scales, tuple(scales for _, scales in own)
-    return RowTransform(found.mean.view(heads, dim).float(), joint, each, *scales, unit, weight=weight.float())
-
-
-def _finer(layer: Mapping[Kind, RowTransform], quarters: int) -> dict[Kind, RowTransform]:
-    """A layer with units smaller by so many quarters of an octave."""
-    eighths = quarters * EIGHTHS // 4
-    return {
-        kind: replace(
-            found,
-            unit=found.unit * 2 ** (-quarters / 4),
-            joint_scales=tuple(scale + eighths for scale in found.joint_scales),
-            each_scales=tuple(tuple(scale + eighths for scale in scales) for scales in found.each_scales),
-        )
-        for kind, found in layer.items()
-    }
+    basis, scales = _components(_weighted(joint, weight), unit)
+    own = [
+        _components(torch.matmul(one, torch.matmul(covariance, one)), unit)
+        for one, covariance in zip(weight, each, strict=True)
+    ]
+    bases = torch.stack([basis for basis, _ in own])
+    own_scales = tuple(scales for _, scales in own)
+    return RowTransform(
+        found.mean.view(heads, dim).float(), basis, bases, scales, own_scales, unit, weight=weight.float()
+    )
 
 
 def _components(covariance: Tensor, unit: float) -> tuple[Tensor, tuple[int, ...]]:
@@ -315,12 +337,16 @@ def _components(covariance: Tensor, unit: float) -> tuple[Tensor, tuple[int, ...
     return basis.flip(1).half().float(), tuple(scales.tolist())
 
 
-def _sizes(rows: Tensor, transform: RowTransform) -> Any:
+def _sizes(moments: Mapping[Kind, _Moments], layer: Mapping[Kind, RowTransform], kind: Kind) -> Any:
     """How many coefficients have each size, in parts of their deviation. Channels of next to no size tell nothing."""
+    transform = layer[kind]
+    rows = moments[kind].rows.float() - transform.mean.flatten()
+    if transform.joint_slope is not None:
+        rows -= (moments["keys"].rows.float() - layer["keys"].mean.flatten()) @ transform.joint_slope
     scales = torch.tensor(transform.joint_scales)
     used = scales > -6 * EIGHTHS
     deviations = transform.unit * 2.0 ** (scales[used] / EIGHTHS)
-    coefficients = (rows.float() - transform.mean.flatten()) @ transform.analysis(None)[:, used]
+    coefficients = rows @ transform.analysis(None)[:, used]
     bins = (coefficients.abs() / deviations * _PER_DEVIATION).clamp_max(_BINS - 1).long()
     return torch.bincount(bins.flatten(), minlength=_BINS).double().numpy()
 

@@ -16,7 +16,7 @@ from kvshelf.model import loading
 from kvshelf.samples.tasks import haystacks
 from kvshelf.training import step_search
 from kvshelf.training.asked import Asked
-from kvshelf.training.transform_search import _finer, _layers, _moments, _tables, find_transforms
+from kvshelf.training.transform_search import _layers, _moments, _tables, find_transforms
 from tests.conftest import save_random_model
 from tests.engine.test_windows import made as windowed
 
@@ -148,7 +148,7 @@ def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
     exact = text.predictions(tiny, text.cache)
 
     def coded(moments, finer):
-        data = pack("0f", [_finer(layer, finer) for layer in _layers(moments)], tables, {})
+        data = pack("0f", _layers(moments, finer), tables, {})
         coder = Coder(Transforms.from_bytes(data), tiny.rope.rotate, tiny.rope.unrotate)
         made = text.cache.encoded("klt", coder)
         layers = [
@@ -164,6 +164,52 @@ def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
         assert min(nbytes for nbytes, cost in weighted if cost <= loss) < 0.8 * size
 
 
+def test_values_foretold_from_keys_take_fewer_bytes_for_the_same_errors(tiny, learnt):
+    """Against moments in which keys tell nothing of values: the transforms of version 2."""
+    unrelated = [
+        dict(layer, values=replace(layer["values"], crossed=torch.outer(layer["keys"].total, layer["values"].mean)))
+        for layer in learnt
+    ]
+    cache, sizes, errors = Asked.about(tiny, prose(tiny, 5)[4]).cache, [], []
+    for moments in (learnt, unrelated):
+        coder = made_coder(tiny, _layers(moments, 8))
+        made = cache.encoded("klt", coder)
+        exact, after = (torch.cat([layer.values for layer in one.layers]) for one in (cache, made.decoded(coder)))
+        sizes.append(sum(layer.values.nbytes for layer in made.layers))
+        errors.append(float((exact - after).norm()))
+    assert sizes[0] < 0.95 * sizes[1]
+    assert errors[0] < 1.02 * errors[1]
+
+
+@pytest.mark.parametrize("codec", ["klt", "klt:heads=each", "klt:classes=0.5/1.5,shares=20/30"])
+@pytest.mark.parametrize("policy", ["full", "keydiff"])
+def test_no_coefficient_of_a_foretold_value_is_further_off_than_its_step(tiny, learnt, codec, policy):
+    """Of all heads together, of each alone, of parts, and of keys that are rotated to places in the cache."""
+    coder = made_coder(tiny, _layers(learnt, 8))
+    cache = tiny.run(tiny.prepare(TEXTS[0], policy=policy)).cache
+    after = cache.encoded(codec, coder).decoded(coder)
+    for number, (before, decoded) in enumerate(zip(cache.layers, after.layers, strict=True)):
+        own = coder.transforms.layers[number]["values"]
+        parts = [dict(zip(at.tolist(), rows, strict=True)) for at, rows in heads_of(before)]
+        for part in getattr(decoded, "parts", (decoded,)):
+            for head, (at, rows) in enumerate(heads_of(part)):
+                exact = torch.stack([parts[head][token] for token in at.tolist()])
+                off = (exact - rows) @ own.weight[head] / own.unit
+                assert float(off.pow(2).mean().sqrt()) < 1.5 * 0.32
+                assert torch.equal(exact[at < 4].bfloat16(), rows[at < 4].bfloat16())
+
+
+def heads_of(record):
+    return list(zip(record.positions, record.plain_heads()[1], strict=True))
+
+
+def made_coder(engine, layers):
+    import numpy as np
+
+    tables = _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4))
+    return Coder(Transforms.from_bytes(pack("0f", layers, tables, {})), engine.rope.rotate, engine.rope.unrotate)
+
+
 def test_weights_are_undone_when_rows_are_decoded(learnt):
     for layer in _layers(learnt):
         for found in layer.values():
@@ -172,7 +218,7 @@ def test_weights_are_undone_when_rows_are_decoded(learnt):
             assert torch.allclose(found.analysis(1) @ found.synthesis(1), torch.eye(found.each.shape[1]), atol=0.05)
 
 
-@pytest.mark.parametrize("damage", ["format", "missing", "skew", "singular", "wide", "cut"])
+@pytest.mark.parametrize("damage", ["format", "missing", "skew", "singular", "wide", "slope", "infinite", "cut"])
 def test_transforms_that_cannot_be_right_are_refused(learnt, damage):
     import numpy as np
 
@@ -185,9 +231,15 @@ def test_transforms_that_cannot_be_right_are_refused(learnt, damage):
     elif damage == "wide":
         weight = weight[:, :-1]
     layers[0]["keys"] = replace(layers[0]["keys"], weight=weight)
+    slope = layers[0]["values"].joint_slope.clone()
+    if damage == "slope":
+        layers[0]["values"] = replace(layers[0]["values"], joint_slope=slope[:-1])
+    elif damage == "infinite":
+        slope[0, 0] = float("inf")
+        layers[0]["values"] = replace(layers[0]["values"], joint_slope=slope)
     data = pack("0f", layers, _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)), {})
     if damage == "format":
-        data = data.replace(b"kvshelf.transforms/2", b"kvshelf.transforms/3")
+        data = data.replace(b"kvshelf.transforms/3", b"kvshelf.transforms/4")
     elif damage == "missing":
         data = data.replace(b"0.keys.weight", b"0.keys.heavy_")
     elif damage == "cut":
@@ -201,6 +253,18 @@ def test_version_1_is_read_and_has_no_weights(tiny):
     assert not [name for name in load_tensors(found.data) if name.endswith(".weight")]
     assert {layer[kind].weight for layer in found.layers for kind in KINDS} == {None}
     assert found.digest.startswith(BUNDLED)
+
+
+def test_version_2_is_read_and_foretells_nothing(learnt):
+    import numpy as np
+
+    plain = {"joint_slope": None, "each_slope": None}
+    layers = [dict(layer, values=replace(layer["values"], **plain)) for layer in _layers(learnt)]
+    data = pack("0f", layers, _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)), {})
+    assert b"kvshelf.transforms/2" in data
+    found = Transforms.from_bytes(data)
+    assert {layer["values"].joint_slope for layer in found.layers} == {None}
+    assert found.layers[0]["values"].weight is not None
 
 
 def test_texts_too_short_to_be_asked_about_and_layers_with_windows_are_refused(random):

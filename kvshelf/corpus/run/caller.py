@@ -20,6 +20,7 @@ from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.corpus.row import CHARS_PER_TOKEN, Row, RowError
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.corpus.run.runner import PAUSES, Pauses, RequestJob, Runner, refuse, stored_caches
+from kvshelf.corpus.run.sampling import Sample
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
@@ -156,6 +157,7 @@ class RowCaller:
         self._runner = Runner(errors.StoreError, errors.QuotaExceeded, pauses=self.pauses)
         self._begun: Counter[str] = Counter()  # by model
         self._shares = Shares(self.replicas)
+        self._sample = Sample()
         self.going = self._runner.going
 
     @property
@@ -182,8 +184,8 @@ class RowCaller:
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
         row_id = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
-        sampled = spec.quality is not None or spec.chooses or is_measured(row_id, row.length)
-        named = spec.model_copy(update={"model": model} | ({} if sampled else {"quality": False}))
+        measured = not _may_be_sampled(spec) or self._sample.begins(row.length / CHARS_PER_TOKEN)
+        named = spec.model_copy(update={"model": model} | ({} if measured else {"quality": False}))
         return RowJob(
             id=row_id,
             tenant=options.tenant,
@@ -228,7 +230,12 @@ class RowCaller:
 
     async def _create(self, job: RowJob) -> Row:
         try:
-            return self._ended(job, await self._runner.run(job))
+            done = self._ended(job, await self._runner.run(job))
+            if job.row.spec is not None and _may_be_sampled(job.row.spec):
+                probe_s = 0.0 if done.quality is None else done.quality["probe_s"]
+                worked_s = 0.0 if done.error is not None else max(done.seconds - probe_s, 0.0)
+                self._sample.ended(job.row.length / CHARS_PER_TOKEN, worked_s, probe_s if worked_s else 0.0)
+            return done
         except asyncio.CancelledError:
             ended = await asyncio.shield(_dropped(job))
             if ended is None:
@@ -268,6 +275,11 @@ class RowCaller:
         if any(manifest.created_at >= self.began for manifest in job.manifests):
             return replace(done, attempts=end.tries)
         return replace(done, attempts=end.tries, seconds=0.0, reused=True)
+
+
+def _may_be_sampled(spec: CreateCache) -> bool:
+    """Whether its batch says if the row is measured."""
+    return spec.quality is None and not spec.chooses
 
 
 async def _dropped(job: RowJob) -> RequestRecord | None:
@@ -326,19 +338,3 @@ def _level(manifest: Manifest) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "quality": None if manifest.quality is None else manifest.quality.model_dump(),
     }
-
-
-_SHARE: Final = 0.1
-CUE_TOKENS: Final = 58
-"""Tokens that a cue runs behind the full cache and the compressed one."""
-_TOKENS_OF_A_CUE, _FEWEST, _MOST = 128, 10, 48
-"""As of a fast probe (`kvshelf.engine.quality`, which needs torch; a front end has none)."""
-_DIGITS: Final = 8
-
-
-def is_measured(row_id: str, characters: int) -> bool:
-    """Whether the row with this id is of the sample: each with the probability at which measuring all rows like it
-    would take a tenth of their prefills. Drawn by the id, so that a batch that goes on has the same sample."""
-    tokens = characters / CHARS_PER_TOKEN
-    cost = CUE_TOKENS * min(max(tokens // _TOKENS_OF_A_CUE, _FEWEST), _MOST)
-    return int(row_id[-_DIGITS:], 16) / 16**_DIGITS < _SHARE * tokens / cost
