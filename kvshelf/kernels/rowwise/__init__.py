@@ -92,11 +92,13 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | Non
     require(
         x.dtype == _rows_of(packed)
         and packed.dtype in WEIGHT_DTYPES
+        and (packed.dtype != torch.bfloat16 or multiplies_pairs())
         and (packed.dtype == torch.int8) == (scales is not None)
         and x.device.type == "cpu"
         and x.shape[-1] * packed.shape[0] * PANEL == packed.numel(),
         "linear",
-        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales; or both bf16",
+        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales; or, with AVX512-BF16, both "
+        "bf16",
         x=x,
         packed=packed,
     )
