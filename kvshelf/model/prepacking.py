@@ -2,7 +2,8 @@
 
 `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
 kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no AMX;
-elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`, freezing).
+elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the
+same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ class PrepackedLinear(PackedLinear):
 
 
 class PanelLinear(PackedLinear):
-    """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32; in
-    bf16 in panels of pairs, where the processor multiplies these.
+    """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32;
+    in bf16 in panels of pairs, where the processor multiplies these.
 
-    A weight in fp32 that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to keep and to
-    read for the same products, to the bit. Its panels are int16, so that no cast of the model changes them. Passes run
-    by lists of instructions (`kernels.rowwise`) need this layer.
+    A weight in fp32 that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to
+    keep and to read for the same products, to the bit. Its panels are int16, so that no cast of the model changes
+    them. Passes run by lists of instructions (`kernels.rowwise`) need this layer.
     """
 
     @staticmethod

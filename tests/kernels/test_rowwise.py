@@ -100,7 +100,7 @@ def test_products_of_weights_in_bf16_are_those_of_the_same_in_fp32_to_the_bit(ro
 
 
 @pytest.fixture
-def bf16(threads):
+def bf16():
     """At levels that multiply it."""
     if not multiplies_bf16():
         pytest.skip("no AVX512-BF16 at this level, or AMX")

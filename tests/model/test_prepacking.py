@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshelf.engine.engine import Engine
-from kvshelf.kernels.native import LEVEL, library
+from kvshelf.kernels.native import LEVEL
 from kvshelf.kernels.rowwise import available, multiplies_bf16, pack_weight
 from kvshelf.model import loading as models
 from kvshelf.model.prepacking import PackedLinear, PanelLinear, TiedLinear, prepack
@@ -19,6 +19,7 @@ from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from tests.conftest import save_random_model
+from tests.kernels.conftest import forget_library
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors keep torch's own order")
 
@@ -129,13 +130,13 @@ def test_weights_in_bf16_are_onednns_where_the_level_has_no_products_of_them(mon
     assert packed.weight.nbytes == plain.weight.nbytes
     made = packed(x)
     monkeypatch.setenv(LEVEL, "avx2")
-    library.cache_clear()
     try:
+        forget_library()
         other = PackedLinear.of(plain.weight, plain.bias)
         assert not isinstance(other, PanelLinear)
         torch.testing.assert_close(other(x), made)
     finally:
-        library.cache_clear()
+        forget_library()
     widened = copy.deepcopy(packed).float()
     torch.testing.assert_close(widened(x.float()), plain.float()(x.float()))
 

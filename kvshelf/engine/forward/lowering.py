@@ -68,8 +68,9 @@ class Value:
 @dataclass(eq=False)
 class Lowered:
     """`segments[i]`: the instructions before attention i, the last ones those after the last. `attended[i]`: queries,
-    keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `first` gives `entries`, the values with which the
-    segments begin, of token ids and positions; `last` makes the logits of `leavings`, which the segments leave."""
+    keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `first` gives `entries`,
+    the values with which the segments begin, of token ids and positions; `last` makes the logits of `leavings`, which
+    the segments leave."""
 
     buffers: list[Buffer] = field(default_factory=list)
     segments: list[list[Instruction]] = field(default_factory=lambda: [[]])

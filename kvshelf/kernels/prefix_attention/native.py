@@ -21,7 +21,16 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Choice
 from kvshelf.kernels.choose import native as choosing
-from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run_parts
+from kvshelf.kernels.native import (
+    FEW_ROWS,
+    LANES,
+    TYPES,
+    WIDTHS,
+    Bf16Products,
+    Part,
+    bf16_products,
+    run_parts,
+)
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -86,10 +95,10 @@ def attention_part(
 ) -> Part | None:
     """Attention of a batch that `run_parts` will run, which then also appends keys and values to the suffixes.
 
-    states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]`, in fp32 or bf16, the heads of a token side by
-    side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The rest as in `prefix_attention`, but that the
-    new tokens only have room in the suffixes. Until it has run, the caller keeps all these tensors. None where C cannot
-    attend to some of them.
+    states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]`, in fp32 or bf16, the heads of a
+    token side by side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The rest as in
+    `prefix_attention`, but that the new tokens only have room in the suffixes. Until it has run, the caller keeps
+    all these tensors. None where C cannot attend to some of them.
     """
     queries, keys, values = (each[0].transpose(0, 1) for each in states)  # [N, heads, D]
     if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == queries.dtype for x in (keys, values))):
@@ -151,7 +160,7 @@ def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None)
         sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
     else:
         sound = states.stride(-1) == 1
-    few = rows <= FEW_ROWS or queries.dtype == torch.float32 or not torch.cpu._is_amx_tile_supported()
+    few = rows <= FEW_ROWS or queries.dtype == torch.float32 or bf16_products() != Bf16Products.TILES
     dim = states.shape[-1] if dim is None else dim
     alike = states.dtype == queries.dtype and queries.shape[-1] == dim
     return sound and few and alike and queries.dtype in TYPES and dim in WIDTHS

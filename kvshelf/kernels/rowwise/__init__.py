@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.checks import require
-from kvshelf.kernels.native import LANES, library
+from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
 from kvshelf.kernels.rowwise.native import (
     BLOCK_ROWS,
     LINES,
@@ -25,7 +25,6 @@ from kvshelf.kernels.rowwise.native import (
     Instruction,
     Place,
     RowProgram,
-    multiplies_pairs,
     multiply,
     multiply_lines,
 )
@@ -57,7 +56,7 @@ def available() -> bool:
 def multiplies_bf16() -> bool:
     """Whether `linear` takes rows and weights in bf16. Where the processor has AMX, oneDNN's products are meant to be
     faster, and no such machine was there to measure them."""
-    return available() and multiplies_pairs() and not torch.cpu._is_amx_tile_supported()
+    return available() and bf16_products() == Bf16Products.PAIRS
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -80,9 +79,10 @@ _LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[n
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, on the CPU.
 
-    packed: fp32; int16, the bits of bf16; or int8, whose numbers are its own times `scales` `[outputs]` fp32. Then rows,
-    bias and sums are fp32. Or bf16, as rows and bias are then; sums are fp32, and rounded at the end. Sums of a row go
-    from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows * inputs * outputs.
+    packed: fp32; int16, the bits of bf16; or int8, whose numbers are its own times `scales` `[outputs]` fp32. Then
+    rows, bias and sums are fp32. Or bf16, as rows and bias are then; sums are fp32, and rounded at the end. Sums of a
+    row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows * inputs *
+    outputs.
     """
     product: Tensor = torch.ops.kvshelf.linear.default(x, packed, bias, scales)
     return product
@@ -92,13 +92,13 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | Non
     require(
         x.dtype == _rows_of(packed)
         and packed.dtype in WEIGHT_DTYPES
-        and (packed.dtype != torch.bfloat16 or multiplies_pairs())
+        and (packed.dtype != torch.bfloat16 or multiplies_bf16())
         and (packed.dtype == torch.int8) == (scales is not None)
         and x.device.type == "cpu"
         and x.shape[-1] * packed.shape[0] * PANEL == packed.numel(),
         "linear",
-        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales; or, with AVX512-BF16, both "
-        "bf16",
+        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales; with "
+        "AVX512-BF16 also both in bf16",
         x=x,
         packed=packed,
     )

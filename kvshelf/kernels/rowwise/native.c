@@ -509,15 +509,6 @@ EXPORT void kvshelf_multiply_lines(const float *x, const float *weight, float *y
     for_each(lines.pieces, threads, multiply_some_lines, &lines);
 }
 
-/* Whether this CPU multiplies PAIRS. */
-EXPORT int kvshelf_multiplies_pairs(void) {
-#if defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512bf16") != 0;
-#else
-    return 0;
-#endif
-}
-
 static void run_product(Member *member, const void *context) { run_rows(member, context); }
 
 /* x [rows, inputs] times a packed weight, and the bias, into y. sizes: rows, panels, inputs, the rows of a block, and the

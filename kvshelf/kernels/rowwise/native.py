@@ -46,9 +46,9 @@ class Place:
 class Instruction:
     """One operation of `OPERATIONS` on every row.
 
-    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the inputs,
-    or pairs of them, and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear"; scales where the
-    weight is int8. "narrow" is a copy in bf16.
+    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the
+    inputs, or pairs of them, and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear";
+    scales where the weight is int8. "narrow" is a copy in bf16.
     """
 
     operation: str
@@ -141,18 +141,13 @@ class RowProgram:
 
 
 def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]` fp32, both contiguous. scales: `[outputs]`, of
-    a weight in int8."""
+    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]` fp32, both contiguous. scales: `[outputs]`,
+    of a weight in int8."""
     (panels, inputs), threads = packed.shape[:2], torch.get_num_threads()
     rows = out.numel() // (panels * PANEL)
     sizes = (ctypes.c_int64 * 5)(rows, panels, inputs, _block_rows(rows, threads), WEIGHT_DTYPES.index(packed.dtype))
     given = (None if each is None else pointer(each) for each in (scales, bias))
     compiled().kvshelf_multiply(pointer(x), pointer(packed), *given, pointer(out), sizes, threads)
-
-
-def multiplies_pairs() -> bool:
-    """Whether the CPU can multiply weights in bf16 and rows in bf16. The library was compiled."""
-    return bool(compiled().kvshelf_multiplies_pairs())
 
 
 def multiply_lines(x: Tensor, weight: Tensor, out: Tensor) -> None:
