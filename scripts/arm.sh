@@ -6,8 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD/.arm
 export CC=aarch64-linux-gnu-gcc
 
-# The newest torch whose wheel for ARM has no CUDA in it.
-WHEELS=(torch==2.10.0 numpy pytest pytest-timeout hypothesis)
+# The newest torch whose wheel for ARM has no CUDA in it. What these need is named, because pip reads "on x86_64" in a
+# requirement as of the machine it runs on, and would ask for CUDA.
+WHEELS=(torch==2.10.0 filelock fsspec jinja2 markupsafe mpmath networkx sympy typing-extensions numpy
+  pytest pytest-timeout iniconfig packaging pluggy pygments hypothesis sortedcontainers)
 DEBIAN=(python3.11-minimal libpython3.11-stdlib libgomp1 libstdc++6)
 OPERATIONS=(choose column_sums mean_cosines prefix_attention rotate row_norms rowwise select window_scores)
 # constriction, which writes the streams of other tests, has no build for ARM under Linux.
@@ -26,7 +28,7 @@ if [ ! -f "$root/.complete" ]; then
   "${apt[@]}" update
   "${apt[@]}" install --download-only --yes --no-install-recommends "${DEBIAN[@]}"
   for package in "$root"/cache/archives/*.deb; do dpkg -x "$package" "$root/debian"; done
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --target "$root/packages" --only-binary :all: \
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$root/packages" --only-binary :all: \
     --python-version 3.11 --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
     --platform manylinux2014_aarch64 "${WHEELS[@]}"
   touch "$root/.complete"

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -88,6 +89,20 @@ def compiled() -> ctypes.CDLL:
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
     """Where a tensor's numbers begin. The caller keeps the tensor alive."""
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+class Bf16Products(IntEnum):
+    """How this CPU multiplies bf16: as fp32, by AVX512-BF16 or by AMX. Numbered as in C."""
+
+    FP32 = 0
+    PAIRS = 1
+    TILES = 2
+
+
+@cache
+def bf16_products() -> Bf16Products:
+    """Those of the library, which was compiled."""
+    return Bf16Products(compiled().kvshelf_bf16_products())
 
 
 class Part(NamedTuple):

@@ -1,8 +1,9 @@
 """Linear layers with weights in the memory layout in which they are multiplied, on a CPU.
 
-`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product. In
-fp32 kvshelf's own C form multiplies them where it was compiled, elsewhere and in bf16 oneDNN. Its two operations used
-here are what torch's own compiler makes of layers whose weights stay the same (`torch._inductor`, freezing).
+`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
+kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no AMX;
+elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the
+same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvshelf.kernels.rowwise import (
     WEIGHT_DTYPES,
     available,
     linear,
+    multiplies_bf16,
     pack_weight,
     plain_linear,
     unpack_weight,
@@ -128,22 +130,26 @@ class PrepackedLinear(PackedLinear):
 
 
 class PanelLinear(PackedLinear):
-    """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32.
+    """With weights in panels, `[out_features / 32, in_features, 32]`, which kvshelf's own C form multiplies in fp32;
+    in bf16 in panels of pairs, where the processor multiplies these.
 
-    A weight that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to keep and to
-    read for the same products, to the bit. Its panels are int16, so that no cast of the model changes them. Passes run
-    by lists of instructions (`kernels.rowwise`) need this layer.
+    A weight in fp32 that is exact in bf16, as of a model that was published so, is held in bf16: half the bytes to
+    keep and to read for the same products, to the bit. Its panels are int16, so that no cast of the model changes
+    them. Passes run by lists of instructions (`kernels.rowwise`) need this layer.
     """
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Whether this process can multiply such a weight `[out_features, in_features]`."""
-        fits = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape[0] % PANEL == 0
-        return fits and available()
+        outputs, inputs = weight.shape
+        fits = weight.device.type == "cpu" and outputs % PANEL == 0
+        if weight.dtype == torch.bfloat16:
+            return fits and inputs % 2 == 0 and multiplies_bf16()
+        return fits and weight.dtype == torch.float32 and available()
 
     @staticmethod
     def _packed(weight: Tensor) -> Tensor:
-        bits = bits_of_bf16(weight)
+        bits = bits_of_bf16(weight) if weight.dtype == torch.float32 else None
         return pack_weight(weight if bits is None else bits)
 
     @property
@@ -152,7 +158,9 @@ class PanelLinear(PackedLinear):
         return weight.view(torch.bfloat16).float() if weight.dtype == torch.int16 else weight
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 and self.weight.dtype in WEIGHT_DTYPES
+        if self.weight.dim() == 4:
+            return dtype == self.weight.dtype == torch.bfloat16
+        return dtype == torch.float32 and self.weight.dtype in WEIGHT_DTYPES[:3]
 
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -260,9 +268,9 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
 
 
 def bits_of_bf16(weight: Tensor) -> Tensor | None:
-    """A weight in fp32 as the bits of bf16, int16; None where it is not exact there."""
+    """A weight as the bits of bf16, int16; None where it is not exact there."""
     halves = weight.detach().bfloat16()
-    return halves.view(torch.int16) if torch.equal(halves.float(), weight) else None
+    return halves.view(torch.int16) if torch.equal(halves.to(weight.dtype), weight) else None
 
 
 def plain_weight(module: nn.Module | None) -> Tensor | None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvshelf.kernels import compiling, native
-from kvshelf.kernels.column_sums.native import bf16_products
-from kvshelf.kernels.native import library
+from kvshelf.kernels.native import bf16_products, library
 from tests.kernels.compiling import Compiler
 
 

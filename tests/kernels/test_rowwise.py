@@ -20,6 +20,7 @@ from kvshelf.kernels.rowwise import (
     RowProgram,
     available,
     linear,
+    multiplies_bf16,
     pack_weight,
     unpack_weight,
 )
@@ -70,7 +71,7 @@ def test_products_are_those_of_torch_and_a_row_has_no_neighbours(rows):
     for own in (bias, None):
         made = linear(x, packed, own)
         exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
-        torch.testing.assert_close(made.double(), exact, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(made.double(), exact, atol=4e-6, rtol=1e-5)
         for row in range(0, rows, 31):
             assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
 
@@ -98,6 +99,51 @@ def test_products_of_weights_in_bf16_are_those_of_the_same_in_fp32_to_the_bit(ro
         assert torch.equal(linear(x, pack_weight(weight.view(torch.int16)), own), expected)
 
 
+@pytest.fixture
+def bf16():
+    """At levels that multiply it."""
+    if not multiplies_bf16():
+        pytest.skip("no AVX512-BF16 at this level, or AMX")
+
+
+@pytest.mark.usefixtures("bf16")
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_in_bf16_are_those_of_the_same_numbers_rounded_once_and_a_row_has_no_neighbours(rows):
+    """Over more inputs than a depth has. Nearer than half of the distance between two numbers of bf16, and what fp32
+    sums are off by."""
+    torch.manual_seed(rows)
+    weight, bias, x = (torch.randn(*shape).bfloat16() for shape in ((96, 700), (96,), (rows, 700)))
+    packed = pack_weight(weight)
+    assert torch.equal(unpack_weight(packed), weight)
+    for own in (bias, None):
+        made = linear(x, packed, own)
+        exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
+        assert made.dtype == torch.bfloat16
+        assert bool(((made.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all())
+        for row in range(0, rows, 31):
+            assert torch.equal(linear(x[row : row + 1], packed, own)[0], made[row])
+
+
+@pytest.mark.parametrize("rows", [1, 40, 97, 200])
+def test_a_list_narrows_a_value_and_multiplies_it_with_sums_in_fp32(rows):
+    """Halves of a row change places as they become bf16. The product is for levels that have it."""
+    x, weight = torch.randn(rows, 48), torch.randn(64, 48).bfloat16()
+    half, line = (0, 0, 1), (0, 0, 1)
+    narrowed = [
+        Instruction("narrow", (1, 1, 24), Place(1, 0, (0, 0, 1)), Place(0, 24, half), Place(0, 24, half)),
+        Instruction("narrow", (2, 3, 8), Place(3, 0, (24, 8, 1)), Place(0, 0, (24, 1, 3)), Place(0, 0, (24, 1, 3))),
+        Instruction("linear", (2, 24, 1), Place(2, 0, line), Place(3, 0, line), Place(3, 0, line), pack_weight(weight)),
+    ]
+    buffers = [Buffer(48), Buffer(24, dtype=torch.bfloat16), Buffer(64), Buffer(48, dtype=torch.bfloat16)]
+    values = {0: x, 1: torch.zeros(rows, 24, dtype=torch.bfloat16), 2: torch.full((rows, 64), torch.nan)}
+    RowProgram(narrowed if multiplies_bf16() else narrowed[:2], buffers, list(values)).run(values, rows)
+    assert torch.equal(values[1], x[:, 24:].bfloat16())
+    if not multiplies_bf16():
+        return
+    turned = x.view(rows, 2, 8, 3).transpose(2, 3).reshape(rows, 48).bfloat16()
+    torch.testing.assert_close(values[2].double(), turned.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(len(levels()) < 2, reason="there is one level")
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 13, 97])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.int8])
@@ -119,7 +165,7 @@ def test_a_product_has_the_same_bits_at_every_level(rows, dtype, monkeypatch):
 
 def test_a_product_of_other_numbers_is_refused():
     packed = pack_weight(torch.randn(32, 8))
-    for x in (torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64)):
+    for x in (torch.randn(2, 7), torch.randn(2, 8, dtype=torch.float64), torch.randn(2, 8).bfloat16()):
         with pytest.raises(InvalidTensor, match="fp32"):
             linear(x, packed, None)
     scales = torch.ones(32)
@@ -128,6 +174,7 @@ def test_a_product_of_other_numbers_is_refused():
         (packed.to(torch.int8), None),
         (packed.to(torch.int16), scales),
         (packed.double(), None),
+        (pack_weight(torch.randn(32, 8).bfloat16()), None),
     ):
         with pytest.raises(InvalidTensor, match="int8 with scales"):
             linear(torch.randn(2, 8), weight, None, beside)

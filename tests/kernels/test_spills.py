@@ -48,10 +48,11 @@ def test_loops_for_arm_keep_their_vectors_in_registers(tmp_path, monkeypatch):
 
 
 def require_registers(path: Path, processor: Processor) -> None:
+    products = PRODUCTS | ({"add_pairs"} if "v4" in path.name else set())
     own = [loop for loop in loops(path, processor) if loop.fused or (loop.decodes and loop.function in ANS)]
-    for names in (PRODUCTS, ATTENTION, COLUMN_SUMS, QUANTIZATION, ANS):
+    for names in (products, ATTENTION, COLUMN_SUMS, QUANTIZATION, ANS):
         kind = [loop for loop in own if loop.function in names]
-        assert names != PRODUCTS or {loop.function for loop in kind} == names
+        assert names != products or {loop.function for loop in kind} == names
         assert kind, f"no loops of {names}: has a function another name?"
         assert not [(loop.function, loop.spills) for loop in kind if loop.spills]
 

@@ -11,13 +11,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshelf.engine.engine import Engine
-from kvshelf.kernels.rowwise import available, pack_weight
+from kvshelf.kernels.native import LEVEL
+from kvshelf.kernels.rowwise import available, multiplies_bf16, pack_weight
 from kvshelf.model import loading as models
 from kvshelf.model.prepacking import PackedLinear, PanelLinear, TiedLinear, prepack
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.deployment import ReplicaConfig, ServedReplica
 from tests.conftest import save_random_model
+from tests.kernels.conftest import forget_library
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors keep torch's own order")
 
@@ -118,6 +120,25 @@ def test_weights_that_are_exact_in_bf16_take_half_the_bytes_and_give_the_same_lo
             assert torch.equal(model(ids).logits, wide(ids).logits)
     assert model.dtype == torch.float32
     assert Engine(model, name="m").identity == identity
+
+
+@pytest.mark.skipif(not available() or not multiplies_bf16(), reason="the processor has no AVX512-BF16, or AMX")
+def test_weights_in_bf16_are_onednns_where_the_level_has_no_products_of_them(monkeypatch):
+    plain, x = linear(64, 96, torch.bfloat16), torch.randn(3, 64).bfloat16()
+    packed = PackedLinear.of(plain.weight, plain.bias)
+    assert isinstance(packed, PanelLinear)
+    assert packed.weight.nbytes == plain.weight.nbytes
+    made = packed(x)
+    monkeypatch.setenv(LEVEL, "avx2")
+    try:
+        forget_library()
+        other = PackedLinear.of(plain.weight, plain.bias)
+        assert not isinstance(other, PanelLinear)
+        torch.testing.assert_close(other(x), made)
+    finally:
+        forget_library()
+    widened = copy.deepcopy(packed).float()
+    torch.testing.assert_close(widened(x.float()), plain.float()(x.float()))
 
 
 def test_what_onednn_is_not_fast_for_stays(tiny_folder):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from kvshelf.engine.forward.tracing import TOKENS, Trace
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise import PANEL, Buffer, Instruction, Place
 
 _ATEN = torch.ops.aten
 _LINEAR = torch.ops.kvshelf.linear.default
@@ -36,12 +36,17 @@ _UNARY = {
 }  # fmt: skip
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
+"""Of a model's values. All are computed in fp32, and rounded to bf16 only where they are multiplied with weights or
+attended to: that rounds less often than the model does by its modules."""
+
+
 class CannotLower(Exception):
     """The trace has an operation that lists of instructions cannot say."""
 
 
 Eager = Callable[..., Sequence[Tensor]]
-"""Operations that torch carries out, given the number of rows and their inputs."""
+"""Operations that torch carries out, given the number of rows and their inputs, in whatever dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +68,9 @@ class Value:
 @dataclass(eq=False)
 class Lowered:
     """`segments[i]`: the instructions before attention i, the last ones those after the last. `attended[i]`: queries,
-    keys and values of attention i, and where its result goes. `first` gives `entries`, the values with which the
-    segments begin, of token ids and positions; `last` makes the logits of `leavings`, which the segments leave."""
+    keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `first` gives `entries`,
+    the values with which the segments begin, of token ids and positions; `last` makes the logits of `leavings`, which
+    the segments leave."""
 
     buffers: list[Buffer] = field(default_factory=list)
     segments: list[list[Instruction]] = field(default_factory=lambda: [[]])
@@ -91,6 +97,8 @@ class _Lowering:
         self._first: list[fx.Node] = []
         self._last: list[fx.Node] = []
         self._logits: fx.Node | None = None
+        self._narrowed: dict[tuple[int, int, int], Value] = {}
+        """Of values that are multiplied in bf16, by their buffer, offset and size."""
 
     def run(self) -> Lowered:
         for node in self._trace.graph.graph.nodes:
@@ -144,7 +152,8 @@ class _Lowering:
         """A function of the number of rows and of the nodes `given`."""
         graph, constants = fx.Graph(), nn.Module()
         rows = graph.placeholder("rows")
-        copies = {node: graph.placeholder(f"given_{i}") for i, node in enumerate(given)}
+        inputs = [(node, graph.placeholder(f"given_{i}")) for i, node in enumerate(given)]
+        copies = {node: graph.call_method("to", (held, node.meta["val"].dtype)) for node, held in inputs}
 
         def copied(argument: Any) -> Any:
             if type(argument) is int:
@@ -172,7 +181,7 @@ class _Lowering:
             return self._values[args[0]][args[1]]
         result = node.meta["val"]
         results = _listed(result)
-        _require(all(each.dtype == torch.float32 for each in results), f"{target} gives {results[0].dtype}")
+        _require(all(each.dtype in _DTYPES for each in results), f"{target} gives {results[0].dtype}")
         if target in _VIEWS:
             return self._view(node)
         if target in _COPIES:
@@ -202,7 +211,8 @@ class _Lowering:
         if isinstance(given, int | float):
             return torch.tensor(float(given))
         if given not in self._values:
-            self._entries[given] = self._values[given] = self._fresh(given.meta["val"].shape, given.meta["val"].dtype)
+            _require(given.meta["val"].dtype in _DTYPES, f"values in {given.meta['val'].dtype}")
+            self._entries[given] = self._values[given] = self._fresh(given.meta["val"].shape)
         found: Value | Tensor = self._values[given]
         return found
 
@@ -214,11 +224,10 @@ class _Lowering:
 
     def _fresh(self, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Value:
         """A new buffer of values of this shape, row after row."""
-        _require(dtype == torch.float32, f"values in {dtype}")
         at = _tokens_at(shape)
         rest = [size for i, size in enumerate(shape) if i != at]
         layout = torch.empty([TOKENS, *rest], device="meta").movedim(0, at)
-        self._done.buffers.append(Buffer(layout.numel() // TOKENS))
+        self._done.buffers.append(Buffer(layout.numel() // TOKENS, dtype=dtype))
         return Value(layout, at, len(self._done.buffers) - 1)
 
     def _contiguous(self, value: Value) -> Value:
@@ -228,10 +237,18 @@ class _Lowering:
         self._emit("copy", copy, value)
         return copy
 
+    def _narrow(self, value: Value) -> Value:
+        """A copy in bf16, row after row."""
+        copy = self._fresh(value.layout.shape, torch.bfloat16)
+        _require(self._done.buffers[copy.buffer].width % 2 == 0, "bf16 in rows of an odd number")
+        self._emit("narrow", copy, value)
+        return copy
+
     # Operations
 
     def _attention(self, node: fx.Node) -> Value:
-        query, key, value = (self._contiguous(self._rows(given)) for given in node.args)
+        bf16 = node.meta["val"].dtype == torch.bfloat16
+        query, key, value = ((self._narrow if bf16 else self._contiguous)(self._rows(given)) for given in node.args)
         out = self._fresh(node.meta["val"].shape)
         self._done.attended.append((query, key, value, out))
         self._done.segments.append([])
@@ -257,10 +274,15 @@ class _Lowering:
     def _linear(self, x: fx.Node, packed: fx.Node, bias: fx.Node | None, scales: fx.Node | None) -> Value:
         value = self._contiguous(self._rows(x))
         weight: Tensor = self._values[packed]
-        panels, inputs, panel = weight.shape
-        _require(value.layout.numel() == TOKENS * inputs, "a product of several rows a token")
-        out = self._fresh(torch.Size([*value.layout.shape[:-1], panels * panel]))
-        beside = (None if node is None else self._values[node] for node in (scales, bias))
+        panels, inputs = weight.shape[:2]
+        out = self._fresh(torch.Size([*value.layout.shape[:-1], panels * PANEL]))
+        _require(value.layout.numel() * panels * PANEL == TOKENS * weight.numel(), "a product of several rows a token")
+        if weight.dtype == torch.bfloat16:
+            place = value.buffer, int(value.layout.storage_offset()), value.layout.numel()
+            if place not in self._narrowed:
+                self._narrowed[place] = self._narrow(value)
+            value = self._narrowed[place]
+        beside = (None if node is None else self._values[node].float() for node in (scales, bias))
         line = (0, 0, 1)
         from_ = Place(value.buffer, int(value.layout.storage_offset()), line)
         self._done.segments[-1].append(
@@ -318,6 +340,7 @@ class _Lowering:
 
     def _emit(self, operation: str, out: Value, *given: Value | Tensor, outer: int | None = None) -> None:
         """One instruction. `outer`: the dimensions before the one of which a mean is taken."""
+        given = tuple(each.float() if isinstance(each, Tensor) else each for each in given)
         shape = (given[0].layout if outer is not None and isinstance(given[0], Value) else out.layout).shape
         spread, buffers = [out.layout.expand(shape)], [out.buffer]
         offsets: list[Any] = [out.layout.storage_offset()]
@@ -340,9 +363,7 @@ class _Lowering:
         self._done.segments[-1].append(Instruction(operation, tuple(sizes), places[0], places[1], places[-1]))  # type: ignore[arg-type]
 
     def _constant(self, tensor: Tensor) -> int:
-        _require(
-            tensor.dtype == torch.float32 and tensor.device.type == "cpu", "a constant that is not fp32 on the CPU"
-        )
+        _require(tensor.device.type == "cpu", "a constant that is not on the CPU")
         self._done.buffers.append(Buffer(tensor.numel(), tensor.detach()))
         return len(self._done.buffers) - 1
 

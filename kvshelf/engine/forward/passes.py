@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, LayerNorm, Linear, Module
 from transformers.cache_utils import Cache
 
 from kvshelf.artifact.shape import LayerShape
@@ -44,11 +45,20 @@ from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.model.caches import cache_class
 from kvshelf.model.devices import Devices, hooked
 from kvshelf.model.layers import LayerKind, counts_by_cache, readers
+from kvshelf.model.prepacking import PackedLinear, TiedLinear
 
 _LOG = logging.getLogger(__name__)
 
 _TRIED: Final = (1, 7)
 """Numbers of tokens on which a recording is compared with the model: a step's, and a question's."""
+
+
+_ROUNDING: Final = {torch.float32: 1e-3, torch.bfloat16: 0.04}
+"""How far logits of a recording may be from those of the modules, over their norm."""
+
+
+_OWN_DTYPE: Final = (Linear, PackedLinear, TiedLinear, Embedding, LayerNorm)
+"""Modules that take numbers in the dtype of their weights alone."""
 
 
 class Past(ForwardContext, Protocol):
@@ -150,11 +160,15 @@ class Passes:
         positions = torch.arange(tokens).unsqueeze(0)
 
         with torch.no_grad(), kvshelf_attention(self.model):
-            own = self.model(input_ids=ids, position_ids=positions, **self._without_past(positions, None)).logits
+            try:
+                with _products_alone_rounded(self.model):
+                    given = self._without_past(positions, None)
+                    own = self.model(input_ids=ids, position_ids=positions, **given).logits
+            except RuntimeError:  # a module of the model's code that takes numbers in the dtype of its weights alone
+                return False
             logits = program.run(ids, positions, _attention_of)
             made = None if logits is None else logits(torch.arange(tokens))
-        scale = own.nan_to_num().abs().max().item()
-        return made is not None and torch.allclose(made, own, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+        return made is not None and _differ(made.float(), own.float()) <= _ROUNDING[self.model.dtype]
 
     def causal(
         self,
@@ -299,6 +313,31 @@ class Passes:
         made = self.program.run(token_ids, positions, attend)
         assert made is not None
         return made(kept)
+
+
+def _differ(made: Tensor, own: Tensor) -> float:
+    """The norm of the difference over that of `own`; infinite where not the same numbers are none."""
+    if not torch.equal(made.isnan(), own.isnan()):
+        return math.inf
+    return float((made - own).nan_to_num().norm() / own.nan_to_num().norm().clamp_min(1e-30))
+
+
+@contextmanager
+def _products_alone_rounded(model: Module) -> Iterator[None]:
+    """Inside the block modules of a model in bf16 compute in fp32 what is between its products, as a recording does.
+    Where there are large numbers, to round all of it changes the logits by a third."""
+
+    def narrow(module: Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(x.to(module.weight.dtype) if torch.is_floating_point(x) else x for x in given)
+
+    weighted = [m for m in model.modules() if isinstance(m, _OWN_DTYPE)]
+    handles = [module.register_forward_pre_hook(narrow) for module in weighted if model.dtype == torch.bfloat16]
+    handles += [module.register_forward_hook(lambda _module, _given, out: out.float()) for module in weighted]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _attention_of(call: AttentionCall, query: Tensor, key: Any, value: Any, **given: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvshelf.engine.forward.lowering import Lowered, lower
 from kvshelf.engine.forward.tracing import AttentionCall, trace
 from kvshelf.kernels.native import Part, run_parts
-from kvshelf.kernels.rowwise import BLOCK_ROWS, RowProgram, available
+from kvshelf.kernels.rowwise import BLOCK_ROWS, Buffer, RowProgram, available
 from kvshelf.model.prepacking import PanelLinear
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ForwardProgram:
             found = attend(call, *(each.tensor(held[each.buffer]) for each in given))
             if found is None:
                 return None
-            held[out.buffer] = found.view(tokens, -1)
+            held[out.buffer] = found.view(tokens, -1).float()
             segment.forget(held)
             del found
         return partial(self._logits, held)
@@ -109,7 +109,7 @@ class ForwardProgram:
         tokens = token_ids.shape[1]
         entered = self._lowered.first(tokens, token_ids, positions)
         for value, found in zip(self._lowered.entries, entered, strict=True):
-            yield value.buffer, found.movedim(value.at, 0).reshape(tokens, -1).contiguous()
+            yield value.buffer, found.movedim(value.at, 0).reshape(tokens, -1).float().contiguous()
 
     def _logits(self, held: Mapping[int, Tensor], kept: Tensor) -> Tensor:
         last = self._segments[-1]
@@ -123,34 +123,34 @@ class ForwardProgram:
 
 class _Room:
     """Memory for all buffers of a pass, before it runs: few, because a buffer that is done with makes room for others
-    of its width."""
+    of its kind."""
 
     def __init__(self, segments: Sequence[_Segment], lowered: Lowered) -> None:
         self._lowered = lowered
-        self._widths: list[int] = []
+        self._kinds: list[_Kind] = []
         self._number: dict[int, int] = {}
         self._laid: tuple[int, dict[int, Tensor], list[tuple[Tensor, ...]]] | None = None
-        free: dict[int, list[int]] = {}
+        free: dict[_Kind, list[int]] = {}
         for value in lowered.entries:
             self._take(value.buffer, free)
         for segment, (*_, out) in zip(segments, lowered.attended, strict=False):
             for buffer in (*segment.made, out.buffer):
                 self._take(buffer, free)
             for buffer in segment.done_with & self._number.keys():
-                free.setdefault(lowered.buffers[buffer].width, []).append(self._number[buffer])
+                free.setdefault(_kind(lowered.buffers[buffer]), []).append(self._number[buffer])
 
-    def _take(self, buffer: int, free: dict[int, list[int]]) -> None:
-        width = self._lowered.buffers[buffer].width
-        if not free.get(width):
-            self._widths.append(width)
-            free[width] = [len(self._widths) - 1]
-        self._number[buffer] = free[width].pop()
+    def _take(self, buffer: int, free: dict[_Kind, list[int]]) -> None:
+        kind = _kind(self._lowered.buffers[buffer])
+        if not free.get(kind):
+            self._kinds.append(kind)
+            free[kind] = [len(self._kinds) - 1]
+        self._number[buffer] = free[kind].pop()
 
     def laid_out(self, rows: int) -> tuple[dict[int, Tensor], list[tuple[Tensor, ...]]]:
         """The tensors of all buffers, `[rows, width]`, and for each attention the queries, keys and values as the model
         has them, and `[rows, q_heads, Dv]` for its result. The same until the number of rows changes."""
         if self._laid is None or self._laid[0] != rows:
-            memory = [torch.empty(rows, width) for width in self._widths]
+            memory = [torch.empty(rows, width, dtype=dtype) for width, dtype in self._kinds]
             held = {buffer: memory[number] for buffer, number in self._number.items()}
             attended = [
                 (*(each.tensor(held[each.buffer]) for each in given), out.tensor(held[out.buffer])[0])
@@ -160,9 +160,17 @@ class _Room:
         return self._laid[1:]
 
 
+_Kind = tuple[int, torch.dtype]
+"""Elements of a row, and what they are."""
+
+
+def _kind(buffer: Buffer) -> _Kind:
+    return buffer.width, buffer.dtype
+
+
 class _Segment:
     """The instructions before one attention, or after the last. given: the buffers from before that it or its attention
-    needs, or the logits behind the last. made: what it adds to these, with their widths. done_with: what nothing needs
+    needs, or the logits behind the last. made: what it adds to these. done_with: what nothing needs
     after its attention."""
 
     def __init__(self, index: int, lowered: Lowered) -> None:
@@ -171,14 +179,14 @@ class _Segment:
         later = set().union(*uses[index + 1 :])
         written = {each.out.buffer for each in instructions}
         self.given = sorted(uses[index] - written)
-        self.made = {buffer: buffers[buffer].width for buffer in written & (later | _taken(index, lowered))}
+        self.made = {buffer: _kind(buffers[buffer]) for buffer in written & (later | _taken(index, lowered))}
         self.done_with = (uses[index] | set(self.made)) - later
         self._program = RowProgram(instructions, buffers, [*self.given, *self.made])
 
     def run(self, held: dict[int, Tensor], rows: int) -> None:
         """Add what it makes to `held`, which has the buffers of `given`, each `[rows, width]`."""
-        for buffer, width in self.made.items():
-            held[buffer] = torch.empty(rows, width)
+        for buffer, (width, dtype) in self.made.items():
+            held[buffer] = torch.empty(rows, width, dtype=dtype)
         self._program.run(held, rows)
 
     def part(self, held: Mapping[int, Tensor], rows: int) -> Part:

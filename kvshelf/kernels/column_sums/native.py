@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.column_sums import eager
-from kvshelf.kernels.native import compiled, pointer
+from kvshelf.kernels.native import Bf16Products, bf16_products, compiled, pointer
 
 _ROWS = 32
 """Rows of a tile, two vectors."""
-
-_FP32, _BF16_PAIRS, _BF16_TILES = range(3)
-"""How C multiplies: fp32, or bf16 by AVX512-BF16 or AMX."""
 
 _MOST_DIM = 256
 
@@ -33,7 +29,7 @@ def column_sums(
     if queries.shape[2] > _MOST_DIM:
         return eager.column_sums(queries, keys, scale, local_rows, every, lse)
     (q_heads, num_rows, _), num_keys = queries.shape, keys.shape[1]
-    if keys.dtype != torch.bfloat16 or bf16_products() == _FP32:
+    if keys.dtype != torch.bfloat16 or bf16_products() == Bf16Products.FP32:
         keys = keys.float()
     early_rows = num_rows - local_rows
     total, local = queries.new_zeros(2, q_heads, num_keys, dtype=torch.float32)
@@ -54,9 +50,11 @@ def _add_rows(sums: Tensor, queries: Tensor, keys: Tensor, scale: float, lse: Te
     least, most = limits.amin(dim=1), limits.amax(dim=1)
     lses = sums.new_empty(q_heads, limits.numel()) if lse is None else _padded(lse[:, rows] * math.log2(math.e))
     sizes = (ctypes.c_int64 * 4)(len(limits), dim, num_keys, keys.stride(1))
-    products = _FP32 if keys.dtype == torch.float32 else bf16_products()
+    products = Bf16Products.FP32 if keys.dtype == torch.float32 else bf16_products()
     for head in range(q_heads):
-        tiles = _tiles(queries[head].to(keys.dtype), len(limits), dim, _ROWS // 2 if products == _BF16_TILES else _ROWS)
+        tiles = _tiles(
+            queries[head].to(keys.dtype), len(limits), dim, _ROWS // 2 if products == Bf16Products.TILES else _ROWS
+        )
         native.kvshelf_column_sums(
             pointer(tiles), pointer(keys[head * kv_heads // q_heads]), pointer(limits), pointer(least), pointer(most),
             pointer(lses[head]), lse is not None, pointer(sums[head]), sizes,
@@ -82,9 +80,3 @@ def _tiles(queries: Tensor, num_tiles: int, dim: int, lanes: int) -> Tensor:
     if rows.dtype == torch.bfloat16:
         rows = rows.view(torch.int32)
     return rows.view(num_tiles * _ROWS // lanes, lanes, -1).transpose(1, 2).contiguous()
-
-
-@cache
-def bf16_products() -> int:
-    """How C multiplies bf16 here."""
-    return int(compiled().kvshelf_bf16_products())

@@ -97,12 +97,21 @@ typedef struct {
     int64_t stride;
 } Tile;
 
-/* Rows `first` to `first + count` of a head, in whole vectors, as rows `at` and following of `made`. */
+/* `dim` numbers of bf16 as fp32, and zeros behind them up to whole vectors. */
+static void widen(const uint16_t *row, int64_t dim, float *made) {
+    int64_t c = 0;
+    for (; c + LANES <= dim; c += LANES) *(FloatsAnywhere *)(made + c) = load(row, c, BF16);
+    for (; c < whole(dim); c++) made[c] = c < dim ? number_at(row, c, BF16) : 0;
+}
+
+/* Rows `first` to `first + count` of a head, in whole vectors, as rows `at` and following of `made`. wide: in fp32. */
 static void copy_rows(const Call *a, const HeadRows *rows, const Layout *layout, int64_t first, int count, int64_t at,
-                      float *made) {
+                      float *made, int wide) {
     const int64_t width = a->type == FP32 ? 4 : 2, bytes = layout->dim * width, step = whole(layout->dim);
     if (layout->bits) return dequantize(rows, layout, first, count, a->type, made + at * step);
-    for (int r = 0; r < count; r++) {
+    for (int r = 0; r < count && wide && width == 2; r++)
+        widen((const uint16_t *)rows->data + (first + r) * layout->stride, layout->dim, made + (at + r) * step);
+    for (int r = 0; r < count && !(wide && width == 2); r++) {
         char *to = (char *)made + (at + r) * step * width;
         memcpy(to, (const char *)rows->data + (first + r) * layout->stride * width, bytes);
         memset(to + bytes, 0, step * width - bytes);
@@ -111,10 +120,10 @@ static void copy_rows(const Call *a, const HeadRows *rows, const Layout *layout,
 
 /* Rows that lie apart, one behind the other. Neighbours among them are dequantized together. */
 static void gather(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int count,
-                   float *made) {
+                   float *made, int wide) {
     for (int from = 0, to; from < count; from = to) {
         for (to = from + 1; to < count && chosen[to] == chosen[to - 1] + 1;) to++;
-        copy_rows(a, rows, layout, chosen[from], to - from, from, made);
+        copy_rows(a, rows, layout, chosen[from], to - from, from, made, wide);
     }
 }
 
@@ -141,18 +150,18 @@ static void ask_for_chosen(const Call *a, const Run *run, int64_t first) {
 }
 
 /* The tile of `count` rows from `first` on, those that `chosen` names where it is given. made: room for it, in fp32,
-   where rows are codes, lie apart, or are no whole vectors. */
+   where rows are codes, lie apart, or are no whole vectors. wide: in fp32, also of rows in bf16. */
 INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int64_t first,
-                    int count, float *made) {
+                    int count, float *made, const int wide) {
     const int64_t width = a->type == FP32 ? 4 : 2;
     const int together = !chosen || chosen[first + count - 1] - chosen[first] == count - 1;
     if (together && chosen) first = chosen[first];
-    if (together && !layout->bits && layout->dim % LANES == 0)
+    if (together && !layout->bits && layout->dim % LANES == 0 && !(wide && width == 2))
         return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
     if (together)
-        copy_rows(a, rows, layout, first, count, 0, made);
+        copy_rows(a, rows, layout, first, count, 0, made, wide);
     else
-        gather(a, rows, layout, chosen + first, count, made);
+        gather(a, rows, layout, chosen + first, count, made, wide);
     return (Tile){(const char *)made, whole(layout->dim)};
 }
 
@@ -191,8 +200,8 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
         if (run->chosen) ask_for_chosen(a, run, first + TILE);
-        const Tile keys = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0]);
-        const Tile values = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
+        const Tile keys = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0], 0);
+        const Tile values = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1], 0);
         for (int j = 0; j < count; j++) {
             for (int line = 0; line < dim * width && !quantized; line += 64)
                 __builtin_prefetch(values.data + j * values.stride * width + line, 0, 2);
@@ -270,7 +279,7 @@ static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TIL
     }
 }
 
-/* Up to 32 rows of fp32. */
+/* Up to 32 rows, in fp32: those of bf16 become so in the first-level cache. */
 static void attend_many(const Call *a, const Run *run) {
     const int64_t dim = a->dim, key_dim = a->key_layout.dim;
     OfRows query[MOST_PARTS * LANES], total[MOST_PARTS * LANES], weights[TILE];
@@ -291,8 +300,8 @@ static void attend_many(const Call *a, const Run *run) {
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0]);
-        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1]);
+        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0], 1);
+        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1], 1);
         const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
         ask_for(values, value_tile.stride, dim);
         multiply(keys, key_tile.stride, key_dim, count, query, a->scale * LOG2_E, weights);

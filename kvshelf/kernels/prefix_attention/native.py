@@ -1,12 +1,12 @@
-"""Prefix attention in C over prefixes, quantized or not, and suffixes: for the few rows of a decode step, and in fp32
-for the many rows of a question.
+"""Prefix attention in C over prefixes, quantized or not, and suffixes: for the few rows of a decode step, and
+for the many rows of a question; in bf16 these are torch's where the processor has AMX.
 
 With few rows bandwidth is the limit, and torch's attention reaches half of it on a CPU (1.6 to 2 times the time for
 documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document. With
 many rows products are the limit; C makes them for all query heads of a KV head together. The softmax over a suffix
 continues that over the prefixes, so that nothing is masked, gathered or combined after. C dequantizes 32 rows at a
 time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. Everything else is computed
-as in `eager`: questions in bf16, and merged or streamed prefixes.
+as in `eager`: merged or streamed prefixes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Choice
 from kvshelf.kernels.choose import native as choosing
-from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Part, run_parts
+from kvshelf.kernels.native import (
+    FEW_ROWS,
+    LANES,
+    TYPES,
+    WIDTHS,
+    Bf16Products,
+    Part,
+    bf16_products,
+    run_parts,
+)
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -39,6 +48,9 @@ from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 _RUNS = 8
 """Runs for each thread, where entries are enough, so that no thread waits long for another's last one."""
+
+_ITEMSIZE = torch.float32.itemsize
+"""Of queries in registers, whatever their dtype."""
 
 _LEAST_RUN = 512
 """Fewest entries of a run, so that a run writes far fewer bytes than it reads."""
@@ -83,13 +95,13 @@ def attention_part(
 ) -> Part | None:
     """Attention of a batch that `run_parts` will run, which then also appends keys and values to the suffixes.
 
-    states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]` in fp32, the heads of a token side by
-    side, and those of all queries. out: `[N, q_heads, D]` contiguous. The rest as in `prefix_attention`, but that the
-    new tokens only have room in the suffixes. Until it has run, the caller keeps all these tensors. None where C cannot
-    attend to some of them.
+    states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]`, in fp32 or bf16, the heads of a
+    token side by side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The rest as in
+    `prefix_attention`, but that the new tokens only have room in the suffixes. Until it has run, the caller keeps
+    all these tensors. None where C cannot attend to some of them.
     """
     queries, keys, values = (each[0].transpose(0, 1) for each in states)  # [N, heads, D]
-    if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == torch.float32 for x in (keys, values))):
+    if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == queries.dtype for x in (keys, values))):
         return None
     tokens, _, dim = queries.shape
     grouped = queries.view(tokens, keys.shape[1], -1, dim)
@@ -148,7 +160,7 @@ def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None)
         sound = states.axis == "tokens" or (states.group % LANES == 0 and states.num_channels in WIDTHS)
     else:
         sound = states.stride(-1) == 1
-    few = rows <= FEW_ROWS or queries.dtype == torch.float32
+    few = rows <= FEW_ROWS or queries.dtype == torch.float32 or bf16_products() != Bf16Products.TILES
     dim = states.shape[-1] if dim is None else dim
     alike = states.dtype == queries.dtype and queries.shape[-1] == dim
     return sound and few and alike and queries.dtype in TYPES and dim in WIDTHS
@@ -278,9 +290,8 @@ def _attention(
     lses, runs = tokens * kv_heads * group, 0
     choices = _choices(prefixes, layout)
     if prefixes:
-        table = work_of(
-            prefixes, layout, Setting(kv_heads, group, dtype.itemsize, _RUNS * torch.get_num_threads(), _LEAST_RUN)
-        )
+        setting = Setting(kv_heads, group, _ITEMSIZE, _RUNS * torch.get_num_threads(), _LEAST_RUN)
+        table = work_of(prefixes, layout, setting)
         found.shares, found.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
         launches = (_Launch * len(table.launches))()
         for launch, (kind, items) in zip(launches, table.launches, strict=True):

@@ -1,7 +1,8 @@
 """What a model computes for each token alone, in C: products with packed weights, and lists of instructions.
 
 There is no form in torch's operations and none for a GPU: `available` says whether this process can use it, and where
-it cannot, the model itself runs. fp32 alone.
+it cannot, the model itself runs. In fp32; where a processor has AVX512-BF16, products also take rows and weights in
+bf16, and sum them in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.checks import require
-from kvshelf.kernels.native import LANES, library
+from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
 from kvshelf.kernels.rowwise.native import (
     BLOCK_ROWS,
     LINES,
@@ -40,6 +41,7 @@ __all__ = [
     "RowProgram",
     "available",
     "linear",
+    "multiplies_bf16",
     "pack_weight",
     "plain_linear",
     "unpack_weight",
@@ -51,15 +53,23 @@ def available() -> bool:
     return os.environ.get("KVSHELF_KERNELS", "native") == "native" and library() is not None
 
 
+def multiplies_bf16() -> bool:
+    """Whether `linear` takes rows and weights in bf16. Where the processor has AMX, oneDNN's products are meant to be
+    faster, and no such machine was there to measure them."""
+    return available() and bf16_products() == Bf16Products.PAIRS
+
+
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight `[outputs, inputs]` as `[outputs / PANEL, inputs, PANEL]`: read from front to end by a product."""
+    """A weight `[outputs, inputs]` as `[outputs / PANEL, inputs, PANEL]`: read from front to end by a product. In bf16
+    as `[outputs / PANEL, inputs / 2, PANEL, 2]`."""
     outputs, inputs = weight.shape
-    return weight.view(outputs // PANEL, PANEL, inputs).transpose(1, 2).contiguous()
+    paired = (inputs // 2, 2) if weight.dtype == torch.bfloat16 else (inputs,)
+    return weight.reshape(outputs // PANEL, PANEL, *paired).transpose(1, 2).contiguous()
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
     """The weight that `pack_weight` was given."""
-    return packed.transpose(1, 2).reshape(-1, packed.shape[1])
+    return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)
 
 
 # Defined by hand: what `torch.library.custom_op` adds to each call takes longer than a small product of one row.
@@ -67,10 +77,11 @@ _LIBRARY: Final = torch.library.Library("kvshelf", "FRAGMENT")  # type: ignore[n
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, fp32 on the CPU.
+    """x `[..., inputs]` times a packed weight, and the bias `[outputs]`: `[..., outputs]`, on the CPU.
 
-    packed: fp32; int16, the bits of bf16; or int8, whose numbers are its own times `scales` `[outputs]` fp32. Sums of
-    a row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows * inputs *
+    packed: fp32; int16, the bits of bf16; or int8, whose numbers are its own times `scales` `[outputs]` fp32. Then
+    rows, bias and sums are fp32. Or bf16, as rows and bias are then; sums are fp32, and rounded at the end. Sums of a
+    row go from the first input to the last, whatever the other rows. Bytes: weights once. FLOPs: 2 * rows * inputs *
     outputs.
     """
     product: Tensor = torch.ops.kvshelf.linear.default(x, packed, bias, scales)
@@ -78,21 +89,26 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scales: Tensor | None) -> Tensor:
-    panels, inputs, _ = packed.shape
     require(
-        x.dtype == torch.float32
+        x.dtype == _rows_of(packed)
         and packed.dtype in WEIGHT_DTYPES
+        and (packed.dtype != torch.bfloat16 or multiplies_bf16())
         and (packed.dtype == torch.int8) == (scales is not None)
         and x.device.type == "cpu"
-        and x.shape[-1] == inputs,
+        and x.shape[-1] * packed.shape[0] * PANEL == packed.numel(),
         "linear",
-        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales",
+        "x must be [..., inputs] in fp32 on the CPU, and a weight fp32, bf16 as int16, or int8 with scales; with "
+        "AVX512-BF16 also both in bf16",
         x=x,
         packed=packed,
     )
-    out = x.new_empty(*x.shape[:-1], panels * PANEL)
-    multiply(x.contiguous(), packed, scales, bias, out)
-    return out
+    out = torch.empty(*x.shape[:-1], packed.shape[0] * PANEL)
+    multiply(x.contiguous(), packed, scales, None if bias is None else bias.float(), out)
+    return out.to(x.dtype)
+
+
+def _rows_of(packed: Tensor) -> torch.dtype:
+    return torch.bfloat16 if packed.dtype == torch.bfloat16 else torch.float32
 
 
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:

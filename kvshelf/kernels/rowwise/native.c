@@ -4,6 +4,7 @@
    second-level cache. With few rows the threads divide the outputs of each product, because weights are then what has
    to be read. */
 
+#include "codes.h"
 #include "program.h"
 
 /* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows that are worked on
@@ -21,11 +22,12 @@ enum { MOST = 6, WIDE = 2 };
 
 /* Narrow weights, BF16 and INT8: what is summed is the same whether they become fp32 as they are read, or rows before have
    left them as fp32. Those of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at
-   the end. */
-enum { INT8 = 2 };
+   the end. PAIRS: two inputs in bf16 in place of one in fp32, in rows as in weights, whose products are summed in fp32 by
+   one instruction of AVX512-BF16. Wherever inputs are counted, these are pairs. */
+enum { INT8 = 2, PAIRS = 3 };
 
 INLINE Floats load_weights(const void *panel, const int64_t at, const int type) {
-    if (type != INT8) return load(panel, at, type);
+    if (type != INT8) return load(panel, at, type == BF16 ? BF16 : FP32);
     const int8_t *bytes = (const int8_t *)panel + at;
 #if defined(__AVX512F__)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)bytes)));
@@ -46,6 +48,17 @@ INLINE const void *at_weight(const void *panel, const int64_t at, const int type
     return (const char *)panel + at * (type == INT8 ? 1 : type == BF16 ? 2 : 4);
 }
 
+/* By the assembler's name for it: the rest of this library also runs where the instruction is not there. */
+INLINE Floats added(Floats sum, const Floats weights, const Floats number, const int type) {
+#if defined(__AVX512F__)
+    if (type == PAIRS) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(number));
+        return sum;
+    }
+#endif
+    return sum + weights * number;
+}
+
 /* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
    from the first input to the last, whatever the number of rows and wherever a depth ends: the answer of a row must not
    depend on its neighbours. ask: whether these weights come from memory. wide: where these weights are left as fp32; or
@@ -60,7 +73,7 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
         for (int v = 0; v < vectors; v++) sums[r][v] = load(y, r * y_step + v * LANES, FP32);
     for (int64_t k = 0; k < depth; k++) {
         if (ask) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL, type));
-        if (ask && type == FP32) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL + 16, type));
+        if (ask && (type == FP32 || type == PAIRS)) __builtin_prefetch(at_weight(panel, (k + ASKED) * PANEL + 16, type));
         Floats weights[PANEL / LANES];
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) {
@@ -71,7 +84,7 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
         for (int r = 0; r < rows; r++) {
             const Floats number = spread(x[r * x_step + k]);
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) sums[r][v] += weights[v] * number;
+            for (int v = 0; v < vectors; v++) sums[r][v] = added(sums[r][v], weights[v], number, type);
         }
     }
 #pragma GCC unroll 12
@@ -82,18 +95,18 @@ INLINE void add_panel(const float *x, const int64_t x_step, const void *panel, c
 
 /* As `add_panel`, with all of a panel's outputs, for up to MOST rows. The weights of one row or two are only read, and
    more vectors of them keep the units busy. */
-static void add_floats(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
-                       int64_t rows, int ask) {
-    if (rows == 1) return add_panel(x, x_step, panel, FP32, y, y_step, depth, 1, PANEL / LANES, 1, 0);
-    if (rows == 2) return add_panel(x, x_step, panel, FP32, y, y_step, depth, 2, PANEL / LANES, 1, 0);
+INLINE void add_wide(const float *x, const int64_t x_step, const float *panel, const int type, float *y,
+                     const int64_t y_step, const int64_t depth, const int64_t rows, int ask) {
+    if (rows == 1) return add_panel(x, x_step, panel, type, y, y_step, depth, 1, PANEL / LANES, 1, 0);
+    if (rows == 2) return add_panel(x, x_step, panel, type, y, y_step, depth, 2, PANEL / LANES, 1, 0);
     for (int at = 0; at < PANEL; at += WIDE * LANES, ask = 0)
         switch (rows) {
 #define SOME(R)                                                                                    \
     case R:                                                                                        \
         if (ask)                                                                                   \
-            add_panel(x, x_step, panel + at, FP32, y + at, y_step, depth, R, WIDE, 1, 0);          \
+            add_panel(x, x_step, panel + at, type, y + at, y_step, depth, R, WIDE, 1, 0);          \
         else                                                                                       \
-            add_panel(x, x_step, panel + at, FP32, y + at, y_step, depth, R, WIDE, 0, 0);          \
+            add_panel(x, x_step, panel + at, type, y + at, y_step, depth, R, WIDE, 0, 0);          \
         break;
 #define EACH_SOME SOME(3) SOME(4) SOME(5) MORE
 #if defined(__AVX512F__)
@@ -108,7 +121,19 @@ static void add_floats(const float *x, int64_t x_step, const float *panel, float
         }
 }
 
-/* As `add_floats`, of narrow weights. From three rows on they are left in `wide` as fp32, for rows that follow: that is
+static void add_floats(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
+                       int64_t rows, int ask) {
+    add_wide(x, x_step, panel, FP32, y, y_step, depth, rows, ask);
+}
+
+static void add_pairs(const float *x, int64_t x_step, const float *panel, float *y, int64_t y_step, int64_t depth,
+                      int64_t rows, int ask) {
+#if defined(__AVX512F__)
+    add_wide(x, x_step, panel, PAIRS, y, y_step, depth, rows, ask);
+#endif
+}
+
+/* As `add_wide`, of narrow weights. From three rows on they are left in `wide` as fp32, for rows that follow: that is
    hidden behind the sums of these. */
 INLINE void add_narrow(const float *x, const int64_t x_step, const void *panel, const int type, float *y,
                        const int64_t y_step, const int64_t depth, const int64_t rows, float *wide) {
@@ -158,8 +183,8 @@ static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, f
             const int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
             const float *part = x + from * x_step + k;
             const void *numbers = at_weight(panel->numbers, k * PANEL, type);
-            if (type == FP32)
-                add_floats(part, x_step, numbers, y + from * y_step, y_step, depth, some, g == 0);
+            if (type == FP32 || type == PAIRS)
+                (type == FP32 ? add_floats : add_pairs)(part, x_step, numbers, y + from * y_step, y_step, depth, some, !g);
             else if (g == 0)
                 (type == INT8 ? add_bytes : add_halves)(part, x_step, numbers, y, y_step, depth, some, wide);
             else
@@ -173,7 +198,7 @@ static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, f
         }
 }
 
-enum { LINEAR, MUL, ADD, SUB, COPY, SILU, GELU, GELU_TANH, TANH, RELU, RSQRT, MEAN };
+enum { LINEAR, MUL, ADD, SUB, COPY, SILU, GELU, GELU_TANH, TANH, RELU, RSQRT, MEAN, NARROW };
 
 /* Where a value lies: elements of a row, from `offset` on, in a buffer. */
 typedef struct {
@@ -181,7 +206,7 @@ typedef struct {
 } Value;
 
 /* sizes: of a row of the result, of MEAN of what it is the mean of, of LINEAR the panels and the inputs. weight: of
-   LINEAR alone. */
+   LINEAR alone. What NARROW leaves is bf16, in a buffer of its own. */
 typedef struct {
     int64_t op, sizes[3];
     Value out, a, b;
@@ -268,6 +293,18 @@ INLINE void mean_line(float *out, const float *a, const Instruction *now) {
     *out = sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / count;
 }
 
+/* fp32 to the nearest bf16. */
+INLINE void narrow_line(uint16_t *out, const float *a, const Instruction *now) {
+    const int64_t count = now->sizes[2], out_step = now->out.strides[2], a_step = now->a.strides[2];
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Ints bits = (Ints)nearest_bf16(some(a + i * a_step, a_step, count - i)) >> 16;
+        if (out_step == 1 && count - i >= LANES)
+            *(HalvesAnywhere *)(out + i) = __builtin_convertvector(bits, HalvesAnywhere);
+        else
+            for (int64_t j = 0; j < count - i && j < LANES; j++) out[(i + j) * out_step] = (uint16_t)bits[j];
+    }
+}
+
 INLINE void map_rows(const Block *block, const Instruction *now, const int64_t from, const int64_t to, const int op) {
     int64_t out_row, a_row, b_row;
     float *out = at(block, &now->out, &out_row);
@@ -279,6 +316,8 @@ INLINE void map_rows(const Block *block, const Instruction *now, const int64_t f
                 const float *x = a + r * a_row + i * now->a.strides[0] + j * now->a.strides[1];
                 if (op == MEAN)
                     mean_line(y, x, now);
+                else if (op == NARROW)
+                    narrow_line((uint16_t *)(out + r * out_row) + (y - out - r * out_row), x, now);
                 else
                     map_line(op, y, x, b + r * b_row + i * now->b.strides[0] + j * now->b.strides[1], now);
             }
@@ -303,6 +342,7 @@ static void map(const Block *block, const Instruction *now, int64_t from, int64_
     switch (now->op) {
 #define MAP(OP) case OP: return map_rows(block, now, from, to, OP);
         MAP(MUL) MAP(ADD) MAP(SUB) MAP(COPY) MAP(SILU) MAP(GELU) MAP(GELU_TANH) MAP(TANH) MAP(RELU) MAP(RSQRT) MAP(MEAN)
+        MAP(NARROW)
     }
 }
 

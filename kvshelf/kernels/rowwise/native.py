@@ -20,11 +20,13 @@ LINES: Final = 4
 
 OPERATIONS: Final = (
     "linear", "mul", "add", "sub", "copy", "silu", "gelu", "gelu_tanh", "tanh", "relu", "rsqrt", "mean",
+    "narrow",
 )  # fmt: skip
 """In the order of their numbers in C."""
 
-WEIGHT_DTYPES: Final = (torch.float32, torch.int16, torch.int8)
-"""Dtypes of packed weights, in the order of their numbers in C: int16 holds the bits of bf16."""
+WEIGHT_DTYPES: Final = (torch.float32, torch.int16, torch.int8, torch.bfloat16)
+"""Dtypes of packed weights, in the order of their numbers in C: int16 holds the bits of bf16, for rows of fp32, and
+bfloat16 pairs of inputs, for rows of bf16."""
 
 BLOCK_ROWS: Final = 96
 """Rows that a thread takes through all instructions at a time: a multiple of how many registers hold sums of, and few
@@ -44,8 +46,9 @@ class Place:
 class Instruction:
     """One operation of `OPERATIONS` on every row.
 
-    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the inputs
-    and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear"; scales where the weight is int8.
+    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the
+    inputs, or pairs of them, and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear";
+    scales where the weight is int8. "narrow" is a copy in bf16.
     """
 
     operation: str
@@ -64,10 +67,17 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves."""
+    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves. dtype: fp32, or
+    bf16, of whole pairs, of what "narrow" makes."""
 
     width: int
     constant: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def words(self) -> int:
+        """Of four bytes, of a row."""
+        return self.width * self.dtype.itemsize // 4
 
 
 class _Rows(ctypes.Structure):
@@ -91,11 +101,11 @@ class RowProgram:
         self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
         self._outside = [(buffer, 3 * self._at[buffer]) for buffer in outside if buffer in self._at]
         inside = [buffer for buffer in used if buffer not in outside and buffers[buffer].constant is None]
-        begins, scratch_row = _packed(instructions, {buffer: buffers[buffer].width for buffer in inside})
+        begins, scratch_row = _packed(instructions, {buffer: buffers[buffer].words for buffer in inside})
         self._table = (ctypes.c_int64 * (3 * len(used)))()
         for buffer, index in self._at.items():
             constant = buffers[buffer].constant
-            row = (0, buffers[buffer].width, begins.get(buffer, 0)) if constant is None else (constant.data_ptr(), 0, 0)
+            row = (0, buffers[buffer].words, begins.get(buffer, 0)) if constant is None else (constant.data_ptr(), 0, 0)
             self._table[3 * index : 3 * index + 3] = list(row)
         words = [word for each in instructions for word in self._words(each)]
         self._words_of_c = (ctypes.c_int64 * len(words))(*words)
@@ -106,7 +116,7 @@ class RowProgram:
         )  # fmt: skip
 
     def run(self, values: Mapping[int, Tensor], rows: int) -> None:
-        """Execute over `rows` rows. values: each outside buffer, `[rows, width]` contiguous fp32."""
+        """Execute over `rows` rows. values: each outside buffer, `[rows, width]` contiguous, in its dtype."""
         run_parts([self.part(values, rows)])
 
     def part(self, values: Mapping[int, Tensor], rows: int) -> Part:
@@ -131,9 +141,9 @@ class RowProgram:
 
 
 def multiply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]`, both contiguous. scales: `[outputs]`, of a
-    weight in int8."""
-    (panels, inputs, _), threads = packed.shape, torch.get_num_threads()
+    """x `[..., inputs]` times a packed weight into `out` `[..., outputs]` fp32, both contiguous. scales: `[outputs]`,
+    of a weight in int8."""
+    (panels, inputs), threads = packed.shape[:2], torch.get_num_threads()
     rows = out.numel() // (panels * PANEL)
     sizes = (ctypes.c_int64 * 5)(rows, panels, inputs, _block_rows(rows, threads), WEIGHT_DTYPES.index(packed.dtype))
     given = (None if each is None else pointer(each) for each in (scales, bias))

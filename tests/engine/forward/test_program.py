@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -22,7 +23,7 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.forward.program import ForwardProgram
 from kvshelf.engine.forward.tracing import AttentionCall
 from kvshelf.kernels.prefix_attention import attention_part
-from kvshelf.kernels.rowwise import available
+from kvshelf.kernels.rowwise import available, multiplies_bf16
 from kvshelf.model.prepacking import prepack
 
 pytestmark = pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
@@ -69,6 +70,32 @@ def test_logits_are_those_of_the_models_modules(family):
         for kept in ([12], [3, 5], list(range(13))):
             torch.testing.assert_close(logits(torch.tensor(kept)), expected[:, kept], atol=2e-6, rtol=1e-4)
         assert program.run(ids, positions, lambda *_: None) is None
+
+
+needs_bf16 = pytest.mark.skipif(
+    not available() or not multiplies_bf16(), reason="the processor has no AVX512-BF16, or AMX"
+)
+
+
+@needs_bf16
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_logits_are_nearer_to_those_in_fp32_than_the_models_modules_are(family):
+    """They round less often. The same weights; rounding of logits, which both do, is left a little room."""
+    model, ids, positions = made(family).bfloat16(), torch.randint(0, 130, (1, 13)), torch.arange(13)[None] + 20
+    exact = copy.deepcopy(model).float()
+    with torch.no_grad():
+        own, expected = (each(input_ids=ids, position_ids=positions).logits.float() for each in (model, exact))
+        prepack(model)
+        program = ForwardProgram.of(model)
+        if family == "nemotron" and Version(transformers.__version__) < Version("5.24"):
+            assert program is None
+            return
+        assert program is not None
+        logits = program.run(ids, positions, attend)(torch.arange(13))
+    assert logits.dtype == torch.bfloat16
+    error, of_modules = ((each.float() - expected).norm() for each in (logits, own))
+    assert error < 1.02 * of_modules
+    assert error < 0.02 * expected.norm()
 
 
 class Seeing(ForwardContext):
@@ -124,8 +151,9 @@ class Counting(nn.Module):
         return F.silu(x) if x.shape[1] > 4 else F.relu(x)
 
 
-def test_a_recording_that_gives_other_logits_is_not_used(caplog):
-    model, plain = made("llama"), made("llama")
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+def test_a_recording_that_gives_other_logits_is_not_used(dtype, caplog):
+    model, plain = made("llama").to(dtype), made("llama").to(dtype)
     prepack(model)
     for each in (model, plain):
         each.base_model.layers[1].mlp.act_fn = Counting()
@@ -134,7 +162,7 @@ def test_a_recording_that_gives_other_logits_is_not_used(caplog):
     assert engine.passes.program is None
     assert "other logits" in caplog.text
     answers = [each.answer(each.compress(list(range(60)), policy="full"), [7, 8]) for each in (engine, expected)]
-    assert answers[0].token_ids == answers[1].token_ids
+    assert dtype == torch.bfloat16 or answers[0].token_ids == answers[1].token_ids
 
 
 def test_models_without_packed_weights_and_experts_are_not_recorded():
@@ -176,10 +204,12 @@ def test_the_last_of_three_attentions_is_computed_where_a_policy_reads_its_log_s
     assert len(calls) == computed
 
 
-def test_the_answer_of_a_row_has_no_neighbours():
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+def test_the_answer_of_a_row_has_no_neighbours(dtype):
     """Bit for bit: drawn tokens would differ by the last bit of a logit."""
-    engine = Engine(made("llama"), name="m")
+    engine = Engine(made("llama").to(dtype), name="m")
     prepack(engine.model)
+    assert engine.passes.program is not None
     cache = engine.compress(list(range(120)), policy="full")
     batch = engine.batch()
     alone, first = engine.start(cache, [3, 4], Sampling(8)), engine.start(cache, [3, 4], Sampling(8))
