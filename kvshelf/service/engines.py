@@ -212,10 +212,10 @@ class EngineClient:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
                 self._turn("stream", caller) as (left_s, trace),
-                aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as told,
+                aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as events,
             ):
                 try:
-                    async for piece in told:
+                    async for piece in events:
                         used = used + 1 if isinstance(piece, Piece) else _used(piece)
                         if pieces.qsize() >= MAX_UNREAD_PIECES:
                             raise RequestTimeout(

@@ -107,6 +107,7 @@ def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> tuple
         engine.answer_all(asked, max_new_tokens=tokens)
         return time.perf_counter() - started
 
+    ask(1)  # what is made once, for the first answer of a process, is no time of a token
     first_s = ask(1)
     whole_s, answer_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
     return answer_bytes, (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s

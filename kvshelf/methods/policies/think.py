@@ -43,7 +43,6 @@ class Think(Around):
     whole keys, so a logit loses the products of the channels removed and nothing else. Values keep all channels.
 
     With a budget for the whole document every entry stays, whatever the base; base `full` takes no other.
-
     Give the base's parameters together with these.
     """
 

@@ -69,7 +69,7 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
 
 def test_answers_are_measured_behind_what_was_kept():
     """In this process; what is read of a tenth of the document takes less memory and no more time."""
-    small = compression_peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=4))
+    small = compression_peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=16))
     assert small.budget == 64
     assert 0 < small.cache_bytes < 64 * 4200
     assert small.token_s > 0
