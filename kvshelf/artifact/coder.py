@@ -100,11 +100,11 @@ class LayerCoder:
         states = [rows - mean for rows, mean in zip(states, self.transform["keys"].mean, strict=True)]
         if joint:
             whole = torch.cat(states, dim=1) @ values.joint_slope
-            found = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
+            expected = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
         else:
-            found = torch.cat([rows @ slope for rows, slope in zip(states, values.each_slope, strict=True)])
-        found[torch.cat(record.positions).cpu() < FIRST_TOKENS] = 0
-        return found
+            expected = torch.cat([rows @ slope for rows, slope in zip(states, values.each_slope, strict=True)])
+        expected[torch.cat(record.positions).cpu() < FIRST_TOKENS] = 0
+        return expected
 
     def _places(self, record: Packed) -> list[Tensor]:
         """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""

@@ -94,12 +94,12 @@ def require_every_layer(seen: Iterable[int], expected: Sequence[int]) -> None:
         )
 
 
-def _require_window(layer: int, found: int | None, told: int | None) -> None:
+def _require_window(layer: int, window: int | None, configured: int | None) -> None:
     """Refuse a model with a layer that has another window than its configuration tells."""
-    if found != told:
+    if window != configured:
         raise PolicyUnsupported(
-            f"layer {layer} attends with a sliding window of {found}, and the model's configuration says {told}; "
-            "kvshelf stores no layer that it may misread",
+            f"layer {layer} attends with a sliding window of {window}, and the model's configuration says {configured}"
+            "; kvshelf stores no layer that it may misread",
             param="model",
         )
 

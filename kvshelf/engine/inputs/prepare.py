@@ -51,15 +51,15 @@ class Preparer:
         passes: tuple[ProbePass, ...] = ()
         absorber: Absorber | None = None
         _require_room_beside(document, budget)
-        asked = Combination(
+        combination = Combination(
             facts=self.facts,
             policy=policy,
             document=document,
             budget=budget,
             verb=None if parent is None else "append",
         )
-        require_possible(asked)
-        if asked.at_work is not None:
+        require_possible(combination)
+        if combination.at_work is not None:
             document = self.gated(self.calibrated(document, policy), policy)
             judged, left = document.judged, budget.beside(document.num_protected, document.num_tokens)
             if policy.indexes:  # of all entries, which it keeps
@@ -69,7 +69,7 @@ class Preparer:
             self._require_room(passes)
             absorber = policy.absorber(judged, left)
             # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
-            require_possible(replace(asked, policy=policy, passes=passes, absorber=absorber))
+            require_possible(replace(combination, policy=policy, passes=passes, absorber=absorber))
         token_ids = as_bytes(document.token_ids)
         named = token_ids if encoded.named_ids is None else as_bytes(encoded.named_ids)
         identity = Identity(

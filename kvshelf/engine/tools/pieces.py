@@ -100,14 +100,14 @@ class ThoughtStream:
                 return
         thought, closing, rest = self._held.partition(marks.closing)
         if closing or ended:
-            told, self._state, self._held = thought.rstrip(), "between", rest
+            thoughts, self._state, self._held = thought.rstrip(), "between", rest
         else:
             open_ = len(thought) - may_begin(thought, (marks.closing,))
-            told = thought[:open_].rstrip()
-            self._held = thought[len(told) :]
-        if told:
+            thoughts = thought[:open_].rstrip()
+            self._held = thought[len(thoughts) :]
+        if thoughts:
             self._begun = True
-            yield Piece(told, is_thought=True)
+            yield Piece(thoughts, is_thought=True)
 
     def _cross(self, marks: Thoughts, *, ended: bool) -> None:
         text = self._held.lstrip()
