@@ -157,17 +157,27 @@ class CodedRows(ByteRows):
         if (nbytes % 4).any() or begin * 4 + int(nbytes.sum()) != self.data.numel():
             raise _malformed(where, "has streams of other sizes")
 
-    def decode(
-        self, transform: RowTransform, tables: ans.Tables, positions: Sequence[Tensor], turn: Turn | None
-    ) -> Tensor:
-        """`[entries, D]` in `dtype`. positions: of each head's rows, for `turn`, which rotates keys; None for values.
+    def placed(self, states: Tensor, positions: Sequence[Tensor], turn: Turn | None) -> Tensor:
+        """Rows `[entries, D]` in `dtype` of what `states` gives. positions: of each head's rows, for `turn`, which rotates
+        keys; None for values."""
+        if turn is None:
+            return states.to(self.dtype)
+        out = states.to(self.dtype, copy=True)
+        heads, lengths = torch.split(out, list(self.lengths)), list(self.lengths)
+        for head, rows, places, first in zip(heads, torch.split(states, lengths), positions, self.first, strict=True):
+            if len(rows) > first:
+                head[first:] = turn(rows[first:], places[first:].long())
+        return out
+
+    def states(self, transform: RowTransform, tables: ans.Tables) -> Tensor:
+        """`[entries, D]` fp32, keys without their rotation; those of the first tokens as they are stored.
 
         Raises `BlobError` for streams that no encoder writes.
         """
         shifts = self._shifts
         begin, sizes = self._streams
         nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64)
-        out = torch.empty(sum(self.lengths), self.num_channels, dtype=self.dtype)
+        out = torch.empty(sum(self.lengths), self.num_channels)
         heads = torch.split(out, list(self.lengths))
         at, runs = 4 * begin, 0
         for group, rows in enumerate(self.run_rows):
@@ -177,20 +187,13 @@ class CodedRows(ByteRows):
             basis = transform.synthesis(None if self.joint else group) * (self.step_parts / STEP_PARTS * transform.unit)
             means = transform.mean if self.joint else transform.mean[group : group + 1]
             places = [heads[head][self.first[head] :] for head in members]
-            # In fp32 the rows are written where they stay: fresh memory costs as much as the product.
-            states = places if self.dtype == torch.float32 else list(torch.empty(len(places), *places[0].shape))
             done = 0
             for few in (rows[start : start + _RUNS_AT_ONCE] for start in range(0, len(rows), _RUNS_AT_ONCE)):
                 own = slice(runs, runs + len(few))
                 size = int(nbytes[own].sum())
                 codes = _decoded(self.data[at : at + size], sizes[own], few, tables, order)
-                self._multiply(codes, basis, means, [each[done : done + sum(few)] for each in states])
+                self._multiply(codes, basis, means, [place[done : done + sum(few)] for place in places])
                 runs, at, done = own.stop, at + size, done + sum(few)
-            for place, found in zip(places, states, strict=True):
-                if turn is not None and done:
-                    place.copy_(turn(found, positions[group][self.first[group] :].long()))
-                elif found is not place:
-                    place.copy_(found)
         for head, first, kept in zip(heads, self.first, self._first_rows(), strict=True):
             head[:first] = kept
         return out
@@ -206,7 +209,7 @@ class CodedRows(ByteRows):
     def _first_rows(self) -> list[Tensor]:
         _, _, begin, end = self._layout
         raw = torch.from_numpy(self._words[begin:end]).view(torch.bfloat16)
-        rows = raw[: sum(self.first) * self.num_channels].view(-1, self.num_channels).to(self.dtype)
+        rows = raw[: sum(self.first) * self.num_channels].view(-1, self.num_channels).float()
         return list(torch.split(rows, self.first))
 
 

@@ -70,7 +70,7 @@ class LayerCoder:
         keys = coded("keys", record.keys, unrotate, places)
         rows = record.values
         if self.transform["values"].joint_slope is not None:
-            rows = rows.float() - self._foretold(record, self._keys(record, keys), joint=joint)
+            rows = rows.float() - self._foretold(record, keys.states(self.transform["keys"], self.tables), joint=joint)
         values = replace(coded("values", rows, None, places), dtype=record.values.dtype)
         return replace(record, keys=keys, values=values, importance=None, precise=None)
 
@@ -78,26 +78,23 @@ class LayerCoder:
         """The record with plain rows. Raises `BlobError` for streams that no encoder writes."""
         if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):
             return record
-        keys = self._keys(record, record.keys)
-        values = record.values.decode(self.transform["values"], self.tables, (), None)
-        if self.transform["values"].joint_slope is not None:
-            values += self._foretold(record, keys, joint=record.values.joint)
-        return replace(record, keys=keys, values=values)
-
-    def _keys(self, record: Packed, coded: CodedRows) -> Tensor:
+        states = record.keys.states(self.transform["keys"], self.tables)
         rotate = self.coder.rotate if record.rope_mode == "baked" else None
-        return coded.decode(self.transform["keys"], self.tables, self._places(record), rotate)
+        keys = record.keys.placed(states, self._places(record), rotate)
+        values = record.values.states(self.transform["values"], self.tables)
+        if self.transform["values"].joint_slope is not None:
+            values += self._foretold(record, states, joint=record.values.joint)
+        return replace(record, keys=keys, values=record.values.placed(values, (), None))
 
     def _foretold(self, record: Packed, keys: Tensor, *, joint: bool) -> Tensor:
-        """What values `[entries, D]` fp32 are expected to be beyond their means, by keys as they are decoded. 0 for the
-        first tokens, whose keys are unlike all others."""
-        places, values = self._places(record), self.transform["values"]
+        """What values `[entries, D]` fp32 are expected to be beyond their means, by keys as they are decoded, before
+        they are rotated: a rotation gives other last bits in each form. 0 for the first tokens, whose keys are unlike
+        all others."""
+        values = self.transform["values"]
         assert values.joint_slope is not None
         assert values.each_slope is not None
-        states = list(torch.split(keys.float(), record.lengths))
-        if record.rope_mode == "baked":
-            states = [self.coder.unrotate(rows, at.long()) for rows, at in zip(states, places, strict=True)]
-        states = [rows - mean for rows, mean in zip(states, self.transform["keys"].mean, strict=True)]
+        heads = torch.split(keys, record.lengths)
+        states = [rows - mean for rows, mean in zip(heads, self.transform["keys"].mean, strict=True)]
         if joint:
             whole = torch.cat(states, dim=1) @ values.joint_slope
             expected = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
