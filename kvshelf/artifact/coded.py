@@ -158,8 +158,8 @@ class CodedRows(ByteRows):
             raise _malformed(where, "has streams of other sizes")
 
     def placed(self, states: Tensor, positions: Sequence[Tensor], turn: Turn | None) -> Tensor:
-        """Rows `[entries, D]` in `dtype` of what `states` gives. positions: of each head's rows, for `turn`, which rotates
-        keys; None for values."""
+        """Rows `[entries, D]` in `dtype` of what `states` gives. positions: of each head's rows, for `turn`, which
+        rotates keys; None for values."""
         if turn is None:
             return states.to(self.dtype)
         out = states.to(self.dtype, copy=True)
