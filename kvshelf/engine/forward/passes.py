@@ -272,6 +272,20 @@ class Passes:
             layer.before = before.to(device)
         return {"cache_position": positions[0]}
 
+    @contextmanager
+    def _decoder_given(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Inside the block the decoder gets these keywords, too, whatever its model is called with: GPT-2's passes none
+        on to it in transformers 5.2."""
+
+        def add(_module: Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, {**keywords, **given}
+
+        hook = self._decoder.register_forward_pre_hook(add, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def _to_keep(self, kept: Tensor) -> Tensor | list[int]:
         """As numbers where hooks would move a tensor to another device than that of the states it chooses from."""
         return kept.tolist() if self._hooked else kept
@@ -295,15 +309,16 @@ class Passes:
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
         if self.program is None:
-            given |= self._told(positions, past.cache)
-            logits: Tensor = self.model(
-                input_ids=token_ids,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=self._to_keep(kept),
-                **{CACHE_ARGUMENT: past.cache},
-                **given,
-            ).logits
+            told = self._told(positions, past.cache)
+            with self._decoder_given(given):
+                logits: Tensor = self.model(
+                    input_ids=token_ids,
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=self._to_keep(kept),
+                    **{CACHE_ARGUMENT: past.cache},
+                    **told,
+                ).logits
             return logits
 
         def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
