@@ -33,8 +33,8 @@ from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
+from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
-from kvshelf.store.tiers.tiers import Tier
 
 _JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")

@@ -23,7 +23,7 @@ from kvshelf.store.blobs import Blobs
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.disk.jobs import SqliteLeases
+from kvshelf.store.disk.leases import SqliteLeases
 from kvshelf.store.index import Index, MakeBlobs, blobs_place
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class RedisHome:
     def open(self, blobs: MakeBlobs | None = None) -> tuple[Index, Blobs]:
         from kvshelf.store.redis.blobs import RedisBlobs
         from kvshelf.store.redis.index import RedisIndex
-        from kvshelf.store.redis.jobs import RedisLeases
+        from kvshelf.store.redis.leases import RedisLeases
         from kvshelf.store.redis.link import RedisLink
 
         link = RedisLink(self._address)

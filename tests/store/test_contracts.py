@@ -15,18 +15,20 @@ from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Leases
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.disk.jobs import SqliteJobs, SqliteLeases
+from kvshelf.store.disk.jobs import SqliteJobs
+from kvshelf.store.disk.leases import SqliteLeases
 from kvshelf.store.index import Index
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.index import RedisIndex
-from kvshelf.store.redis.jobs import RedisJobs, RedisLeases
+from kvshelf.store.redis.jobs import RedisJobs
+from kvshelf.store.redis.leases import RedisLeases
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.table import JobTable
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
+from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
-from kvshelf.store.tiers.tiers import Tier
 
 
 def promised(contract: type) -> set[str]:

@@ -1,27 +1,20 @@
-"""Rows from JSON: each is one document to compress, checked before any work; and the reading stage of a run, whose
-processes import neither torch nor kvshelf's model side."""
+"""Rows from JSON: each is one document to compress, checked before any work."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
-from operator import attrgetter
 from typing import Any, BinaryIO, Final
-
-import pydantic_core
-import structlog
 
 from kvshelf.api import CreateCache
 from kvshelf.api.batches import Endpoint
 from kvshelf.api.openai import ChatCompletionRequest
 from kvshelf.api.strict import parse_json, parse_request
 from kvshelf.corpus.input.defaults import with_defaults
-from kvshelf.corpus.row import Row, Shard, cut
-from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError, StoreError
+from kvshelf.corpus.row import Row
+from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError
 
 MAX_DOCUMENT_BYTES: Final = 64 << 20
 """Limit of a line, a text file, or a document of a Parquet file: far above what any model reads."""
@@ -183,39 +176,3 @@ def _question(body: dict[str, Any], custom_id: str | None) -> ChatCompletionRequ
             "on_miss: a question of a batch makes no cache again; make it by POST /v1/caches before", param="on_miss"
         )
     return question
-
-
-log = structlog.get_logger("kvshelf.corpus")
-
-SORTED_ROWS: Final = 4096
-SORTED_CHARS: Final = 8 << 20
-"""Within this many consecutive rows the longest go first, so that no long document runs alone at the end; questions are
-grouped by their caches."""
-
-_READ_AGAIN_S: Final = 2.0
-
-
-def read_rows(shard: Shard) -> Iterator[bytes]:
-    """The rows of a shard for callers, each as JSON."""
-    for row in ordered(_patiently(shard)):
-        yield pydantic_core.to_json(row.to_dict())
-
-
-def _patiently(shard: Shard) -> Iterator[Row]:
-    """The rows of a shard. Waits out outages of the store, which may hold the shard."""
-    done = 0
-    while True:
-        try:
-            for row in islice(shard.read(), done, None):
-                yield row
-                done += 1
-            return
-        except StoreError as error:
-            log.warning("a shard cannot be read on now", code=error.code, message=error.message)
-            time.sleep(_READ_AGAIN_S)
-
-
-def ordered(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows, sorted within `SORTED_CHARS` by `Row.place`."""
-    for group in cut(rows, attrgetter("length"), most=SORTED_ROWS, size=SORTED_CHARS):
-        yield from sorted(group, key=attrgetter("place"))

@@ -28,7 +28,7 @@ import ray
 import ray.exceptions as ray_errors
 import structlog
 
-from kvshelf.corpus.input.rows import read_rows
+from kvshelf.corpus.input.reading import read_rows
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks, RowCaller
 from kvshelf.corpus.run.control import Control, Order, Report

@@ -20,7 +20,8 @@ from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Tally
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
+from kvshelf.corpus.run.tally import Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine, called

@@ -22,7 +22,7 @@ from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder, shortage
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.disk.jobs import SqliteLeases
+from kvshelf.store.disk.leases import SqliteLeases
 from kvshelf.store.index import MakeBlobs, blobs_place, require_blobs_place
 from kvshelf.store.jobs.clock import uptime_s
 from kvshelf.store.rules import Rules

@@ -16,7 +16,7 @@ from kvshelf.store.redis import address
 from kvshelf.store.redis.blobs import RedisBlobs
 from kvshelf.store.redis.clock import RedisClock
 from kvshelf.store.redis.index import RedisIndex
-from kvshelf.store.redis.jobs import RedisLeases
+from kvshelf.store.redis.leases import RedisLeases
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf

@@ -37,7 +37,8 @@ from kvshelf.store.index import (
 )
 from kvshelf.store.manifest import Manifest, StoredUsage
 from kvshelf.store.redis.jobs import RedisJobs
-from kvshelf.store.redis.link import RedisLink, Script, Value
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.redis.script import Script, Value
 
 HOME_FORMAT: Final = 5
 """Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""

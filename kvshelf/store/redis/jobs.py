@@ -1,5 +1,4 @@
-"""The job table of a Redis home: a hash for each item, changed by `jobs.lua`, which the server runs as one step;
-and leases of readers of bytes that lie elsewhere."""
+"""The job table of a Redis home: a hash for each item, changed by `jobs.lua`, which the server runs as one step."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.blobs import READ_LEASE_S, TAKEN, TAKEN_S, Leases
-from kvshelf.store.redis.link import RedisLink, Script, Value
+from kvshelf.store.redis.link import RedisLink
+from kvshelf.store.redis.script import Script, Value
 from kvshelf.store.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
 _FIELDS: Final = (
@@ -148,47 +147,3 @@ def _item(shown: Sequence[Any]) -> Item:
         return _ITEM.validate_python({name: value.decode() for name, value in fields if value or name not in _OPTIONAL})
     except (AttributeError, TypeError, ValueError) as wrong:
         raise StoreUnavailable(f"an item in Redis is not what kvshelf wrote there: {wrong!s:.200}") from wrong
-
-
-_LEASES_SCRIPT: Final = """
--- KEYS[1]: sorted set, a reader's token -> the end of its lease in ms of the server's clock. ARGV: the operation, a
--- token, the duration of a lease in ms, the token of a taken name.
-local call, key, operation, token = redis.call, KEYS[1], ARGV[1], ARGV[2]
-local time = call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-call('ZREMRANGEBYSCORE', key, '-inf', now)
-local taken = call('ZSCORE', key, ARGV[4]) and 1 or 0
-local readers = call('ZCARD', key) - taken
-if operation == 'held' then return readers end
-if operation == 'release' then return call('ZREM', key, token) end
-if operation == 'hold' and taken == 1 then return 0 end
-if operation == 'take' and readers > 0 then return 0 end
-call('ZADD', key, now + ARGV[3], token)
-call('PEXPIRE', key, math.max(call('PTTL', key), tonumber(ARGV[3])))
-return 1
-"""
-
-
-class RedisLeases(Leases):
-    """See `Leases`. Ends of leases are on the server's clock."""
-
-    def __init__(self, link: RedisLink, prefix: str) -> None:
-        """prefix: that of the index. The caller closes the link."""
-        self._link = link
-        self._prefix = prefix
-
-    def hold(self, name: str, token: str) -> bool:
-        return self._run("hold", name, token, READ_LEASE_S)
-
-    def release(self, name: str, token: str) -> None:
-        self._run("release", name, token)
-
-    def held(self, name: str) -> bool:
-        return self._run("held", name)
-
-    def take(self, name: str) -> bool:
-        return self._run("take", name, TAKEN, TAKEN_S)
-
-    def _run(self, operation: str, name: str, token: str = "", lease_s: float = 0.0) -> bool:
-        key = f"{{{self._prefix}}}:readers:{name}"
-        return bool(self._link.script(_LEASES_SCRIPT, [key], [operation, token, round(lease_s * 1000), TAKEN]))

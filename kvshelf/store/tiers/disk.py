@@ -23,7 +23,7 @@ from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from kvshelf.store.tiers.tiers import Tier
+from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.tiers.tiers import Tier, Tiers
+from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tiers
 from kvshelf.store.types import BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:

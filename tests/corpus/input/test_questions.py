@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvshelf.corpus.input.rows import ordered, parse_jsonl
+from kvshelf.corpus.input.reading import ordered
+from kvshelf.corpus.input.rows import parse_jsonl
 from kvshelf.corpus.row import Row
 
 URL = "/v1/chat/completions"

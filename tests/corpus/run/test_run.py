@@ -286,7 +286,7 @@ def test_a_batch_without_a_success_has_failed(run_cluster: RunCluster) -> None:
 
 
 def test_long_documents_come_first() -> None:
-    from kvshelf.corpus.input.rows import ordered
+    from kvshelf.corpus.input.reading import ordered
 
     rows = [row for shard in shards(corpus(100, tokens=(1, 5000))) for row in shard.read()]
     found = list(ordered(iter(rows)))

@@ -17,7 +17,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.metering import Meter
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors

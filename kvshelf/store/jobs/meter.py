@@ -1,0 +1,89 @@
+"""Counts what tenants use in one process, and adds it to the home every few seconds."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from kvshelf.api.usage import Metered
+from kvshelf.errors import KvshelfError
+from kvshelf.store.jobs.metering import Metering
+
+log = logging.getLogger("kvshelf.store")
+
+FLUSH_S: Final = 2.0
+"""Seconds between two additions to the store: what a killed replica loses at most."""
+
+_STOP_S: Final = 2.0
+
+
+class Meter:
+    """The use of one model in this process, by tenant and day. `add` may be called from any thread."""
+
+    def __init__(self, metering: Metering, model: str, *, now: Callable[[], float] = time.time) -> None:
+        """now: the wall clock, Unix seconds."""
+        self._metering = metering
+        self._model = model
+        self._now = now
+        self._writer = secrets.token_hex(4)
+        self._number = 0
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._pending: dict[tuple[str, datetime.date], Counter[str]] = {}
+        self._unsent: list[tuple[str, datetime.date, Metered]] = []  # of one number, until the store has all of it
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"meter-{model}", daemon=True)
+
+    def add(self, tenant: str, **amounts: float) -> None:
+        """Count fields of `Metered` for a tenant, today."""
+        key = tenant, datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
+        with self._lock:
+            self._pending.setdefault(key, Counter()).update(amounts)
+
+    def spent(self, tenant: str, seconds: float) -> None:
+        """Count seconds of the model for a tenant."""
+        self.add(tenant, worker_s=seconds)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Add the rest to the store, if it takes that at once."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def flush(self) -> None:
+        """Add what was counted to the store. After an error the same is tried again, before anything newer."""
+        with self._sending:
+            self._send()
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            self._number += 1
+            self._unsent = [(tenant, day, Metered(**counts)) for (tenant, day), counts in pending.items()]
+            self._send()
+
+    def _send(self) -> None:
+        while self._unsent:
+            tenant, day, used = self._unsent[-1]
+            self._metering.add(tenant, day, {self._model: used}, writer=self._writer, number=self._number)
+            self._unsent.pop()
+
+    def _run(self) -> None:
+        failing = False
+        while True:
+            ended = self._ended.wait(FLUSH_S)
+            try:
+                self.flush()
+                failing = False
+            except KvshelfError as error:
+                if not failing:
+                    log.warning("the use of tenants could not be stored and is kept for later: %s", error)
+                failing = True
+            if ended:
+                return
