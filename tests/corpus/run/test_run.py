@@ -102,7 +102,7 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_clust
         lines.insert(number * 7, document(1000 + number, kind=kind))
     summary, journal = whole(run_cluster, lines, options(document_deadline_s=8, max_attempts=3))
     found = journal.by_id()
-    failed = {name: result.error for name, result in found.items() if result.error is not None}
+    failed = {name: result.error.code for name, result in found.items() if result.error is not None}
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 40, len(kinds)), failed
     for number, kind in enumerate(kinds):
         result = found[f"d{1000 + number}"]
