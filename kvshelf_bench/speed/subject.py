@@ -19,6 +19,7 @@ from kvshelf.model.devices import chosen_dtype
 from kvshelf.model.loading import chosen_device, readable
 from kvshelf.model.prepacking import prepack
 from kvshelf.model.source import source_of
+from kvshelf.model.weights.adapter import require_none
 from kvshelf.model.weights.int8 import require_int8, round_to_int8
 from kvshelf_bench.engines import EngineOptions
 
@@ -64,6 +65,7 @@ def load_subject(name: str, device: str, dtype: str, threads: int, weights: str 
     options, layers = EngineOptions(name, device, dtype, threads, weights), random_layers(name)
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         if layers is None:
+            require_none(name, "what kvshelf is compared with")
             engine, origin = options.load(), source_of(name)
             source = readable(name)
             gguf = origin if origin != source else None

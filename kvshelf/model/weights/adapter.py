@@ -48,6 +48,12 @@ def split(name: str) -> tuple[str, Path | None]:
     return base, path
 
 
+def require_none(name: str, who: str) -> None:
+    """Raise `InvalidRequest` for a model's name with an adapter, which `who` would leave out in silence."""
+    if split(name)[1] is not None:
+        raise InvalidRequest(f"{who} does not load the adapter of {name!r}; name a model without one", param="model")
+
+
 def merge(model: PreTrainedModel, folder: Path, name: str) -> PreTrainedModel:
     """The model with an adapter's weights added to its own, in place.
 

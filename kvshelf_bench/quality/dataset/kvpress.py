@@ -11,6 +11,7 @@ import torch
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.loading import chosen_device, readable
+from kvshelf.model.weights.adapter import require_none
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.options import counted
 from kvshelf_bench.peers.peer import Peer, require_kvpress, running
@@ -39,6 +40,7 @@ class Kvpress:
             raise InvalidRequest("--baseline kvpress needs --kvpress-python, a Python that has it", param="baseline")
         if asking.turns:
             raise InvalidRequest("kvpress keeps no turns; leave --turns or --baseline out", param="baseline")
+        require_none(options.model, "kvpress")
         require_kvpress(python)
         return cls(python, options, asking)
 

@@ -15,7 +15,7 @@ from kvshelf import Engine
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.model.loading import load, require_shared
-from kvshelf.model.weights.adapter import CONFIG, WEIGHTS, split
+from kvshelf.model.weights.adapter import CONFIG, WEIGHTS, require_none, split
 
 DOCUMENT = "Ana keeps the ledger of the Larkfield Tool Library in a green book. " * 12
 QUESTIONS = ("What does Ana keep?", "Where is the ledger?", "Who founded it?", "How many are there?")
@@ -122,6 +122,12 @@ def test_an_adapter_of_another_model_or_cut_off_is_refused(names: list[str], tmp
     (tmp_path / CONFIG).write_text(json.dumps(fields | {"r": 8}))
     with pytest.raises(InvalidRequest, match="cannot be merged"):
         Engine.load(f"kvshelf-tiny+{tmp_path}", device="cpu")
+
+
+def test_peers_of_the_benches_take_no_adapter(names: list[str]) -> None:
+    require_none(names[0], "kvpress")
+    with pytest.raises(InvalidRequest, match="kvpress does not load the adapter"):
+        require_none(names[1], "kvpress")
 
 
 def test_processes_that_share_a_model_take_no_adapter(names: list[str]) -> None:
