@@ -27,7 +27,7 @@ from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import capacity_for
-from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, StateConflict
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker, StateConflict
 from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -42,6 +42,7 @@ __all__ = ["Scheduler", "SchedulerLimits", "Work"]
 
 ResultT = TypeVar("ResultT")
 
+_HANGING_S = 1.0  # behind a document's deadline, when it has left if it does not hang: it ends within a layer
 _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks again for cancelled and for new questions
 
 
@@ -97,7 +98,14 @@ class Scheduler:
         return ticket
 
     def require_room(self) -> None:
-        """Raise what `compress` would raise now: `QueueFull` or `NoWorker`."""
+        """Raise what `compress` would raise now, `QueueFull` or `NoWorker`; and `NoWorker` while the model hangs in a
+        document. What is queued behind it dies with the process that is about to be replaced, and would be blamed."""
+        if (late_s := self.overdue_s) > _HANGING_S:
+            raise NoWorker(
+                f"{self._engine.name!r} hangs in a document that should have ended {late_s:.0f} s ago; ask again when "
+                "it has been replaced",
+                retry_after_s=_HANGING_S,
+            )
         self._queues.require_room()
 
     def generate(

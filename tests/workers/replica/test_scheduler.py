@@ -328,6 +328,31 @@ def test_a_compression_that_shall_not_go_on_leaves_after_its_layer(
     assert watched.model.config.num_hidden_layers > 1
 
 
+def test_behind_a_document_that_hangs_nothing_recorded_is_taken_up(watched: Watched) -> None:
+    """Its process will be replaced, and what waited there would be blamed for the end."""
+    let_go = threading.Event()
+    watched.compressor.on_layer = lambda: let_go.wait(WAIT_S)
+    scheduler = Scheduler(watched)
+    scheduler.start()
+    try:
+        ticket = scheduler.compress(alone(watched.prepare(DOCUMENT)), deadline_s=0.2)
+        scheduler.require_room()
+        while scheduler.overdue_s < 1.1:
+            time.sleep(0.05)
+        with pytest.raises(NoWorker, match="hangs in a document") as refused:
+            scheduler.require_room()
+        assert refused.value.details["retry_after_s"] > 0
+        let_go.set()
+        with pytest.raises(DeadlineExceeded):
+            ticket.future.result(WAIT_S)
+        while scheduler.overdue_s:
+            time.sleep(0.01)
+        scheduler.require_room()
+    finally:
+        let_go.set()
+        scheduler.stop()
+
+
 def test_cancelled_and_late_work_leaves_the_queue(scheduler: Scheduler, engine: Engine, cache: CompressedCache) -> None:
     gate = Gate(scheduler, engine, cache)
     query = engine.encode_query(cache, "What?")
