@@ -103,7 +103,7 @@ $(MLX)/.installed-$(PYTHON_VERSION):
 
 test-engines: setup $(LLAMA)/.installed-$(PYTHON_VERSION) $(MLX)/.installed-$(PYTHON_VERSION)  ## llama.cpp and MLX answer from exported caches; each in an environment of its own
 	@$(MAKE) --no-print-directory $(SMOLLM2)
-	KVSHELF_LLAMA_PYTHON=$(LLAMA)/bin/python KVSHELF_MLX_PYTHON=$(MLX)/bin/python \
+	TESTS_LLAMA_PYTHON=$(LLAMA)/bin/python TESTS_MLX_PYTHON=$(MLX)/bin/python \
 	  $(BIN)/python -m pytest -s tests/integrations_engines
 
 test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten minutes, and 1 GB in .arm
@@ -121,7 +121,7 @@ mutate: setup  ## change one token at a time in 300 places, and see whether the 
 	$(BIN)/python -m scripts.mutate --count 300
 
 soak: setup  ## all tests with their full counts: kill loops, fuzzing, load
-	KVSHELF_SOAK=1 $(BIN)/python -m pytest --timeout 7200
+	TESTS_SOAK=1 $(BIN)/python -m pytest --timeout 7200
 
 clean:  ## remove the environments, all caches and what was compiled
 	rm -rf $(VENV) .venv-* .arm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist kvshelf/kernels/compiled-*

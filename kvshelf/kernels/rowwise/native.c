@@ -10,8 +10,8 @@
 /* Weights are [panels, inner, PANEL]: the outputs of a panel stand in the lanes of vectors. MOST: rows that are worked on
    together with WIDE vectors, as many as registers hold sums of beside a row's number and the vectors of weights. DEPTH:
    inputs whose weights stay in a first-level cache while all rows pass. ASKED: inputs by which memory is asked in
-   advance. */
-enum { PANEL = 32, DEPTH = 256, ASKED = 64 };
+   advance. PAGE: numbers of a page of memory. BESIDE: rows whose sums of a panel stand in one buffer. */
+enum { PANEL = 32, DEPTH = 256, ASKED = 64, PAGE = 1024, BESIDE = 128 };
 #if defined(__AVX512F__)
 enum { MOST = 12, WIDE = 2 };
 #elif defined(__ARM_NEON)
@@ -22,9 +22,8 @@ enum { MOST = 6, WIDE = 2 };
 
 /* Narrow weights, BF16 and INT8: what is summed is the same whether they become fp32 as they are read, or rows before have
    left them as fp32. Those of a byte are whole numbers, and each output has a scale, which its sums are multiplied by at
-   the end. PAIRS: two inputs in bf16 in place of one in fp32, in rows as in weights, whose products are summed in fp32 by
-   one instruction of AVX512-BF16. Wherever inputs are counted, these are pairs. */
-enum { INT8 = 2, PAIRS = 3 };
+   the end. With PAIRS both inputs and weights are pairs. */
+enum { INT8 = 2 };
 
 INLINE Floats load_weights(const void *panel, const int64_t at, const int type) {
     if (type != INT8) return load(panel, at, type == BF16 ? BF16 : FP32);
@@ -46,17 +45,6 @@ INLINE Floats load_weights(const void *panel, const int64_t at, const int type) 
 
 INLINE const void *at_weight(const void *panel, const int64_t at, const int type) {
     return (const char *)panel + at * (type == INT8 ? 1 : type == BF16 ? 2 : 4);
-}
-
-/* By the assembler's name for it: the rest of this library also runs where the instruction is not there. */
-INLINE Floats added(Floats sum, const Floats weights, const Floats number, const int type) {
-#if defined(__AVX512F__)
-    if (type == PAIRS) {
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(number));
-        return sum;
-    }
-#endif
-    return sum + weights * number;
 }
 
 /* Add to y the products of `rows` rows with as many vectors of a panel, over `depth` inputs. One sum for each output,
@@ -167,20 +155,20 @@ typedef struct {
 } Weight;
 
 /* Rows of similar numbers go together: a single one left behind would read all weights for itself. */
-static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, float *y, int64_t y_step, int64_t inner,
+static void sum_rows(const float *x, int64_t x_step, const Weight *panel, float *y, int64_t y_step, int64_t inner,
                           int64_t rows) {
     float wide[DEPTH * PANEL] __attribute__((aligned(64)));
-    const int64_t groups = (rows + MOST - 1) / MOST;
+    const int64_t groups = (rows + MOST - 1) / MOST, depths = (inner + DEPTH - 1) / DEPTH;
     const int type = panel->type;
     for (int64_t r = 0; r < rows; r++)
         if (panel->bias && type != INT8)
             memcpy(y + r * y_step, panel->bias, PANEL * sizeof *y);
         else
             memset(y + r * y_step, 0, PANEL * sizeof *y);
-    for (int64_t k = 0; k < inner; k += DEPTH)
+    for (int64_t d = 0; d < depths; d++)
         for (int64_t g = 0; g < groups; g++) {
             const int64_t from = g * rows / groups, some = (g + 1) * rows / groups - from;
-            const int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
+            const int64_t k = d * inner / depths, depth = (d + 1) * inner / depths - k;
             const float *part = x + from * x_step + k;
             const void *numbers = at_weight(panel->numbers, k * PANEL, type);
             if (type == FP32 || type == PAIRS)
@@ -196,6 +184,19 @@ static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, f
             if (panel->bias) scaled += load(panel->bias, at, FP32);
             *(FloatsAnywhere *)(y + r * y_step + at) = scaled;
         }
+}
+
+/* Rows whole pages apart, as logits often are, share a few sets of each cache: their sums stand side by side until they
+   are whole. */
+static void multiply_rows(const float *x, int64_t x_step, const Weight *panel, float *y, int64_t y_step, int64_t inner,
+                          int64_t rows) {
+    float sums[BESIDE * PANEL] __attribute__((aligned(64)));
+    if (y_step % PAGE || rows <= MOST) return sum_rows(x, x_step, panel, y, y_step, inner, rows);
+    for (int64_t r = 0; r < rows; r += BESIDE) {
+        const int64_t some = rows - r < BESIDE ? rows - r : BESIDE;
+        sum_rows(x + r * x_step, x_step, panel, sums, PANEL, inner, some);
+        for (int64_t i = 0; i < some; i++) memcpy(y + (r + i) * y_step, sums + i * PANEL, PANEL * sizeof *y);
+    }
 }
 
 enum { LINEAR, MUL, ADD, SUB, COPY, SILU, GELU, GELU_TANH, TANH, RELU, RSQRT, MEAN, NARROW };

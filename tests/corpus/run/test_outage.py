@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +13,13 @@ import pytest
 from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.corpus.run.run import BatchRun
 from kvshelf.store.url import StoreConfig
+from tests.amounts import amount
 from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import SLOW, Remembered, document, vulnerable
 from tests.corpus.runs import begun, ended, options, require_order, until, until_waiting
 from tests.store.redis.servers import PATIENT, ValkeyServer
 
-pytestmark = pytest.mark.timeout(3600 if os.environ.get("KVSHELF_SOAK") == "1" else 600)
+pytestmark = pytest.mark.timeout(amount(600, 3600))
 
 MEMORY = "512mb"
 

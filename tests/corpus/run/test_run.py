@@ -19,6 +19,7 @@ from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, WorkHours
 from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, give_order
 from kvshelf.errors import StorageFull
 from kvshelf.workers.cluster.remote import RemoteEngine
+from tests.amounts import amount
 from tests.corpus.conftest import RunCluster
 from tests.corpus.hostile import HANGS, KILLS, KINDS, SLOW, SLOW_S, SWELLS, Remembered, corpus, document, shards
 from tests.corpus.runs import (
@@ -34,7 +35,7 @@ from tests.corpus.runs import (
     whole,
 )
 
-pytestmark = pytest.mark.timeout(7200 if os.environ.get("KVSHELF_SOAK") == "1" else 900)
+pytestmark = pytest.mark.timeout(amount(900, 7200))
 
 
 @pytest.fixture(scope="module")

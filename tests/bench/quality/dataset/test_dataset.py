@@ -313,12 +313,12 @@ def test_what_does_not_fit_together_is_refused_before_the_model_is_loaded(tmp_pa
 
 
 @pytest.mark.skipif(
-    "KVSHELF_KVPRESS_PYTHON" not in os.environ, reason="KVSHELF_KVPRESS_PYTHON names no Python with kvpress"
+    "TESTS_KVPRESS_PYTHON" not in os.environ, reason="TESTS_KVPRESS_PYTHON names no Python with kvpress"
 )
 def test_kvpress_answers_as_we_do_where_nothing_is_removed(tmp_path, dataset):
     report = tmp_path / "report.json"
     options = ["--dataset", dataset, "--cues", "0", "--max-new-tokens", "16", "--resume", tmp_path / "journal.jsonl"]
-    given = ["--baseline", "kvpress", "--kvpress-python", os.environ["KVSHELF_KVPRESS_PYTHON"], "--output", report]
+    given = ["--baseline", "kvpress", "--kvpress-python", os.environ["TESTS_KVPRESS_PYTHON"], "--output", report]
     bench(*options, *given, "--ways", "full,streaming_llm@0.5,streaming_llm@0.5/int4", "--processes", "1")
     ways = {way["way"]: way for way in json.loads(report.read_text())["ways"]}
     assert list(ways)[3:] == ["kvpress full", "kvpress streaming_llm@0.5"]
