@@ -149,6 +149,8 @@ CHOSEN: Final = {
     "sablock": chosen("sablock", x.READS_TEXT),
     "defensivekv": chosen("defensivekv", x.READS_OUTPUT, entries=["uneven"], window=4),
     "compresskv": chosen("compresskv", x.CALIBRATED, entries=["layers"]),
+    "headkv": chosen("headkv", x.CALIBRATED, x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
+    "duo_attention": chosen("duo_attention", x.CALIBRATED, x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "ada": chosen("ada", x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "think": chosen("think", x.BLIND, x.PRUNES, entries=["pruned"], whole_keys=8),
     "ems": chosen("ems", x.APART, entries=["merged", "uneven"]),

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.calibrated import CalibratedPolicy, calibration_of
 from kvshelf.methods.policies.sharing import fill, largest_remainders
 from kvshelf.methods.policies.view import DocumentView, LayerView
-from kvshelf.model.calibration import Calibration
 
 _LEAST = 32  # entries of a layer, whatever its error
 _MOST = 3  # times an even share
 
 
 @dataclass(frozen=True)
-class CompressKV(TailPolicy):
+class CompressKV(CalibratedPolicy, TailPolicy):
     """Keep what each layer's retrieval heads attend to from the end of the prompt; layers that suffer more keep more.
 
     `kvshelf calibrate` measures once per model which query heads retrieve, and how much each layer's output suffers
@@ -47,32 +47,21 @@ class CompressKV(TailPolicy):
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
     heads: int = parameter(4, "query heads of each layer that are asked", minimum=1)
     kernel: int = pooling_kernel(5)
-    calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.CALIBRATION
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        found = _calibration(document)
-        if self.calibration not in (None, found.digest):
+        query_heads = calibration_of(document).query_heads
+        if "heads" in given and self.heads > query_heads:
             raise PolicyUnsupported(
-                f"calibration {self.calibration!r} is not this model's, which is {found.digest!r}; leave it out",
-                param="policy_params.calibration",
-            )
-        if "heads" in given and self.heads > found.query_heads:
-            raise PolicyUnsupported(
-                f"heads is {self.heads}, and the layers of this model have {found.query_heads}",
+                f"heads is {self.heads}, and the layers of this model have {query_heads}",
                 param="policy_params.heads",
             )
-        heads = self.heads if "heads" in given else min(self.heads, max(1, found.query_heads // 8))
-        return replace(policy, heads=heads, calibration=found.digest)
+        return policy if "heads" in given else replace(policy, heads=min(self.heads, max(1, query_heads // 8)))
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)
         group = layer.all_queries.shape[0] // layer.kv_heads
-        best = _calibration(layer.document).best_heads(layer.layer_idx, self.heads)
+        best = calibration_of(layer.document).best_heads(layer.layer_idx, self.heads)
         first = layer.first_kv_head
         rows = [
             window.attention(kv_head - first)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
@@ -85,7 +74,7 @@ class CompressKV(TailPolicy):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         mean = budget.total // len(budget.per_head)
-        errors = _calibration(layer.document).layer_errors
+        errors = calibration_of(layer.document).layer_errors
         lowest = min(mean, max(_LEAST, int(protected.sum())))
         highest = min(_MOST * mean, layer.num_tokens)
         return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * len(budget.per_head)
@@ -98,8 +87,3 @@ def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int)
     """
     rest = fill(errors, total - lowest * len(errors), highest - lowest)
     return [lowest + share for share in largest_remainders(rest)]
-
-
-def _calibration(document: DocumentView) -> Calibration:
-    assert document.calibration is not None, "the policy says that it observes the calibration"
-    return document.calibration

@@ -1,0 +1,47 @@
+"""Base of policies that know a model's heads and layers from its calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.view import DocumentView
+from kvshelf.model.calibration import Calibration
+
+
+@dataclass(frozen=True)
+class CalibratedPolicy(Policy):
+    """Judges heads or layers by what `kvshelf calibrate` measured once per model."""
+
+    calibration: str | None = parameter(None, "digest of the calibration to use; null: the one that is there")
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs.CALIBRATION
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        policy = super().fitted(document, budget, given)
+        own = calibration_of(document)
+        if self.calibration not in (None, own.digest):
+            raise PolicyUnsupported(
+                f"calibration {self.calibration!r} is not this model's, which is {own.digest!r}; leave it out",
+                param="policy_params.calibration",
+            )
+        return replace(policy, calibration=own.digest)
+
+
+def calibration_of(document: DocumentView) -> Calibration:
+    """That of the document's model, for policies that need it."""
+    assert document.calibration is not None, "the policy says that it needs the calibration"
+    return document.calibration
+
+
+def retrieval_scores(calibration: Calibration, kv_heads: int) -> list[Sequence[float]]:
+    """How much the KV heads retrieve, by layer: of each the score of its query head that retrieves most."""
+    group = calibration.query_heads // kv_heads
+    return [[max(layer[i : i + group]) for i in range(0, len(layer), group)] for layer in calibration.head_scores]
