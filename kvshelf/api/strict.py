@@ -61,6 +61,7 @@ NextUse = Annotated[float, Field(ge=0, le=86400)]
 CacheName = Annotated[str, Field(max_length=256)]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
+Guarantee = Annotated[float, Field(gt=0, lt=1e12)]
 
 
 _CODECS = ("none", "int8", "int4", "int2", "mixed", "klt", "lossless")

@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Status, StatusCode, Tracer
 
-from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
+from kvshelf.api import (
+    AppendCache,
+    Asking,
+    CreateCache,
+    CreationProgress,
+    Estimate,
+    EstimateObject,
+    SearchCaches,
+    WarmedReplica,
+)
 from kvshelf.api.answers import Answer, Phase, Piece
 from kvshelf.artifact.identity import Boundary, ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, RequestTimeout
@@ -158,6 +167,13 @@ class EngineClient:
             return
         for counts in replica_counts:
             self.metrics.remembered(self.model, counts)
+
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> list[WarmedReplica]:
+        """Have caches, by tenant and id, in the memory of every replica, see `Residents.warm`."""
+        assert caller.deadline_s is not None
+        warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
+        note(model=self.model, warmed=[replica.bytes for replica in warmed])
+        return warmed
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""

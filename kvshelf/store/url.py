@@ -56,6 +56,8 @@ class StoreConfig:
     max_ttl_s: float | None = None
     tenant_max_caches: int | None = None
     tenant_max_bytes: int | None = None
+    tenant_promised_bytes: int | None = None
+    promised_bytes: int | None = None
     encryption_key_file: str | None = None
 
     def open(self) -> Store:
@@ -66,7 +68,12 @@ class StoreConfig:
         return Rules(
             default_ttl_s=self.default_ttl_s,
             max_ttl_s=self.max_ttl_s,
-            quota=Quota(max_caches=self.tenant_max_caches, max_bytes=self.tenant_max_bytes),
+            quota=Quota(
+                max_caches=self.tenant_max_caches,
+                max_bytes=self.tenant_max_bytes,
+                tenant_promised_bytes=self.tenant_promised_bytes,
+                promised_bytes=self.promised_bytes,
+            ),
             keyring=None if self.encryption_key_file is None else Keyring.read(self.encryption_key_file),
         )
 

@@ -291,9 +291,20 @@ def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: P
     assert changed["labels"] == before["labels"]
     again = json.loads(run("update", id, "--label", "a=b", "--no-pin", "--next-use", "never", "--json").stdout)
     assert (again["labels"], again["pinned"], again["name"]) == ({"a": "b"}, False, "minutes")
+    run("update", id, "--guarantee", "2d")
+    assert "not evicted before" in run("show", id).stdout
+    assert json.loads(run("update", id, "--guarantee", "never", "--json").stdout)["guaranteed_until"] is None
+    assert "--guarantee" in run("update", id, "--guarantee", "long", code=2).stderr
     assert "nothing to change" in run("update", id, code=2).stderr
     assert "next_use_s" in run("update", id, "--next-use", "2d", code=2).stderr
     assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
+    warm = json.loads(run("warm", id[:12], "--json").stdout)
+    assert (warm["caches"], warm["read_bytes"]) == (1, 0), "it was asked a moment ago"
+    told = run("warm", "--label", "a=b", "--replicas", "all").stdout
+    assert "REPLICA" in told
+    assert warm["replica"] in told
+    assert "by cache_ids or by labels" in run("warm", code=2).stderr
+    assert "replicas" in run("warm", id, "--replicas", "some", code=2).stderr
     assert "tool" in run("ask", id, QUESTION, "--tool", "a b", code=2).stderr
 
 

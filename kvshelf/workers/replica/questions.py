@@ -37,7 +37,8 @@ from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
-from kvshelf.workers.replica.memory.residents import Resident, Residents
+from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
+from kvshelf.workers.replica.memory.retention import Key
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -68,6 +69,12 @@ class Questions:
             self._keep_house()
             self.residents.hint(cache_id, caller.tenant, next_use_s)
             return self.residents.take_counts()
+
+    async def warm(self, keys: Sequence[Key], *, caller: Caller) -> Warmed:
+        """See `Residents.warm`."""
+        with called_by(caller):
+            self._keep_house()
+            return await self.residents.warm(keys)
 
     async def count(
         self,
