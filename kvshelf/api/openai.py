@@ -8,6 +8,7 @@ and an answer ends after 256 tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -30,6 +31,7 @@ from kvshelf.api.shapes import (
     require_one_shape,
 )
 from kvshelf.api.strict import (
+    CONVERSATION,
     MAX_MESSAGES,
     CacheIds,
     FinishReason,
@@ -163,8 +165,8 @@ class StreamOptions(RequestBody):
 
 class OpenAIRequest(AskShelf):
     """What the bodies of OpenAI's two APIs have in common: kvshelf's own fields, sampling, and hints without effect:
-    `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, and, where a
-    cache is named, `prompt_cache_options`."""
+    `user`, `metadata`, `safety_identifier`, `prompt_cache_retention`, and, where a cache is named,
+    `prompt_cache_options`. A `prompt_cache_key` that has the form of a `conversation` stands for one."""
 
     NAMES_CACHE: ClassVar[tuple[str, ...]] = ("cache_id", "cache_ids")
 
@@ -211,6 +213,8 @@ class OpenAIRequest(AskShelf):
     ) -> Asking:
         told = {name: getattr(self, name) for name in AskShelf.model_fields}
         fields = {name: value for name, value in told.items() if value is not None}
+        if self.prompt_cache_key is not None and re.fullmatch(CONVERSATION, self.prompt_cache_key):
+            fields.setdefault("conversation", self.prompt_cache_key)
         return kind(messages=list(messages), max_tokens=max_tokens, **fields | {"store": store}, **more)
 
 

@@ -23,6 +23,7 @@ from kvshelf.api.shapes import (
 from kvshelf.api.strict import (
     AnyFields,
     CacheIds,
+    Conversation,
     FinishReason,
     ListBody,
     MaxTokens,
@@ -91,6 +92,9 @@ class AskShelf(Ask, Renewable):
     )
     tool: ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
+    )
+    conversation: Conversation | None = Field(
+        None, description="the id of the conversation that this is a turn of, for `GET /v1/usage` and traces"
     )
     on_miss: Literal["error", "recompute"] = Field(
         "error",

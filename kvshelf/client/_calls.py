@@ -160,6 +160,8 @@ class QuestionFields(AskFields, total=False):
 
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
+    `conversation` is the id of the conversation that this is a turn of: `usage` tells what the shelf saved each one.
+
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
     another model: the answer then says `recomputed`, and comes as late as a creation. It may raise `SourceNotKept`.
 
@@ -179,6 +181,7 @@ class QuestionFields(AskFields, total=False):
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
+    conversation: str | None
     on_miss: str | None
     store: bool | None
     ttl_s: float | None

@@ -202,7 +202,7 @@ class EngineClient:
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             answers = [task.result() for task in tasks]
-            self._answered(answers)
+            self._answered(answers, query.conversation)
         return answers
 
     async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Answer:
@@ -240,7 +240,7 @@ class EngineClient:
                             )
                         if isinstance(piece, Answer):
                             trace(piece.served.phases)
-                            self._answered([piece])
+                            self._answered([piece], query.conversation)
                         pieces.put_nowait(piece)
                 finally:
                     self.spend(caller.tenant, used)
@@ -263,8 +263,10 @@ class EngineClient:
             with self._observed(name) as trace:
                 yield left_s, trace
 
-    def _answered(self, answers: Sequence[Answer]) -> None:
-        self.metrics.answered(self.model, answers)
+    def _answered(self, answers: Sequence[Answer], conversation: str | None) -> None:
+        self.metrics.answered(self.model, answers, of_conversation=conversation is not None)
+        if conversation is not None:
+            note(conversation=conversation)
         if len(answers[0].sources) > 1:
             note(caches=len(answers[0].sources))
         note(

@@ -130,8 +130,8 @@ class Writing:
 class Quota:
     """Limits of one tenant, and of all tenants together (`budget_bytes`, `promised_bytes`); None: no limit.
 
-    The budgets of promises count the bytes of ready entries that are pinned, `max_bytes` and `budget_bytes` those of all
-    entries (`Entry.nbytes`) and of what the items of the job table hold.
+    The budgets of promises count the bytes of ready entries that are pinned, `max_bytes` and `budget_bytes` those of
+    all entries (`Entry.nbytes`) and of what the items of the job table hold.
     """
 
     max_caches: int | None = None

@@ -443,6 +443,11 @@ def test_usage_of_the_service(report: Path) -> None:
     assert rows[-1]["day"] in shown.stdout
     assert shown.stdout.split()[:3] == ["DAY", "MODEL", "ANSWERS"]
     assert "default stores" in shown.stderr
+    run("ask", cache_id, QUESTION, "--max-tokens", "2", "--conversation", "conv_of_the_command_line")
+    while "conv_of_the_command_line" not in (turns := run("usage", "--group-by", "conversation").stdout):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert turns.split()[:5] == ["CONVERSATION", "ANSWERS", "CREATED", "READ", "HITS"]
     assert "is after to" in run("usage", "--from", "2026-02-01", "--to", "2026-01-01", code=2).stderr
     prices = report.with_name("prices.json")
     prices.write_text('{"currency": "EUR", "worker_hour": 36000, "gb_month": 100}')

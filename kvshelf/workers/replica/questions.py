@@ -350,18 +350,19 @@ class Questions:
         usage = answer.usage
         self.meter.add(
             tenant,
+            loaded.query.conversation,
             answers=1,
             cache_read_tokens=usage.cache_read_tokens,
             prefill_tokens=usage.prefill_tokens,
             completion_tokens=usage.completion_tokens,
         )
-        self.threads.submit(self._count_saved, loaded.held, tenant)
+        self.threads.submit(self._count_saved, loaded.held, tenant, loaded.query.conversation)
 
-    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str) -> None:
+    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str, conversation: str | None) -> None:
         for cache_id, (resident, _) in held.items():
             if resident.prefill_s is None:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
-        self.meter.add(tenant, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
+        self.meter.add(tenant, conversation, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
     async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Answer:
         """The answer, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
