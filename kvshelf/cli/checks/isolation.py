@@ -225,10 +225,10 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("verify", "POST", "/v1/caches/{}/verify", None),
         ("change", "PATCH", "/v1/caches/{}", {"name": "a stranger's"}),
         ("delete", "DELETE", "/v1/caches/{}", None),
-        ("warm", "POST", "/v1/caches/warm", {"cache_ids": ["{}"]}),
-        ("warm by label", "POST", "/v1/caches/warm", {"labels": {"mark": "{}"}}),
     ):
         yield Lookup(what, method, path, body, timed=False), id, nobodys(id)
+    yield Lookup("warm", "POST", "/v1/caches/warm", {"cache_ids": ["{}"]}, timed=False), id, nobodys(id)
+    yield Lookup("warm labels", "POST", "/v1/caches/warm", {"labels": {"mark": "{}"}}, timed=False), mark, _mark()
     yield (
         Lookup("documents", "GET", "/v1/caches?document_id={}"),
         cache["document_id"],
