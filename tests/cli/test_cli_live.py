@@ -300,7 +300,8 @@ def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: P
     assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
     warm = json.loads(run("warm", id[:12], "--json").stdout)
     assert (warm["caches"], warm["read_bytes"]) == (1, 0), "it was asked a moment ago"
-    told = run("warm", "--label", "a=b", "--replicas", "all").stdout
+    run("update", id, "--label", f"of={tmp_path.name}")
+    told = run("warm", "--label", f"of={tmp_path.name}", "--replicas", "all").stdout
     assert "REPLICA" in told
     assert warm["replica"] in told
     assert "by cache_ids or by labels" in run("warm", code=2).stderr
