@@ -34,6 +34,7 @@ from kvshelf.api.strict import (
     CONVERSATION,
     MAX_MESSAGES,
     CacheIds,
+    Conversation,
     FinishReason,
     MaxTokens,
     Message,
@@ -208,13 +209,17 @@ class OpenAIRequest(AskShelf):
         """Whether the conversation itself has what is cached."""
         return False
 
+    @property
+    def _conversation(self) -> str | None:
+        key = self.prompt_cache_key
+        return key if key is not None and re.fullmatch(CONVERSATION, key) else None
+
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
     ) -> Asking:
         told = {name: getattr(self, name) for name in AskShelf.model_fields}
         fields = {name: value for name, value in told.items() if value is not None}
-        if self.prompt_cache_key is not None and re.fullmatch(CONVERSATION, self.prompt_cache_key):
-            fields.setdefault("conversation", self.prompt_cache_key)
+        fields["conversation"] = self._conversation
         return kind(messages=list(messages), max_tokens=max_tokens, **fields | {"store": store}, **more)
 
 
@@ -233,6 +238,7 @@ class ChatCompletionRequest(OpenAIRequest):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    conversation: Conversation | None = None
     n: Answers | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | None = None
@@ -273,6 +279,10 @@ class ChatCompletionRequest(OpenAIRequest):
     def wants_usage(self) -> bool:
         """Whether a stream is to end with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def _conversation(self) -> str | None:
+        return self.conversation or super()._conversation
 
     @property
     def _asked(self) -> list[ChatMessage]:

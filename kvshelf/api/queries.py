@@ -93,9 +93,6 @@ class AskShelf(Ask, Renewable):
     tool: ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
     )
-    conversation: Conversation | None = Field(
-        None, description="the id of the conversation that this is a turn of, for `GET /v1/usage` and traces"
-    )
     on_miss: Literal["error", "recompute"] = Field(
         "error",
         description="recompute: make a cache that was evicted, has expired or cannot be used anew from its source",
@@ -124,6 +121,9 @@ class Asking(AskShelf):
         None, description="what the model's chat template is told, as `enable_thinking`"
     )
     reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
+    conversation: Conversation | None = Field(
+        None, description="the id of the conversation that this is a turn of, for `GET /v1/usage` and traces"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
