@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvshelf.api import Quality, Timings, Tried
 from kvshelf.artifact.blob import PackedBlob
@@ -17,7 +17,20 @@ _REVISED = {"blob_digest", "created_at", "guaranteed_until", "labels", "name", "
 
 
 class StoredRecord(BaseModel):
+    """`LATER`: fields that earlier versions, which refuse what they do not know, have not: without a value they are not
+    written, so that those versions read what does not use them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_later(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name in self.LATER:
+            if not fields.get(name):
+                fields.pop(name, None)
+        return fields
 
 
 class StoredUsage(StoredRecord):
@@ -70,6 +83,8 @@ class Manifest(StoredRecord):
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
     quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
+
+    LATER = ("guaranteed_until",)
 
     id: str
     parent_id: str | None = None

@@ -21,6 +21,8 @@ class DayUsed(StoredRecord):
     first `MOST_CONVERSATIONS`. writers: the number of the last addition of each, so that one whose
     answer was lost is not added twice."""
 
+    LATER = ("conversations",)
+
     tenant: str
     day: datetime.date
     by_model: dict[str, Metered] = Field(default_factory=dict)

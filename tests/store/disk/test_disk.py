@@ -69,7 +69,6 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
             "ttl_renew_s": None,
             "last_used_at": None,
             "pinned": True,
-            "guaranteed_until": None,
             "name": "report",
             "labels": {"team": "search"},
             "source": None,

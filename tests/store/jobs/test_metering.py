@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvshelf.store.index import Index
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.shelf import Shelf
+from tests.store.caches import make_cache
 from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.test_index import race
 
@@ -96,6 +98,18 @@ def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: 
     assert day.by_model["tiny"].answers == 12
     assert list(day.conversations) == [f"conv_{number}" for number in range(MOST_CONVERSATIONS)], "the first ones"
     assert [day.conversations[f"conv_{number}"]["tiny"].answers for number in range(3)] == [1, 2, 1]
+
+
+def test_an_earlier_version_reads_what_uses_nothing_new(shelf: Shelf) -> None:
+    """Its records refuse fields that they do not know."""
+    shelf.metering.add("me", DAY, used(3), writer="a", number=1)
+    (item,) = shelf.index.jobs.open_items("usage")
+    assert json.loads(item.text).keys() == {"tenant", "day", "by_model", "writers"}
+    plain = shelf.put(make_cache(0))
+    promised = shelf.put(make_cache(1), guaranteed_until=shelf.now() + 50)
+    texts = {entry.id: json.loads(entry.text or "") for entry in shelf.index.stored()}
+    assert "guaranteed_until" not in texts[plain.id]
+    assert texts[promised.id]["guaranteed_until"] == promised.guaranteed_until
 
 
 def test_a_meter_sends_what_each_conversation_used_once(shelf: Shelf) -> None:
