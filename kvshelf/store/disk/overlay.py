@@ -228,18 +228,18 @@ class Overlay(DiskStore):
         more: dict[str, Any] = {"tenant": tenant, **filters}
         if ended:
             return super().list(ended=True, limit=limit, after=after, **more)
-        found: list[Manifest] = []
+        manifests: list[Manifest] = []
         if after is None or not self._only_below(after, tenant):
             page = super().list(limit=limit, after=after, **more)
             if page.has_more:
                 return page
-            found, after = list(page.data), None
+            manifests, after = list(page.data), None
         below, has_more = self.below.shelf(), True
-        while has_more and len(found) <= limit:
+        while has_more and len(manifests) <= limit:
             page = below.list(limit=limit, after=after, **more)
-            found += [manifest for manifest in page.data if self._only_below(manifest.id, tenant)]
+            manifests += [manifest for manifest in page.data if self._only_below(manifest.id, tenant)]
             has_more, after = page.has_more, page.data[-1].id if page.data else None
-        return Page(data=tuple(found[:limit]), has_more=has_more or len(found) > limit)
+        return Page(data=tuple(manifests[:limit]), has_more=has_more or len(manifests) > limit)
 
     def _only_below(self, cache_id: str, tenant: str) -> bool:
         entry = self.index.find(cache_id, tenant)
