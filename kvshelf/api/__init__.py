@@ -30,6 +30,9 @@ from kvshelf.api.caches import Tried as Tried
 from kvshelf.api.caches import TurnList as TurnList
 from kvshelf.api.caches import UpdateCache as UpdateCache
 from kvshelf.api.caches import Verification as Verification
+from kvshelf.api.caches import WarmCaches as WarmCaches
+from kvshelf.api.caches import WarmedCaches as WarmedCaches
+from kvshelf.api.caches import WarmedReplica as WarmedReplica
 from kvshelf.api.caches import WorstPart as WorstPart
 from kvshelf.api.creation import AppendCache as AppendCache
 from kvshelf.api.creation import CacheOptions as CacheOptions

@@ -32,6 +32,7 @@ from kvshelf.api.strict import (
     MAX_TOKENS,
     AnyFields,
     CodecText,
+    Conversation,
     ErrorBody,
     Message,
     ModelName,
@@ -235,6 +236,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
     metadata: Metadata | None = None
     cache: CompressionChoice | None = None
+    conversation: Conversation | None = None
 
     @model_validator(mode="after")
     def _asks_a_cache(self) -> Self:
@@ -297,6 +299,7 @@ class MessagesRequest(CountTokensRequest):
             top_p=1.0 if self.top_p is None else self.top_p,
             stop=self.stop_sequences,
             store=keeps,
+            conversation=self.conversation,
             ttl_s=self._ttl_s if keeps else None,
             ttl_renew=keeps,
         )

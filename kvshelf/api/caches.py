@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from kvshelf.api.strict import (
     CacheName,
     ExpiresAt,
+    Guarantee,
     Labels,
     LayoutName,
     ListBody,
@@ -31,6 +32,9 @@ ExportTo = Literal["llama.cpp", "mlx"]
 
 ExportDtype = Literal["float32", "float16", "bfloat16"]
 """Of the numbers in such a file."""
+
+MOST_WARM: Final = 1000
+"""Caches that one call has in memory."""
 
 EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".safetensors"}
 """How the names of those files end."""
@@ -165,6 +169,7 @@ class CacheObject(ResponseBody):
     ttl_s: float | None = Field(None, description="of a cache with ttl_renew; null for others")
     last_used_at: float | None = None
     pinned: bool = False
+    guaranteed_until: float | None = Field(None, description="never evicted before; null: nothing was promised")
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     has_source: bool = False
@@ -291,7 +296,8 @@ class ListCaches(QueryString):
 class UpdateCache(RequestBody, Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
-    A pinned cache is never evicted to make room, but it still expires. `next_use_s` is a hint to the replicas and no
+    A pinned cache is never evicted to make room, but it still expires; a guaranteed one does neither before its time.
+    Both count for the budget of promises. `next_use_s` is a hint to the replicas and no
     property of the cache: no answer shows it.
     """
 
@@ -303,6 +309,9 @@ class UpdateCache(RequestBody, Renewable):
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
     pinned: bool = False
+    guaranteed_until: Guarantee | None = Field(
+        None, description="Unix seconds: never evicted before; null takes the promise back"
+    )
     next_use_s: NextUse | None = Field(
         None, description="seconds until its next question: replicas keep or read it for that; null: nobody knows"
     )
@@ -322,6 +331,42 @@ class UpdateCache(RequestBody, Renewable):
         if {"ttl_s", "expires_at", "ttl_renew"} & self.model_fields_set:
             found["ttl_renew_s"] = self.ttl_renew_s
         return found
+
+
+class WarmCaches(RequestBody):
+    """POST /v1/caches/warm: caches that are to be in memory before their questions come, by ids or by labels."""
+
+    cache_ids: Annotated[list[str], Field(max_length=MOST_WARM)] = Field(
+        default_factory=list, description="these caches"
+    )
+    labels: Labels = Field(default_factory=dict, description="instead of ids: the caches that have all these labels")
+    model: ModelName | None = Field(None, description="with labels: the model's name in the caches; default: any")
+    replicas: Literal["all"] = Field("all", description="all: a question may go to any of them")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if bool(self.cache_ids) == bool(self.labels):
+            raise misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
+        if self.cache_ids and self.model is not None:
+            raise misuse("model", "model goes with labels; leave it out")
+        return self
+
+
+class WarmedReplica(ResponseBody):
+    """What one replica has in memory now of the caches: `bytes`, of which it read `read_bytes` for this. `left_out`:
+    those that found no room beside what questions use or are about to, or could not be read to their end."""
+
+    replica: str
+    caches: int
+    bytes: int
+    read_bytes: int
+    left_out: list[str] = Field(default_factory=list)
+
+
+class WarmedCaches(ListBody):
+    """The answer to POST /v1/caches/warm: a row for each replica that runs the model of the caches."""
+
+    data: list[WarmedReplica]
 
 
 class RemakeCache(RequestBody):

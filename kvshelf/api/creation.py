@@ -18,6 +18,7 @@ from kvshelf.api.strict import (
     CodecText,
     ErrorBody,
     ExpiresAt,
+    Guarantee,
     Labels,
     LayoutName,
     MessageList,
@@ -168,6 +169,9 @@ class CacheOptions(Protecting, Renewable):
     ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
     expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
+    guaranteed_until: Guarantee | None = Field(
+        None, description="Unix seconds, at most those of its end: it is never evicted before, within the budget"
+    )
     labels: Labels = Field(default_factory=dict)
     keep_source: KeepSource = Field(
         False,

@@ -8,6 +8,7 @@ and an answer ends after 256 tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -30,8 +31,10 @@ from kvshelf.api.shapes import (
     require_one_shape,
 )
 from kvshelf.api.strict import (
+    CONVERSATION,
     MAX_MESSAGES,
     CacheIds,
+    Conversation,
     FinishReason,
     MaxTokens,
     Message,
@@ -163,8 +166,8 @@ class StreamOptions(RequestBody):
 
 class OpenAIRequest(AskShelf):
     """What the bodies of OpenAI's two APIs have in common: kvshelf's own fields, sampling, and hints without effect:
-    `user`, `metadata`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, and, where a
-    cache is named, `prompt_cache_options`."""
+    `user`, `metadata`, `safety_identifier`, `prompt_cache_retention`, and, where a cache is named,
+    `prompt_cache_options`. A `prompt_cache_key` that has the form of a `conversation` stands for one."""
 
     NAMES_CACHE: ClassVar[tuple[str, ...]] = ("cache_id", "cache_ids")
 
@@ -206,11 +209,17 @@ class OpenAIRequest(AskShelf):
         """Whether the conversation itself has what is cached."""
         return False
 
+    @property
+    def _conversation(self) -> str | None:
+        key = self.prompt_cache_key
+        return key if key is not None and re.fullmatch(CONVERSATION, key) else None
+
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
     ) -> Asking:
         told = {name: getattr(self, name) for name in AskShelf.model_fields}
         fields = {name: value for name, value in told.items() if value is not None}
+        fields["conversation"] = self._conversation
         return kind(messages=list(messages), max_tokens=max_tokens, **fields | {"store": store}, **more)
 
 
@@ -229,6 +238,7 @@ class ChatCompletionRequest(OpenAIRequest):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    conversation: Conversation | None = None
     n: Answers | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | None = None
@@ -269,6 +279,10 @@ class ChatCompletionRequest(OpenAIRequest):
     def wants_usage(self) -> bool:
         """Whether a stream is to end with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def _conversation(self) -> str | None:
+        return self.conversation or super()._conversation
 
     @property
     def _asked(self) -> list[ChatMessage]:

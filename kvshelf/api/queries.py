@@ -23,6 +23,7 @@ from kvshelf.api.shapes import (
 from kvshelf.api.strict import (
     AnyFields,
     CacheIds,
+    Conversation,
     FinishReason,
     ListBody,
     MaxTokens,
@@ -120,6 +121,9 @@ class Asking(AskShelf):
         None, description="what the model's chat template is told, as `enable_thinking`"
     )
     reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
+    conversation: Conversation | None = Field(
+        None, description="the id of the conversation that this is a turn of, for `GET /v1/usage` and traces"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

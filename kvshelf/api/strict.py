@@ -57,10 +57,13 @@ LabelValue = Annotated[str, Field(max_length=512)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=MAX_LABELS)]
 CacheIds = Annotated[list[Text], Field(min_length=1, max_length=MAX_JOINT, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+CONVERSATION: Final = r"^[A-Za-z0-9_.:\-]{1,64}$"
+Conversation = Annotated[str, Field(pattern=CONVERSATION)]
 NextUse = Annotated[float, Field(ge=0, le=86400)]
 CacheName = Annotated[str, Field(max_length=256)]
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 ExpiresAt = Annotated[float, Field(gt=0)]
+Guarantee = Annotated[float, Field(gt=0, lt=1e12)]
 
 
 _CODECS = ("none", "int8", "int4", "int2", "mixed", "klt", "lossless")

@@ -60,6 +60,7 @@ for run in (
     caches.ls,
     caches.show,
     caches.update,
+    caches.warm,
     caches.remake,
     caches.rm,
     erase.erase,

@@ -4,6 +4,7 @@ duration, pairs, a file or several options."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -142,6 +143,19 @@ _TEMPLATE: Final = one(
     ],
     lambda texts: common.parameters(texts, "--chat-template-kwarg") or None,
 )
+
+
+def _guarantee(read: Callable[[str | None, str], Any], help: str = "") -> Form:
+    """From a time from now on."""
+    about = f"Never evict it for so long, within the budget of promises: 15m, 2h, 7d.{help}"
+
+    def until(text: str | None) -> Any:
+        lasts_s = read(text, "--guarantee")
+        return time.time() + lasts_s if isinstance(lasts_s, float) else lasts_s
+
+    return one("guarantee", Annotated[Text, typer.Option(help=about)], until)
+
+
 _KEPT: Final[dict[str, Form]] = {
     "ttl_s": one("ttl", Annotated[Text, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")], common.seconds),
     "ttl_renew": one(
@@ -187,6 +201,7 @@ _CREATION: Final[dict[str, Form]] = {
         ],
         lambda text: common.seconds(text, "--source-ttl"),
     ),
+    "guaranteed_until": _guarantee(common.seconds),
     "split": _split,
     "episodes": one(
         "episodes",
@@ -252,6 +267,7 @@ CHANGES: Final = FieldsOf(
             "pin",
             Annotated[bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")],
         ),
+        "guaranteed_until": _guarantee(_or_never, " never takes it back."),
         "next_use_s": one(
             "next_use",
             Annotated[
@@ -267,6 +283,7 @@ CHANGES: Final = FieldsOf(
     without=_DOCUMENT,
     help_texts={"name": "display name"},
 )
+WARMED: Final = FieldsOf("WarmCaches", _KEPT, without=frozenset({"cache_ids"}))
 ERASED: Final = FieldsOf("CreateErasure", _KEPT)
 LISTED: Final = FieldsOf("ListCaches", _KEPT, ("policy", "model", "document_id", "labels", "ended"))
 

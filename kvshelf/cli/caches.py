@@ -22,7 +22,7 @@ from kvshelf.cli import _forms, _options, _references
 from kvshelf.cli.output import common, say, say_json
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import Spent, put_shown
-from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
+from kvshelf.errors import CacheNotFound, InvalidRequest, QueueFull, SourceNotKept, nearest
 from kvshelf.names import told
 
 if TYPE_CHECKING:
@@ -526,6 +526,8 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
     when = partial(common.local_time, timespec="seconds")
     used = ", ".join(f"{name}={value}" for name, value in cache.policy_params.items())
     renewed = "" if cache.ttl_s is None else f", {common.duration(cache.ttl_s)} after each question"
+    until = cache.guaranteed_until
+    promised = "" if until is None else f", not evicted before {when(until)}"
     rows = {
         "id": cache.id,
         "document": cache.document_id,
@@ -548,7 +550,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
         "last used": when(cache.last_used_at),
-        "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else ""),
+        "expires": when(cache.expires_at) + renewed + (", never evicted: pinned" if cache.pinned else promised),
         "source": _source(cache),
         **({"pays back": _break_even(cache, prices)} if cache.timings.prefill_s else {}),
     }
@@ -608,6 +610,31 @@ def update(
     with connected(url) as client:
         changed = client.caches.update(_references.id_at(client, cache), **changes)
         say_json(changed) if as_json else say(changed.id)
+
+
+def warm(
+    fields: Annotated[dict[str, Any], _forms.WARMED],
+    caches: Annotated[list[str] | None, typer.Argument(metavar="CACHE...", help=_CACHE)] = None,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Have caches in the memory of every replica before their questions come, by CACHE or --label.
+
+    Prints how many bytes each replica has of them, and how many of these it read now. What does not fit is refused
+    before anything is read; what found no room beside the questions of the moment is left out, with exit code 5.
+    """
+    with connected(url) as client:
+        ids = [_references.id_at(client, cache) for cache in caches or ()]
+        warmed = client.caches.warm(ids, **{**fields, "replicas": fields["replicas"] or "all"})
+    if as_json:
+        for replica in warmed:
+            say_json(replica)
+    else:
+        size = common.megabytes
+        rows = [(row.replica, str(row.caches), size(row.bytes), size(row.read_bytes)) for row in warmed]
+        common.print_table(common.table(["REPLICA", "CACHES", "SIZE", "READ"], rows, numbers=[1, 2, 3]), cut="REPLICA")
+    if left_out := sorted({id for row in warmed for id in row.left_out}):
+        raise QueueFull(f"without room in a replica, or not read to the end: {', '.join(left_out)}; warm them later")
 
 
 def remake(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -125,12 +125,15 @@ def _priced(client: Client, window: Mapping[str, Any], groups: Sequence[str], pr
 
 
 def _print(report: UsageReport) -> None:
-    groups = [name for name in ("day", "model", "tenant") if any(getattr(row, name) is not None for row in report.data)]
+    from kvshelf.api.usage import Group
+
+    groups = [name for name in get_args(Group) if any(getattr(row, name) is not None for row in report.data)]
     money = report.currency
-    headings = ["ANSWERS", "CREATED", "READ", "PREFILLED", "ANSWERED", "WORKER", "QUALITY", "SAVED"]
+    headings = ["ANSWERS", "CREATED", "READ", "HITS", "PREFILLED", "ANSWERED", "WORKER", "QUALITY", "SAVED"]
     headings += [f"COST {money}", f"SAVED {money}"] if money else []
     rows = [
-        [*(str(getattr(row, name)) for name in groups), *_amounts(row), *_money(row.cost, money)] for row in report.data
+        [*(str(getattr(row, name) or "-") for name in groups), *_amounts(row), *_money(row.cost, money)]
+        for row in report.data
     ]
     _table([*map(str.upper, groups), *headings], rows, len(groups))
     for stored in report.stored:
@@ -188,10 +191,12 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -
 
 
 def _amounts(row: UsageRow) -> list[str]:
-    tokens = (row.cache_read_tokens, row.prefill_tokens, row.completion_tokens)
+    tokens = (row.prefill_tokens, row.completion_tokens)
     return [
         str(row.answers),
         str(row.caches_created),
+        f"{row.cache_read_tokens:,}",
+        "-" if row.hit_share is None else f"{row.hit_share:.1%}",
         *(f"{count:,}" for count in tokens),
         *(f"{seconds:,.1f} s" for seconds in (row.worker_s, row.quality_s, row.saved_s)),
     ]

@@ -151,6 +151,7 @@ class AsyncCaches(_AsyncGroup):
     retrieve = _awaited(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
     update = _awaited(_calls.update_cache)
+    warm = _awaited(_calls.warm_caches)
     delete = _awaited(_calls.delete_cache)
     search = _awaited(_calls.search_caches)
     query = _awaited(_calls.query_cache)

@@ -70,6 +70,7 @@ class OptionFields(ReducedFields, ProtectFields, total=False):
     date: str | None
     keep_source: bool | Literal["tokens"] | None
     source_ttl_s: float | None
+    guaranteed_until: float | None
 
 
 class DocumentFields(TypedDict, total=False):
@@ -126,6 +127,7 @@ class UpdateFields(TypedDict, total=False):
     labels: Mapping[str, str]
     name: str
     pinned: bool
+    guaranteed_until: float | None
     next_use_s: float | None
 
 
@@ -158,6 +160,8 @@ class QuestionFields(AskFields, total=False):
 
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
+    `conversation` is the id of the conversation that this is a turn of: `usage` tells what the shelf saved each one.
+
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
     another model: the answer then says `recomputed`, and comes as late as a creation. It may raise `SourceNotKept`.
 
@@ -177,6 +181,7 @@ class QuestionFields(AskFields, total=False):
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
+    conversation: str | None
     on_miss: str | None
     store: bool | None
     ttl_s: float | None
@@ -360,15 +365,37 @@ def list_caches(**fields: Unpack[ListFields]) -> HttpCall[api.CacheList]:
 
 
 def update_cache(id: str, **fields: Unpack[UpdateFields]) -> HttpCall[api.CacheObject]:
-    """Change `ttl_s` (with `ttl_renew`) or `expires_at` (None: it never expires), `labels` (as a whole), `name` or
-    `pinned`.
+    """Change `ttl_s` (with `ttl_renew`) or `expires_at` (None: it never expires), `labels` (as a whole), `name`,
+    `pinned` or `guaranteed_until` (None takes it back).
 
-    Absent fields stay. A pinned cache is never evicted. `next_use_s` says in how many seconds the next question comes:
-    replicas keep the cache in memory for it, or read it before. Raises `InvalidRequest`, `CacheNotFound`,
-    `CacheExpired`, and with `next_use_s` also `ModelMismatch`.
+    Absent fields stay. A pinned cache is never evicted, a guaranteed one not before that time. `next_use_s` says in how
+    many seconds the next question comes: replicas keep the cache in memory for it, or read it before. Raises
+    `InvalidRequest`, `CacheNotFound`, `CacheExpired`, `QuotaExceeded` for a pin or promise beyond the budget, and with
+    `next_use_s` also `ModelMismatch`.
     """
     body = {"json": _as_json(api.UpdateCache, fields)}
     return HttpCall("PATCH", _cache_path(id), parse_as(api.CacheObject), body=body)
+
+
+def warm_caches(
+    ids: Sequence[str] = (),
+    *,
+    labels: Mapping[str, str] | None = None,
+    model: str | None = None,
+    replicas: Literal["all"] = "all",
+) -> HttpCall[list[api.WarmedReplica]]:
+    """Have caches in the memory of every replica before their questions come: those with these ids, or those that have
+    all `labels`, with `model` of the model that has this name. Says of each replica how many bytes it has and read.
+
+    Raises `InvalidRequest` for what does not fit, before anything is read, and for caches of several models;
+    `CacheNotFound`, `CacheExpired`, `ModelMismatch`.
+    """
+    body = {
+        "json": checked(
+            api.WarmCaches, {"cache_ids": list(ids), "labels": labels, "model": model, "replicas": replicas}
+        )
+    }
+    return HttpCall("POST", "/v1/caches/warm", lambda response: parse_as(api.WarmedCaches)(response).data, body=body)
 
 
 def delete_cache(id: str, cascade: bool = False) -> HttpCall[api.Deleted]:

@@ -152,6 +152,7 @@ class Caches(_Group):
     retrieve = _sent(_calls.retrieve_cache)
     list = _listed(_calls.list_caches)
     update = _sent(_calls.update_cache)
+    warm = _sent(_calls.warm_caches)
     delete = _sent(_calls.delete_cache)
     search = _sent(_calls.search_caches)
     query = _sent(_calls.query_cache)

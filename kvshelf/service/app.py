@@ -18,7 +18,7 @@ from kvshelf.api import ModelObject
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
-from kvshelf.service.access.keys import LiveKeys
+from kvshelf.service.access.keys import ANYONE, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.front import guard, rereading
@@ -27,6 +27,7 @@ from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
+from kvshelf.service.jobs.warming import warm
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.routes import (
@@ -88,6 +89,10 @@ def create_app(
             repeat("watch over the replicas", engines_watched, nap),
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
+        if settings.warm:
+            jobs.append(
+                repeat("warming", partial(_warm, service, keys), partial(asyncio.sleep, settings.warm_interval_s))
+            )
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
@@ -184,6 +189,13 @@ async def _take_stock(store: Store) -> None:
         problems=list(problems),
         warnings=list(health.warnings),
     )
+
+
+async def _warm(service: Service, keys: LiveKeys | None) -> None:
+    labels = dict(label.split("=", 1) for label in service.settings.warm)
+    tenants = [ANYONE.tenant] if keys is None else keys.tenants
+    limit_s = service.settings.request_deadline_s
+    await warm(service.store, service.engines, service.identities, tenants, labels, limit_s=limit_s)
 
 
 async def _sweep(store: Store) -> None:

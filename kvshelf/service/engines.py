@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import Status, StatusCode, Tracer
 
-from kvshelf.api import AppendCache, Asking, CreateCache, CreationProgress, Estimate, EstimateObject, SearchCaches
+from kvshelf.api import (
+    AppendCache,
+    Asking,
+    CreateCache,
+    CreationProgress,
+    Estimate,
+    EstimateObject,
+    SearchCaches,
+    WarmedReplica,
+)
 from kvshelf.api.answers import Answer, Phase, Piece
 from kvshelf.artifact.identity import Boundary, ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, RequestTimeout
@@ -159,6 +168,13 @@ class EngineClient:
         for counts in replica_counts:
             self.metrics.remembered(self.model, counts)
 
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> list[WarmedReplica]:
+        """Have caches, by tenant and id, in the memory of every replica, see `Residents.warm`."""
+        assert caller.deadline_s is not None
+        warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
+        note(model=self.model, warmed=[replica.bytes for replica in warmed])
+        return warmed
+
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""
         self.remote.require_bounded(spec)
@@ -186,7 +202,7 @@ class EngineClient:
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             answers = [task.result() for task in tasks]
-            self._answered(answers)
+            self._answered(answers, query.conversation)
         return answers
 
     async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Answer:
@@ -224,7 +240,7 @@ class EngineClient:
                             )
                         if isinstance(piece, Answer):
                             trace(piece.served.phases)
-                            self._answered([piece])
+                            self._answered([piece], query.conversation)
                         pieces.put_nowait(piece)
                 finally:
                     self.spend(caller.tenant, used)
@@ -247,8 +263,10 @@ class EngineClient:
             with self._observed(name) as trace:
                 yield left_s, trace
 
-    def _answered(self, answers: Sequence[Answer]) -> None:
-        self.metrics.answered(self.model, answers)
+    def _answered(self, answers: Sequence[Answer], conversation: str | None) -> None:
+        self.metrics.answered(self.model, answers, of_conversation=conversation is not None)
+        if conversation is not None:
+            note(conversation=conversation)
         if len(answers[0].sources) > 1:
             note(caches=len(answers[0].sources))
         note(

@@ -232,8 +232,12 @@ async def _made_again(
             param="cache_id",
             cache_id=cache.requested_id,
         )
-    if cache.manifest.pinned and not made.pinned:
-        made = await off_loop(service.store.update, made.id, tenant=caller.tenant, pinned=True)
+    promises: dict[str, Any] = {"pinned": True} if cache.manifest.pinned and not made.pinned else {}
+    until = cache.manifest.guaranteed_until
+    if until is not None and until > service.store.now() and not made.guaranteed_until:
+        promises["guaranteed_until"] = until
+    if promises:
+        made = await off_loop(service.store.update, made.id, tenant=caller.tenant, **promises)
     return Stored(made, created.existing)
 
 

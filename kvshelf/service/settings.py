@@ -76,6 +76,10 @@ class Settings(BaseSettings):
         None, ge=1, lt=2**53, description="prefilled and generated tokens of one tenant; counted after the work"
     )
     tenant_max_bytes: int | None = Field(None, ge=1, lt=2**53, description="bytes one tenant may have on the shelf")
+    tenant_promised_bytes: int | None = Field(
+        None, ge=0, lt=2**53, description="bytes that one tenant may pin or have guaranteed to stay"
+    )
+    promised_bytes: int | None = Field(None, ge=0, lt=2**53, description="the same of all tenants together")
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
@@ -139,6 +143,10 @@ class Settings(BaseSettings):
     max_suffix_bytes: int = Field(1 << 30, ge=1 << 20, description="KV of all open questions and answers, per replica")
     resident_bytes: int = Field(2 << 30, ge=0, description="caches that a replica holds in memory between questions")
     resident_idle_s: Seconds = Field(600.0, description="how long an unused cache stays in a replica's memory")
+    warm: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="labels, team=law,tier=hot: every replica has the caches with all of them in memory"
+    )
+    warm_interval_s: Seconds = Field(300.0, description="time between two looks for these caches; the first at once")
     batch_share: float = Field(
         0.1, gt=0, lt=1, description="least share of a busy model for compression, and for questions of batches"
     )
@@ -188,10 +196,18 @@ class Settings(BaseSettings):
         file = None if template is None else Path(template).expanduser()
         return str(file.absolute()) if file is not None and file.is_file() else template
 
-    @field_validator("models", "allowed_hosts", mode="before")
+    @field_validator("models", "allowed_hosts", "warm", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("warm")
+    @classmethod
+    def _labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for label in value:
+            if not all(label.partition("=")):
+                raise ValueError(f"{label!r:.80} is no label; write KEY=VALUE, and commas between several")
+        return value
 
     @field_validator("device", "dtype", "weights")
     @classmethod

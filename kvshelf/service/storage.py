@@ -20,6 +20,8 @@ def store_config(settings: Settings) -> StoreConfig:
         max_ttl_s=settings.max_ttl_s,
         tenant_max_caches=settings.tenant_max_caches,
         tenant_max_bytes=settings.tenant_max_bytes,
+        tenant_promised_bytes=settings.tenant_promised_bytes,
+        promised_bytes=settings.promised_bytes,
         encryption_key_file=settings.encryption_key_file,
     )
 

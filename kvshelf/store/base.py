@@ -75,6 +75,10 @@ class Store(Protocol):
     def admit(self, tenant: str) -> None:
         """Raises `QuotaExceeded` when the tenant's quota is used up already, before any work is wasted."""
 
+    def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
+        """Refuse a promise before any work: raises `InvalidRequest` for a time that is over or after the cache's end,
+        and `QuotaExceeded` where the budget of promises is used up. expires_at: as `expiry` says."""
+
     def get(self, cache_id: str, *, tenant: str = "default") -> CompressedCache:
         """Read a cache; every digest and its content address are checked on every read.
 
@@ -175,7 +179,8 @@ class Store(Protocol):
         if_revision: Collection[str] | None = None,
         **changes: Unpack[types.ChangeFields],
     ) -> Manifest:
-        """Change these fields of a manifest: `ttl_s`, `expires_at`, `ttl_renew_s`, `labels`, `name`, `pinned`. None as
+        """Change these fields of a manifest: `ttl_s`, `expires_at`, `ttl_renew_s`, `labels`, `name`, `pinned`,
+        `guaranteed_until`. None as
         `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
 
         Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space, but it expires.

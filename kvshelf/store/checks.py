@@ -84,6 +84,8 @@ def changes(fields: ChangeFields) -> dict[str, Any]:
         changed["name"] = require_text(fields["name"], "name")
     if "pinned" in fields:
         changed["pinned"] = bool(fields["pinned"])
+    if "guaranteed_until" in fields:
+        changed["guaranteed_until"] = fields["guaranteed_until"]
     return changed
 
 
@@ -133,7 +135,21 @@ def require_expiry(ttl_s: float | None, expires_at: float | None, now: float) ->
     return None if expires_at is None else _positive(expires_at, "expires_at", now)
 
 
-def _positive(value: float, param: Literal["ttl_s", "expires_at"], least: float) -> float:
+def require_promise(guaranteed_until: float | None, expires_at: float | None, now: float) -> float | None:
+    """Until when a cache is promised to stay (Unix seconds), which must not be after its end."""
+    if guaranteed_until is None:
+        return None
+    until = _positive(guaranteed_until, "guaranteed_until", now)
+    if expires_at is not None and until > expires_at:
+        raise InvalidRequest(
+            f"guaranteed_until: the cache ends {until - expires_at:g} s before {until:g}, until which it is to be "
+            "guaranteed; give it a longer life (ttl_s, expires_at), or a shorter guarantee",
+            param="guaranteed_until",
+        )
+    return until
+
+
+def _positive(value: float, param: Literal["ttl_s", "expires_at", "guaranteed_until"], least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least < value < 1e12:
         meaning = "seconds from now" if param == "ttl_s" else "a time in the future, in Unix seconds"
         raise InvalidRequest(f"{param} must be {meaning}, not {value!r}", param=param)

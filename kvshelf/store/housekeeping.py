@@ -31,6 +31,14 @@ def expire(index: Index, blobs: Blobs, now: float) -> int:
     return count
 
 
+def release(index: Index, now: float) -> None:
+    """End the promises whose time is over: their caches may be evicted like others from then on."""
+    while entries := index.unpromised(now, _BATCH):
+        over = ((entry, entry.manifest().model_copy(update={"guaranteed_until": None})) for entry in entries)
+        if not sum(index.swap(entry, manifest) for entry, manifest in over):
+            break  # another process is doing it
+
+
 def bury(index: Index, blobs: Blobs, entry: Entry, state: Literal["expired", "evicted", "deleted"], now: float) -> bool:
     """Turn an entry into a tombstone, then remove its bytes. Returns False if nothing was done, see `Index.bury`."""
     try:
@@ -63,6 +71,7 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
     Pinned caches and those being read stay. Bytes that another process frees meanwhile count as well: only the index
     knows whether the space is still free.
     """
+    release(index, now)
     freed = 0
     passed_over = 0
     while freed < nbytes:

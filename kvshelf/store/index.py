@@ -39,8 +39,9 @@ class Entry:
 
     seq: orders listings; never repeats, and a cache that is put again gets a new one. version: counts changes of the
     manifest. name: of the blob in `Blobs`. nbytes: its size there, encryption included. uses: times the cache was
-    touched. priority: see `kvshelf.store.eviction`. bases: blobs of other caches that hold a part of this one's bytes
-    (`kvshelf.store.splice`). parent_id: the cache that this one extends; a tombstone keeps it.
+    touched. priority: see `kvshelf.store.eviction`. pinned: see `Manifest.promised`. bases: blobs of other caches that
+    hold a part of this one's bytes (`kvshelf.store.splice`). parent_id: the cache that this one extends; a tombstone
+    keeps it.
     """
 
     seq: int
@@ -97,7 +98,7 @@ class Entry:
             self,
             version=self.version + 1,
             expires_at=manifest.expires_at,
-            pinned=manifest.pinned,
+            pinned=manifest.promised,
             problem=None,
             state="ready",
             text=manifest.model_dump_json(),
@@ -127,14 +128,17 @@ class Writing:
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of one tenant, and of all tenants together (`budget_bytes`); None: no limit.
+    """Limits of one tenant, and of all tenants together (`budget_bytes`, `promised_bytes`); None: no limit.
 
-    Bytes are those of `Entry.nbytes`, and those that the items of the job table hold.
+    The budgets of promises count the bytes of ready entries that are pinned, `max_bytes` and `budget_bytes` those of
+    all entries (`Entry.nbytes`) and of what the items of the job table hold.
     """
 
     max_caches: int | None = None
     max_bytes: int | None = None
     budget_bytes: int | None = None
+    tenant_promised_bytes: int | None = None
+    promised_bytes: int | None = None
 
     def used_up(self, usage: StoredUsage) -> bool:
         """Whether a tenant with this usage may keep no more."""
@@ -147,6 +151,14 @@ class Quota:
         limit: the limit's name. taken: caches or bytes that already count. `fits` in the error's details says whether
         the bytes would fit if there were no others; if so, the caller may evict and retry.
         """
+        if limit in ("tenant_promised_bytes", "promised_bytes"):
+            most = getattr(self, limit)
+            return QuotaExceeded(
+                f"{taken} of {most} bytes are promised to stay{'' if limit == 'promised_bytes' else ' by this tenant'} "
+                f"({limit}), {max(0, most - taken)} are free, and this cache has {size}; take a promise or a pin back, "
+                "or wait for the end of one",
+                param="guaranteed_until",
+            )
         if limit == "max_caches":
             text = f"{taken} caches are on the shelf, as many as may be ({self.max_caches}); delete some first"
             return QuotaExceeded(text)
@@ -155,6 +167,9 @@ class Quota:
             return QuotaExceeded(text, fits=self.max_bytes is None or size <= self.max_bytes)
         text = f"{size} bytes do not fit into the shelf's budget of {self.budget_bytes}"
         return StorageFull(text, fits=self.budget_bytes is None or size <= self.budget_bytes)
+
+
+NO_LIMITS: Final = Quota()
 
 
 @dataclass(frozen=True)
@@ -230,7 +245,14 @@ class Index(Protocol):
         """
 
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
+        self,
+        writing: Writing,
+        manifest: Manifest,
+        *,
+        over: Entry | None,
+        cost_s: float,
+        now: float,
+        quota: Quota = NO_LIMITS,
     ) -> tuple[bool, Entry | None]:
         """Make a cache visible, which ends its write.
 
@@ -239,7 +261,8 @@ class Index(Protocol):
         name is then among the `abandoned`, or kept. cost_s: seconds to make the cache again, for eviction.
 
         Raises `StoreUnavailable` if the lease of the write has run out, `CacheNotFound` if an ancestor of the cache
-        (its parent, the parent's parent) was deleted, and `BasesGone` unless each base is the blob of a stored entry of
+        (its parent, the parent's parent) was deleted, `QuotaExceeded` for a pin beyond the budgets of promises in
+        `quota`, and `BasesGone` unless each base is the blob of a stored entry of
         this tenant, or kept. Nothing is changed then.
         """
 
@@ -276,13 +299,13 @@ class Index(Protocol):
 
     # Changing
 
-    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None, quota: Quota = NO_LIMITS) -> bool:
         """Put another manifest into a ready entry, with the manifest's expiry, labels and pin.
 
         writing: give the entry the blob of this write as well, which ends the write; see `Entry.swapped`. The replaced
         one is then among the `abandoned`, or kept. A new blob makes a corrupt entry ready again. False: the entry
         has ended or changed since (name, version), and nothing is done. Raises `StoreUnavailable` if the lease of the
-        write has run out, and `BasesGone` as `publish` does.
+        write has run out, and for a new pin `QuotaExceeded`, and `BasesGone` as `publish` does.
         """
 
     def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
@@ -304,6 +327,12 @@ class Index(Protocol):
 
     def expired(self, now: float, limit: int) -> list[Entry]:
         """Stored entries that have expired."""
+
+    def unpromised(self, now: float, limit: int) -> list[Entry]:
+        """Ready entries that are pinned until a time that is over."""
+
+    def promised(self, tenant: str | None) -> StoredUsage:
+        """Ready entries that are pinned, and their bytes. tenant None: of all tenants."""
 
     def victims(self, limit: int) -> list[Entry]:
         """Ready entries that are not pinned and whose blob is no base, those with the lowest priority first."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvshelf.api import Quality, Timings, Tried
 from kvshelf.artifact.blob import PackedBlob
@@ -13,11 +13,24 @@ from kvshelf.artifact.identity import canonical_json, digest
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
-_REVISED = {"blob_digest", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
+_REVISED = {"blob_digest", "created_at", "guaranteed_until", "labels", "name", "pinned", "quality", "source", "tried"}
 
 
 class StoredRecord(BaseModel):
+    """`LATER`: fields that earlier versions, which refuse what they do not know, have not: without a value they are not
+    written, so that those versions read what does not use them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    LATER: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_later(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name in self.LATER:
+            if not fields.get(name):
+                fields.pop(name, None)
+        return fields
 
 
 class StoredUsage(StoredRecord):
@@ -66,9 +79,12 @@ class Manifest(StoredRecord):
     identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
     ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
+    guaranteed_until: as `pinned` until then; None once a sweep has seen that it is over.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
     quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
+
+    LATER = ("guaranteed_until",)
 
     id: str
     parent_id: str | None = None
@@ -95,6 +111,7 @@ class Manifest(StoredRecord):
     ttl_renew_s: float | None = None
     last_used_at: float | None = None
     pinned: bool = False
+    guaranteed_until: float | None = None
     name: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     source: SourceInfo | None = None
@@ -103,6 +120,11 @@ class Manifest(StoredRecord):
     @property
     def has_source(self) -> bool:
         return self.source is not None
+
+    @property
+    def promised(self) -> bool:
+        """Whether it is not to be evicted: its pin, for ever or until a time, counts for the budget of promises."""
+        return self.pinned or self.guaranteed_until is not None
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -123,9 +123,11 @@ class Shelf(Store):
             "labels": checks.require_labels(keep.labels or {}),
             "name": checks.require_text(keep.name, "name"),
             "pinned": bool(keep.pinned),
+            "guaranteed_until": keep.guaranteed_until,
             "timings": keep.timings or Timings(),
             **dict(keep.judged or Judgement()),
         }
+        checks.require_promise(keep.guaranteed_until, described["expires_at"], self.clock())
         source = None if keep.source is None else checks.require_source(keep.source)
         codec = str(codecs.resolve(cache.codec, codec))
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
@@ -230,6 +232,14 @@ class Shelf(Store):
                 f"the quota is used up: {usage.caches} caches of {quota.max_caches or 'any number'}, {usage.bytes} "
                 f"bytes of {quota.max_bytes or 'any number'}; delete caches first"
             )
+
+    def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
+        checks.require_promise(guaranteed_until, expires_at, self.clock())
+        quota = self._rules.quota
+        for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
+            most = getattr(quota, limit)
+            if most is not None and (taken := self.index.promised(of).bytes) >= most:
+                raise quota.exceeded(limit, taken, 1)
 
     def keep_source(
         self,
@@ -395,6 +405,8 @@ class Shelf(Store):
             fields["expires_at"] = self._rules.changed_expiry(ttl_s, expires_at, self.clock())
         if "ttl_renew_s" in changes:
             fields["ttl_renew_s"] = self._rules.renewal(changes["ttl_renew_s"])
+        if (until := changes.get("guaranteed_until")) is not None:
+            checks.require_promise(until, None, self.clock())
         return self._changed(cache_id, tenant, fields, if_revision)
 
     def _changed(
@@ -406,6 +418,8 @@ class Shelf(Store):
             seen = entry.manifest()
             checks.require_revision(seen, if_revision)
             manifest = seen.model_copy(update=changes)
+            if {"expires_at", "guaranteed_until"} & changes.keys() and manifest.guaranteed_until is not None:
+                checks.require_promise(manifest.guaranteed_until, manifest.expires_at, 0.0)
             if self._swapped(entry, manifest):  # else it was changed since it was looked up
                 if manifest.has_source:
                     self.sources.claim(manifest)
@@ -419,7 +433,7 @@ class Shelf(Store):
             with self.reader.quarantining(entry):
                 for name, nbytes in entry.needed():
                     self.blobs.keep_until(name, nbytes, new)
-        return self.index.swap(entry, manifest)
+        return self.index.swap(entry, manifest, quota=self._rules.quota)
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
         now = self.clock()
@@ -531,6 +545,7 @@ class Shelf(Store):
         self._settle_sources(now)
         housekeeping.adopt(self.index, "source", self.sources.owned, now)
         housekeeping.adopt(self.index, "response", self.responses.owned, now)
+        housekeeping.release(self.index, now)
         expired = housekeeping.expire(self.index, self.blobs, now)  # and what they own is due, for the next lines
         swept = types.Swept(
             expired=expired,

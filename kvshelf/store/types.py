@@ -32,6 +32,7 @@ class Keep:
     labels: Mapping[str, str] | None = None
     name: str = ""
     pinned: bool = False
+    guaranteed_until: float | None = None
     timings: Timings | None = None
     source: Source | None = None
     source_ttl_s: float | None = None
@@ -46,6 +47,7 @@ class KeepFields(TypedDict, total=False):
     labels: Mapping[str, str] | None
     name: str
     pinned: bool
+    guaranteed_until: float | None
     timings: Timings | None
     source: Source | None
     source_ttl_s: float | None
@@ -66,7 +68,8 @@ class FilterFields(TypedDict, total=False):
 
 
 class ChangeFields(TypedDict, total=False):
-    """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry."""
+    """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry. None as
+    `guaranteed_until` takes the promise back."""
 
     ttl_s: float | None
     expires_at: float | None
@@ -74,6 +77,7 @@ class ChangeFields(TypedDict, total=False):
     labels: Mapping[str, str]
     name: str
     pinned: bool
+    guaranteed_until: float | None
 
 
 class Page(StoredRecord):

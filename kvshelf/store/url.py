@@ -5,6 +5,7 @@
     ram:2GiB+disk:///var/lib/kvshelf                      copies in memory before a folder
     redis://host?blobs=s3://bucket/prefix                 an index in Redis, blobs in object storage; so with disk:
     ram:2GiB+disk:///scratch?max=200GiB+redis://host      copies in memory and on a local disk before Redis
+    disk:///mine?under=disk:///theirs                     a folder over another's, which is only read
 
 The last one is the home, the source of truth. The others are tiers of copies and may vanish. `max` is a budget in
 bytes: a tier drops copies to stay within it, and a home evicts caches that are not pinned (`CacheExpired`, reason
@@ -25,6 +26,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.disk.overlay import Overlay
 from kvshelf.store.index import MakeBlobs, Quota
 from kvshelf.store.objects import address as objects_address
 from kvshelf.store.private import without_secret
@@ -56,6 +58,8 @@ class StoreConfig:
     max_ttl_s: float | None = None
     tenant_max_caches: int | None = None
     tenant_max_bytes: int | None = None
+    tenant_promised_bytes: int | None = None
+    promised_bytes: int | None = None
     encryption_key_file: str | None = None
 
     def open(self) -> Store:
@@ -66,7 +70,12 @@ class StoreConfig:
         return Rules(
             default_ttl_s=self.default_ttl_s,
             max_ttl_s=self.max_ttl_s,
-            quota=Quota(max_caches=self.tenant_max_caches, max_bytes=self.tenant_max_bytes),
+            quota=Quota(
+                max_caches=self.tenant_max_caches,
+                max_bytes=self.tenant_max_bytes,
+                tenant_promised_bytes=self.tenant_promised_bytes,
+                promised_bytes=self.promised_bytes,
+            ),
             keyring=None if self.encryption_key_file is None else Keyring.read(self.encryption_key_file),
         )
 
@@ -112,9 +121,14 @@ def _disk_tier(url: str) -> tuple[Path, int]:
 def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     rest, budget = _budget(url)
     rest, objects = _parameter(rest, "blobs")
+    rest, under = _parameter(rest, "under")
     blobs = None if objects is None else _objects(objects, patient=key is not None)
     scheme = urlsplit(rest).scheme
     rules = replace(rules, quota=replace(rules.quota, budget_bytes=budget))
+    if under is not None:
+        if scheme != "disk" or urlsplit(under).scheme != "disk" or objects is not None:
+            raise _refused(url, "under= names a folder that lies below another: disk:///mine?under=disk:///theirs")
+        return Overlay.open_over(_folder(rest), _folder(under), rules=rules, key=key)
     if scheme == "disk":
         return DiskStore.open(_folder(rest), rules=rules, key=key, blobs=blobs)
     if scheme in _REDIS:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
-from typing import Final
+from typing import Any, Final
 
 from kvshelf.artifact import blob
 from kvshelf.errors import BlobError, CacheNotFound, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
@@ -104,7 +104,7 @@ class Writer:
             made = manifest.model_copy(update={"timings": timings})
         try:
             return self._publish(writing, made)
-        except (StorageFull, CacheNotFound, BasesGone):
+        except (StorageFull, QuotaExceeded, CacheNotFound, BasesGone):
             self.discard(writing)
             raise
         # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
@@ -241,7 +241,8 @@ class Writer:
         cost_s = eviction.cost_s(manifest.timings.prefill_s, manifest.timings.compress_s)
         over: Entry | None = None
         while True:
-            published, other = self._index.publish(writing, manifest, over=over, cost_s=cost_s, now=self._now())
+            how: dict[str, Any] = {"over": over, "cost_s": cost_s, "now": self._now(), "quota": self._rules.quota}
+            published, other = self._index.publish(writing, manifest, **how)
             if published:
                 self._on_step("published")
                 if other is not None:

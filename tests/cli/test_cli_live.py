@@ -291,9 +291,21 @@ def test_update_changes_what_is_named_and_nothing_else(report: Path, tmp_path: P
     assert changed["labels"] == before["labels"]
     again = json.loads(run("update", id, "--label", "a=b", "--no-pin", "--next-use", "never", "--json").stdout)
     assert (again["labels"], again["pinned"], again["name"]) == ({"a": "b"}, False, "minutes")
+    run("update", id, "--guarantee", "2d")
+    assert "not evicted before" in run("show", id).stdout
+    assert json.loads(run("update", id, "--guarantee", "never", "--json").stdout)["guaranteed_until"] is None
+    assert "--guarantee" in run("update", id, "--guarantee", "long", code=2).stderr
     assert "nothing to change" in run("update", id, code=2).stderr
     assert "next_use_s" in run("update", id, "--next-use", "2d", code=2).stderr
     assert run("ask", id, QUESTION, "--max-tokens", "2", "--tool", "search").stdout
+    warm = json.loads(run("warm", id[:12], "--json").stdout)
+    assert (warm["caches"], warm["read_bytes"]) == (1, 0), "it was asked a moment ago"
+    run("update", id, "--label", f"of={tmp_path.name}")
+    told = run("warm", "--label", f"of={tmp_path.name}", "--replicas", "all").stdout
+    assert "REPLICA" in told
+    assert warm["replica"] in told
+    assert "by cache_ids or by labels" in run("warm", code=2).stderr
+    assert "replicas" in run("warm", id, "--replicas", "some", code=2).stderr
     assert "tool" in run("ask", id, QUESTION, "--tool", "a b", code=2).stderr
 
 
@@ -432,6 +444,11 @@ def test_usage_of_the_service(report: Path) -> None:
     assert rows[-1]["day"] in shown.stdout
     assert shown.stdout.split()[:3] == ["DAY", "MODEL", "ANSWERS"]
     assert "default stores" in shown.stderr
+    run("ask", cache_id, QUESTION, "--max-tokens", "2", "--conversation", "conv_of_the_command_line")
+    while "conv_of_the_command_line" not in (turns := run("usage", "--group-by", "conversation").stdout):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert turns.split()[:5] == ["CONVERSATION", "ANSWERS", "CREATED", "READ", "HITS"]
     assert "is after to" in run("usage", "--from", "2026-02-01", "--to", "2026-01-01", code=2).stderr
     prices = report.with_name("prices.json")
     prices.write_text('{"currency": "EUR", "worker_hour": 36000, "gb_month": 100}')

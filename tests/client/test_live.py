@@ -148,6 +148,7 @@ def test_a_cache_is_changed_and_verified(client: Client) -> None:
     assert made.has_source
     changed = client.caches.update(made.id, ttl_s=None, name="kept", labels={"a": "b"}, pinned=True)
     assert (changed.expires_at, changed.name, changed.labels, changed.pinned) == (None, "kept", {"a": "b"}, True)
+    assert [(of.caches, of.left_out) for of in client.caches.warm([made.id])] == [(1, [])]
     verified = client.caches.verify(made.id)
     assert (verified.ok, verified.bytes) == (True, made.bytes.stored + len("Ever changing. " * 9))
 

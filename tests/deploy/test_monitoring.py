@@ -57,7 +57,7 @@ def live(service_url: str) -> dict[str, set[str]]:
     """The series of /metrics and the labels of each, after one document and one question."""
     with Client(service_url) as client:
         cache = client.caches.create(document="The tide tables are green. " * 40, compression_ratio=0.5)
-        client.caches.query(cache.id, prompt="Which colour?", max_tokens=2)
+        client.caches.query(cache.id, prompt="Which colour?", max_tokens=2, conversation="tides")
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(httpx.get(f"{service_url}/metrics").text):
         for sample in family.samples:

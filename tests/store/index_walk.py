@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -72,15 +73,22 @@ class Walk:
             self._check_entry(number)
         for tenant in (*_TENANTS, None):
             assert self._index.usage(tenant) == self._usage(tenant)
+            assert self._index.promised(tenant) == self._usage(tenant, promised=True)
         assert [entry.id for entry in self._index.stored()] == [cache_id(number) for number in self._order]
         for tenant in _TENANTS:
             self._check_listing(Filters(tenant))
             self._check_listing(Filters(tenant, model="m1", labels={"a": "1"}))
             self._check_listing(Filters(tenant, name="n1"))
             self._check_listing(Filters(tenant, name="n1", id_prefix="kvs_0000"))
-        unpinned = {n for n, k in self._known.items() if k.state == "ready" and not k.manifest.pinned}
+        unpinned = {n for n, k in self._known.items() if k.state == "ready" and not k.manifest.promised}
         victims = {cache_id(number) for number in unpinned if self._count(self._known[number].writing.name) == 0}
         assert {entry.id for entry in self._index.victims(100)} == victims
+        over = {
+            cache_id(number)
+            for number, known in self._known.items()
+            if known.state == "ready" and (known.manifest.guaranteed_until or math.inf) <= self._now
+        }
+        assert {entry.id for entry in self._index.unpromised(self._now, 100)} == over
         for name, _ in self._names():
             assert self._index.is_base(name) == (self._count(name) > 0)
             assert self._index.knows(name)
@@ -171,7 +179,7 @@ class Walk:
         is_base = self._count(known.writing.name) > 0
         allowed = {
             "deleted": known.state != "deleted" and not any(child.stored for child in self._descendants(number)),
-            "evicted": known.state == "ready" and not known.manifest.pinned and not is_base,
+            "evicted": known.state == "ready" and not known.manifest.promised and not is_base,
             "expired": known.state in ("ready", "corrupt") and self._is_expired(known),
         }
         assert self._index.bury(entry, state, self._now) == allowed[state]
@@ -247,6 +255,7 @@ class Walk:
             "name": self._chance.choice(["", "n1"]),
             "labels": self._chance.choice([{}, {"a": "1"}, {"a": "1", "b": "2"}]),
             "pinned": self._chance.random() < 0.2,
+            "guaranteed_until": self._chance.choice([None, None, None, self._now + 20]),
             "expires_at": self._chance.choice([None, None, self._now + 5, self._now + 40]),
         }
         if number in self._known and self._known[number].state == "ready":
@@ -260,11 +269,13 @@ class Walk:
         self._known[number].state = state
         self._order = [each for each in self._order if each != number]
 
-    def _usage(self, tenant: str | None) -> StoredUsage:
+    def _usage(self, tenant: str | None, *, promised: bool = False) -> StoredUsage:
         ready = [
             known
             for known in self._known.values()
-            if known.state == "ready" and tenant in (None, known.manifest.tenant)
+            if known.state == "ready"
+            and tenant in (None, known.manifest.tenant)
+            and (known.manifest.promised or not promised)
         ]
         nbytes = sum(known.writing.nbytes for known in ready)
         return StoredUsage(caches=len(ready), bytes=nbytes)
@@ -281,7 +292,7 @@ class Walk:
         if entry.stored:
             assert entry.name == known.writing.name
             assert (entry.bases, entry.parent_id) == (known.writing.bases, known.writing.parent_id)
-            assert (entry.uses, entry.pinned) == (known.uses, known.manifest.pinned)
+            assert (entry.uses, entry.pinned) == (known.uses, known.manifest.promised)
             assert all(self._index.knows(name) for name, _ in entry.names())
 
     def _check_listing(self, query: Filters) -> None:

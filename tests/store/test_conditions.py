@@ -118,8 +118,8 @@ def test_bytes_outlive_the_manifest_of_whoever_extends_it_while_another_shortens
         seen = ours.put(make_cache(), ttl_s=100, source="its text")
         rewrite = theirs.index.swap
 
-        def overtaken(*args: Any) -> bool:
-            changed = rewrite(*args)
+        def overtaken(*args: Any, **more: Any) -> bool:
+            changed = rewrite(*args, **more)
             ours.update(seen.id, ttl_s=5000)
             return changed
 

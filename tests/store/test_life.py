@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,101 @@ def test_pinned_caches_and_those_that_are_read_are_not_evicted(place: Place, clo
             shelf.get(read.id)
         for kept in (pinned, last):
             shelf.get(kept.id)
+
+
+def test_a_promise_is_kept_until_its_time_and_no_longer(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=2 * SIZE)) as shelf:
+        until = clock.time + 100
+        promised = shelf.put(make_cache(0), guaranteed_until=until, expires_at=until)
+        other = shelf.put(make_cache(1), timings=costly(9))
+        assert (promised.guaranteed_until, other.guaranteed_until) == (until, None)
+        shelf.put(make_cache(2))
+        with pytest.raises(CacheExpired):
+            shelf.get(other.id)
+        shelf.update(shelf.put(make_cache(2)).id, guaranteed_until=until)
+        clock.time += 99
+        assert shelf.sweep().expired == 0
+        with pytest.raises(StorageFull, match="budget"):
+            shelf.put(make_cache(3))
+        require_equal(make_cache(0), shelf.get(promised.id))
+        shelf.update(promised.id, expires_at=None)
+        clock.time += 1
+        shelf.put(make_cache(3))  # no sweep has come: the first that needs room sees that the time is over
+        assert not [cache for cache in shelf.list().data if cache.guaranteed_until]
+        assert shelf.check() == []
+
+
+def test_an_owner_deletes_what_is_promised_and_takes_promises_back(place: Place, clock: Clock) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=2 * SIZE, tenant_promised_bytes=2 * SIZE)) as shelf:
+        deleted, freed = (shelf.put(make_cache(seed), guaranteed_until=clock.time + 50).id for seed in range(2))
+        with pytest.raises(StorageFull):
+            shelf.put(make_cache(2))
+        shelf.delete(deleted)
+        assert shelf.index.promised("default").bytes == SIZE
+        assert shelf.update(freed, guaranteed_until=None).guaranteed_until is None
+        assert shelf.index.promised(None).bytes == 0
+        for seed in (2, 3):
+            shelf.put(make_cache(seed), timings=costly(9))
+        with pytest.raises(CacheExpired, match="evicted"):
+            shelf.get(freed)
+
+
+def test_a_promise_beyond_the_budget_is_refused_and_says_what_is_free(place: Place, clock: Clock) -> None:
+    """Pins count as promises without an end. What is refused leaves everything as it was."""
+    with place.open(now=clock, rules=rules(tenant_promised_bytes=2 * SIZE + 7, promised_bytes=3 * SIZE)) as shelf:
+        until = clock.time + 50
+        shelf.require_promise(until, None)
+        shelf.put(make_cache(0), guaranteed_until=until)
+        plain = shelf.put(make_cache(1))
+        pinned = shelf.put(make_cache(2), pinned=True)
+        told = (
+            rf"{2 * SIZE} of {2 * SIZE + 7} bytes .* by this tenant \(tenant_promised_bytes\), 7 are free, .* {SIZE};"
+        )
+        tries: list[Callable[[], object]] = [
+            lambda: shelf.put(make_cache(3), guaranteed_until=until),
+            lambda: shelf.put(make_cache(3), pinned=True),
+            lambda: shelf.update(plain.id, guaranteed_until=until),
+            lambda: shelf.update(plain.id, pinned=True, name="x"),
+        ]
+        for attempt in tries:
+            with pytest.raises(QuotaExceeded, match=told) as refusal:
+                attempt()
+            assert refusal.value.param == "guaranteed_until"
+        assert (len(place.names()), shelf.stat(plain.id)) == (3, plain)
+        shelf.update(pinned.id, guaranteed_until=until, name="longer")  # it counts already
+        shelf.put(make_cache(0), tenant="you", pinned=True)
+        with pytest.raises(
+            QuotaExceeded, match=rf"{3 * SIZE} of {3 * SIZE} bytes .* stay \(promised_bytes\), 0 are free"
+        ):
+            shelf.put(make_cache(1), tenant="you", pinned=True)
+        with pytest.raises(QuotaExceeded, match="promised_bytes"):
+            shelf.require_promise(until, None, tenant="you")
+        clock.time += 50
+        shelf.sweep()
+        assert shelf.index.promised("default").bytes == SIZE, "of the pin"
+        shelf.update(plain.id, pinned=True)
+        assert shelf.check() == []
+
+
+@pytest.mark.parametrize("until", [0, -1, 1e13, float("nan"), True, "soon", "now"])
+def test_a_promise_is_a_time_in_the_future_before_the_cache_s_end(place: Place, clock: Clock, until: Any) -> None:
+    with place.open(now=clock, rules=Rules(max_ttl_s=100)) as shelf:
+        cache = shelf.put(make_cache(0))
+        for time in (clock.time if until == "now" else until, clock.time + 101):
+            tries: list[Callable[[], object]] = [
+                lambda time=time: shelf.put(make_cache(1), guaranteed_until=time),
+                lambda time=time: shelf.update(cache.id, guaranteed_until=time),
+                lambda time=time: shelf.require_promise(time, cache.expires_at),
+            ]
+            for attempt in tries:
+                with pytest.raises(InvalidRequest) as refusal:
+                    attempt()
+                assert refusal.value.param == "guaranteed_until"
+        shelf.update(cache.id, guaranteed_until=clock.time + 60)
+        with pytest.raises(InvalidRequest, match="the cache ends 10 s before"):
+            shelf.update(cache.id, ttl_s=50)
+        assert shelf.update(cache.id, ttl_s=50, guaranteed_until=None).guaranteed_until is None
+        assert len(place.names()) == 1
 
 
 def test_a_cache_larger_than_the_home_drives_nobody_out(place: Place, clock: Clock) -> None:

@@ -10,12 +10,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvshelf.api.strict import QueryString, ResponseBody, misuse
 
-Group = Literal["day", "model", "tenant"]
+Group = Literal["day", "model", "tenant", "conversation"]
 
 KEEP_DAYS: Final = 400
 """How long the use of a day is kept, and the longest window that can be asked for."""
 
 _DEFAULT_DAYS: Final = 30
+
+MOST_CONVERSATIONS: Final = 500
+"""Of a tenant and day that are told apart, the first ones: their use is rewritten with every addition."""
 
 
 def _day(value: object) -> object:
@@ -49,6 +52,9 @@ class Metered(ResponseBody):
     def __add__(self, other: Metered) -> Metered:
         return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})
 
+    def __sub__(self, part: Metered) -> Metered:
+        return Metered(**{name: max(0, getattr(self, name) - getattr(part, name)) for name in Metered.model_fields})
+
 
 class MoneyCost(ResponseBody):
     """In the currency of the prices. worker: of the seconds that workers spent. saved: what the tokens that answers
@@ -67,6 +73,8 @@ class UsageRow(Metered):
     day: datetime.date | None = None
     model: str | None = None
     tenant: str | None = None
+    conversation: str | None = Field(None, description="that questions named; the rest of the use has a row without")
+    hit_share: float | None = Field(None, description="of all tokens read or prefilled, those read from the shelf")
     cost: MoneyCost | None = None
 
 
@@ -129,7 +137,9 @@ class UsageQuery(QueryString):
 
     from_: Day | None = Field(None, alias="from", description="the first day; default: 29 days before the last")
     to: Day | None = Field(None, description="the last day; default: today")
-    group_by: str = Field("", description="day, model, tenant, or several with commas; default: one row for all")
+    group_by: str = Field(
+        "", description="day, model, tenant, conversation, or several with commas; default: one row for all"
+    )
     all_tenants: bool = Field(False, description="of all tenants, which needs the scope admin; default: the caller's")
     label: str | None = Field(
         None, min_length=1, max_length=256, description="a label's name: also what is on the shelf by its values"

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvshelf.api.caches import CacheObject
 from kvshelf.api.strict import parse_json
-from kvshelf.api.usage import LabelUse, Metered, MoneyCost, TtlUse, UsageReport, UsageRow
+from kvshelf.api.usage import Group, LabelUse, Metered, MoneyCost, TtlUse, UsageReport, UsageRow
 from kvshelf.errors import InvalidRequest
 
 DAY_S: Final = 86_400.0
@@ -91,12 +91,13 @@ def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | No
     every row must name its model."""
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:
-        group = {name: getattr(row, name) for name in ("day", "model", "tenant") if name in groups}
+        group = {name: getattr(row, name) for name in get_args(Group) if name in groups}
         key = tuple(map(str, group.values()))
         before = sums.get(key, UsageRow())
         cost = None if prices is None else (before.cost or MoneyCost()) + _cost(row, prices)
         amounts = Metered.model_validate(dict(before)) + Metered.model_validate(dict(row))
-        sums[key] = UsageRow.model_validate(dict(amounts) | group | {"cost": cost})
+        share = amounts.cache_read_tokens / max(1, amounts.cache_read_tokens + amounts.prefill_tokens)
+        sums[key] = UsageRow.model_validate(dict(amounts) | group | {"cost": cost, "hit_share": round(share, 4)})
     return [sums[key] for key in sorted(sums)]
 
 

@@ -227,6 +227,8 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
         ("delete", "DELETE", "/v1/caches/{}", None),
     ):
         yield Lookup(what, method, path, body, timed=False), id, nobodys(id)
+    yield Lookup("warm", "POST", "/v1/caches/warm", {"cache_ids": ["{}"]}, timed=False), id, nobodys(id)
+    yield Lookup("warm labels", "POST", "/v1/caches/warm", {"labels": {"mark": "{}"}}, timed=False), mark, _mark()
     yield (
         Lookup("documents", "GET", "/v1/caches?document_id={}"),
         cache["document_id"],

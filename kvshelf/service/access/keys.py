@@ -102,6 +102,11 @@ class LiveKeys:
         self._keys = Keys(self._records)
         self._problem = ""
 
+    @property
+    def tenants(self) -> list[str]:
+        """All that have a key."""
+        return sorted({record.tenant for record in self._records})
+
     def caller(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`."""
         values = [

@@ -23,6 +23,7 @@ USAGE_AGE_S: Final = 5.0
 
 _USAGE_PATIENCE_S = 2.0
 _AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
+_SHARES = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1)
 _PLACES = ("memory", "ram", "disk", "home")
 _EVENTS = ("pinned", "released", "read_ahead", "read_ahead_used")
 
@@ -45,6 +46,8 @@ class Metrics(QuestionMetrics):
         about = "share of the cues on which new caches agree with the full cache"
         self._agreement = histogram("quality_agreement", about, "model", "policy", buckets=_AGREEMENTS)
         self._hits = counter("cache_hits", "queries by the place of their cache", "read_from")
+        about = "share of the tokens of conversations' turns that was read from the shelf"
+        self._turn_hits = histogram("turn_hit_share", about, "model", buckets=_SHARES)
         about = "caches in the memory of replicas that were pinned after a tool's call, released early, read by a hint"
         self._retention = counter("cache_retention", about, "model", "event")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
@@ -94,8 +97,8 @@ class Metrics(QuestionMetrics):
                 self._agreement.labels(model, manifest.policy).observe(manifest.quality.agreement)
         _observe(self._creation_s, model, created.phases)
 
-    def answered(self, model: str, answers: Sequence[Answer]) -> None:
-        """Records an answered query of one or several prompts."""
+    def answered(self, model: str, answers: Sequence[Answer], *, of_conversation: bool = False) -> None:
+        """Records an answered query of one or several prompts. of_conversation: whether it named its conversation."""
         self._queries.labels("answered").inc()
         self._hits.labels(answers[0].served.read_from).inc()
         for answer in answers:
@@ -107,6 +110,9 @@ class Metrics(QuestionMetrics):
             self._suffix_bytes.labels(model).set(answer.served.suffix_bytes)
             self._completion_tokens.labels(model).inc(usage.completion_tokens)
             self._first_token_s.labels(model).observe(answer.served.first_token_s)
+            if of_conversation:
+                read = usage.cache_read_tokens
+                self._turn_hits.labels(model).observe(read / max(1, read + usage.prefill_tokens))
             _observe(self._answer_s, model, answer.served.phases)
             self.remembered(model, answer.served.memory)
 

@@ -113,6 +113,8 @@ def gen_ai(route: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     attributes = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvshelf"}
     if "model" in facts:
         attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = facts["model"]
+    if "conversation" in facts:
+        attributes["gen_ai.conversation.id"] = facts["conversation"]
     if "completion_tokens" not in facts:  # the request was refused, or a stream's reader left
         return attributes
     return attributes | {

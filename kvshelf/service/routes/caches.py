@@ -17,6 +17,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
+from kvshelf.service.jobs.warming import labelled
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.service import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of, written
 from kvshelf.store.base import Store
@@ -69,7 +70,9 @@ async def create(
     require_tokenizer(service, engine.model, body)
     require_policy(body)
     spec = body.model_copy(update={"model": engine.model})
-    await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
+    expires_at = await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
+    if (until := body.guaranteed_until) is not None:
+        await off_loop(service.store.require_promise, until, expires_at, tenant=caller.tenant)
     if "respond-async" in [wish.strip().lower() for wish in prefer.split(",")]:
         record = await service.background.submit(spec, caller.tenant)
         headers = {"location": f"/v1/requests/{record.id}", "preference-applied": "respond-async"}
@@ -130,6 +133,26 @@ def _listed(store: Store, filters: api.ListCaches, tenant: str) -> Response:
     return written(api.CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None))
 
 
+@router.post("/warm", response_model=api.WarmedCaches, openapi_extra=openapi.body_of(api.WarmCaches))
+async def warm_caches(request: Request, service: InService, caller: Writer) -> Response:
+    """Have caches in the memory of every replica before their questions come: for as long as an unused cache stays
+    there, after those that nobody asks or warms. What does not fit is refused before anything is read."""
+    body = await read_json(request, api.WarmCaches, service)
+    manifests = await off_loop(_to_warm, service.store, body, caller.tenant)
+    keys = [(caller.tenant, manifest.id) for manifest in manifests]
+    warming = service.engine_for_all(manifests).warm(keys, caller=service.within(caller))
+    return written(api.WarmedCaches(data=await until_hangup(request, warming)))
+
+
+def _to_warm(store: Store, body: api.WarmCaches, tenant: str) -> list[Manifest]:
+    if body.cache_ids:
+        return [store.stat(cache_id, tenant=tenant) for cache_id in body.cache_ids]
+    manifests = labelled(store, tenant, body.labels, body.model)
+    if not manifests:
+        raise InvalidRequest("no cache on the shelf has these labels; `kvshelf ls --label` shows some", param="labels")
+    return manifests
+
+
 @router.get(
     "/{cache_id}",
     response_model=api.CacheObject,
@@ -149,8 +172,8 @@ async def get_cache(
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
-    """Change the expiry, name, labels or pin of a cache, or say when its next question comes. Absent fields stay as
-    they are."""
+    """Change the expiry, name, labels, pin or guarantee of a cache, or say when its next question comes. Absent fields
+    stay as they are."""
     body = await read_json(request, api.UpdateCache, service)
     condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
     if "next_use_s" not in body.model_fields_set:

@@ -9,7 +9,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from kvshelf.api import CacheObject
-from kvshelf.api.usage import LabelUse, TenantStored, TtlUse, UsageQuery, UsageReport, UsageRow
+from kvshelf.api.usage import LabelUse, Metered, TenantStored, TtlUse, UsageQuery, UsageReport, UsageRow
 from kvshelf.api.usage.prices import Prices, by_label, by_ttl, grouped, priced, read_prices
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import AnyCaller
@@ -29,8 +29,8 @@ _PAGE: Final = 1000
 
 @router.get("/v1/usage", response_model=UsageReport, openapi_extra=openapi.query_of(UsageQuery))
 async def usage(request: Request, service: InService, caller: AnyCaller) -> Response:
-    """What the caller's tenant has used, by day of UTC, model and tenant, and what it has on the shelf now. With
-    `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
+    """What the caller's tenant has used, by day of UTC, model, tenant and conversation, and what it has on the shelf
+    now. With `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
 
     `label` names a label, by whose values the caches on the shelf are added up. `cost` says all of it in money, by the
     prices of the service, and which lifetimes of caches paid.
@@ -55,7 +55,8 @@ def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: s
             "leave label and cost out, or ask for one tenant alone",
             param="label" if wanted.label else "cost",
         )
-    rows = [row for record in used for row in _rows(record)]
+    split = "conversation" in wanted.groups
+    rows = [row for record in used for row in _rows(record, split=split)]
     report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,
@@ -97,7 +98,11 @@ def _caches(store: Store, tenant: str, *, ended: bool = False) -> Iterator[Cache
         after = page.data[-1].id
 
 
-def _rows(used: DayUsed) -> Iterator[UsageRow]:
-    """Of each model."""
+def _rows(used: DayUsed, *, split: bool) -> Iterator[UsageRow]:
+    """Of each model. split: and of each conversation, the rest in a row without one."""
     for model, amounts in used.by_model.items():
-        yield UsageRow.model_validate(dict(amounts) | {"day": used.day, "model": model, "tenant": used.tenant})
+        about = {"day": used.day, "model": model, "tenant": used.tenant}
+        of = {name: models[model] for name, models in used.conversations.items() if split and model in models}
+        for name, own in of.items():
+            yield UsageRow.model_validate(dict(own) | about | {"conversation": name})
+        yield UsageRow.model_validate(dict(amounts - sum(of.values(), Metered())) | about)

@@ -16,3 +16,7 @@ END;
 CREATE TRIGGER IF NOT EXISTS change_of_old AFTER DELETE ON caches BEGIN
     DELETE FROM changes WHERE seq = old.seq;
 END;
+-- What is pinned, for the budgets of promises, and the promises that end.
+CREATE INDEX IF NOT EXISTS caches_by_pin ON caches (tenant, nbytes) WHERE state = 'ready' AND pinned = 1;
+CREATE INDEX IF NOT EXISTS caches_by_promise ON caches (json_extract(manifest, '$.guaranteed_until'))
+    WHERE state = 'ready' AND pinned = 1;

@@ -12,7 +12,7 @@ from kvshelf.store import checks, eviction
 from kvshelf.store.blobs import WRITE_LEASE_S, Name, cache_of
 from kvshelf.store.disk.database import Database
 from kvshelf.store.disk.jobs import FOREVER, SqliteJobs
-from kvshelf.store.index import BasesGone, Entry, Filters, Index, Quota, Writing, lapsed
+from kvshelf.store.index import NO_LIMITS, BasesGone, Entry, Filters, Index, Quota, Writing, lapsed
 from kvshelf.store.manifest import Manifest, StoredUsage
 
 _FIELDS: Final = (
@@ -21,6 +21,7 @@ _FIELDS: Final = (
 )
 _IS_BASE: Final = "EXISTS (SELECT 1 FROM refs WHERE refs.name = caches.name)"
 _NAME: Final = "json_extract(manifest, '$.name')"  # as the index has it; the column `name` is that of the blob
+_PROMISE: Final = "json_extract(manifest, '$.guaranteed_until')"
 _BATCH: Final = 500
 
 
@@ -68,7 +69,14 @@ class SqliteIndex(Index):
             return [Writing(**{**row, "of_cache": bool(row["of_cache"])}) for row in rows]
 
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
+        self,
+        writing: Writing,
+        manifest: Manifest,
+        *,
+        over: Entry | None,
+        cost_s: float,
+        now: float,
+        quota: Quota = NO_LIMITS,
     ) -> tuple[bool, Entry | None]:
         with self.database.write() as tx:
             _require_lease(tx, writing.name, self._now())
@@ -81,6 +89,8 @@ class SqliteIndex(Index):
             if old is not None and old.stored and old.expired(now):  # before a sweep came: what it owns ends, too
                 tx.execute("UPDATE caches SET state = 'expired', ended_at = expires_at WHERE seq = ?", (old.seq,))
             tx.execute("DELETE FROM caches WHERE id = ?", (manifest.id,))
+            if manifest.promised:
+                _require_promisable(tx, writing.tenant, writing.nbytes, quota)
             _insert(tx, writing, manifest, cost_s)
             if old is not None and old.stored:
                 _retire(tx, old.retired())
@@ -162,13 +172,15 @@ class SqliteIndex(Index):
 
     # Changing
 
-    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None, quota: Quota = NO_LIMITS) -> bool:
         new, gone = entry.swapped(manifest, writing)
         states = "'ready'" if writing is None else "'ready', 'corrupt'"
         with self.database.write() as tx:
             if writing is not None:
                 _require_lease(tx, writing.name, self._now())
                 _require_bases(tx, writing)
+            if new.pinned and not entry.pinned:
+                _require_promisable(tx, entry.tenant, new.nbytes, quota)
             swapped = tx.execute(
                 "UPDATE caches SET manifest = ?, expires_at = ?, pinned = ?, version = ?, state = ?, problem = NULL, "
                 "name = ?, nbytes = ?, bases = ? "
@@ -234,6 +246,15 @@ class SqliteIndex(Index):
     def expired(self, now: float, limit: int) -> list[Entry]:
         with self.database.read() as connection:
             return _entries(connection, "state IN ('ready', 'corrupt') AND expires_at <= ? LIMIT ?", (now, limit))
+
+    def unpromised(self, now: float, limit: int) -> list[Entry]:
+        where = f"state = 'ready' AND pinned = 1 AND {_PROMISE} <= ? LIMIT ?"
+        with self.database.read() as connection:
+            return _entries(connection, where, (now, limit))
+
+    def promised(self, tenant: str | None) -> StoredUsage:
+        with self.database.read() as connection:
+            return _promised(connection, tenant)
 
     def victims(self, limit: int) -> list[Entry]:
         with self.database.read() as connection:
@@ -302,6 +323,23 @@ def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) ->
     return row["caches"], row["bytes"]
 
 
+def _promised(connection: sqlite3.Connection, tenant: str | None) -> StoredUsage:
+    mine, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
+    query = (
+        "SELECT count(*) AS caches, coalesce(sum(nbytes), 0) AS bytes FROM caches "
+        f"WHERE state = 'ready' AND pinned = 1 {mine}"
+    )
+    return StoredUsage(**connection.execute(query, values).fetchone())
+
+
+def _require_promisable(connection: sqlite3.Connection, tenant: str, nbytes: int, quota: Quota) -> None:
+    """Whether so many bytes more may be pinned."""
+    for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
+        most = getattr(quota, limit)
+        if most is not None and (taken := _promised(connection, of).bytes) + nbytes > most:
+            raise quota.exceeded(limit, taken, nbytes)
+
+
 def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> None:
     row = connection.execute("SELECT lease_until FROM writes WHERE name = ?", (name,)).fetchone()
     if row is None or row["lease_until"] <= now:
@@ -310,7 +348,8 @@ def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> Non
 
 def _insert(connection: sqlite3.Connection, writing: Writing, manifest: Manifest, cost_s: float) -> None:
     priority = eviction.priority(_clock(connection), 1, cost_s, writing.nbytes)
-    described = manifest.model_dump(include={"id", "tenant", "document_id", "model", "policy", "expires_at", "pinned"})
+    described = manifest.model_dump(include={"id", "tenant", "document_id", "model", "policy", "expires_at"})
+    described["pinned"] = manifest.promised
     cursor = connection.execute(
         "INSERT INTO caches (id, tenant, state, name, nbytes, document_id, model, policy, expires_at, cost_s, "
         "priority, pinned, bases, parent_id, manifest) VALUES (:id, :tenant, 'ready', :name, :nbytes, :document_id, "

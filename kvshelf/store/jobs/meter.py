@@ -9,9 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from kvshelf.api.usage import Metered
+from kvshelf.api.usage import MOST_CONVERSATIONS, Metered
 from kvshelf.errors import KvshelfError
 from kvshelf.store.jobs.metering import Metering
 
@@ -19,6 +19,9 @@ log = logging.getLogger("kvshelf.store")
 
 FLUSH_S: Final = 2.0
 """Seconds between two additions to the store: what a killed replica loses at most."""
+
+_Counts = dict[str | None, Counter[str]]
+"""By conversation; None: all, with those that named none."""
 
 _STOP_S: Final = 2.0
 
@@ -34,16 +37,19 @@ class Meter:
         self._writer = secrets.token_hex(4)
         self._number = 0
         self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._pending: dict[tuple[str, datetime.date], Counter[str]] = {}
-        self._unsent: list[tuple[str, datetime.date, Metered]] = []  # of one number, until the store has all of it
+        self._pending: dict[tuple[str, datetime.date], _Counts] = {}
+        self._unsent: list[tuple[str, datetime.date, _Counts]] = []  # of one number, until the store has all of it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"meter-{model}", daemon=True)
 
-    def add(self, tenant: str, **amounts: float) -> None:
-        """Count fields of `Metered` for a tenant, today."""
+    def add(self, tenant: str, conversation: str | None = None, **amounts: float) -> None:
+        """Count fields of `Metered` for a tenant, today. conversation: that they are of."""
         key = tenant, datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
         with self._lock:
-            self._pending.setdefault(key, Counter()).update(amounts)
+            counts = self._pending.setdefault(key, {})
+            counts.setdefault(None, Counter()).update(amounts)
+            if conversation is not None and (conversation in counts or len(counts) <= MOST_CONVERSATIONS):
+                counts.setdefault(conversation, Counter()).update(amounts)
 
     def spent(self, tenant: str, seconds: float) -> None:
         """Count seconds of the model for a tenant."""
@@ -65,13 +71,16 @@ class Meter:
             with self._lock:
                 pending, self._pending = self._pending, {}
             self._number += 1
-            self._unsent = [(tenant, day, Metered(**counts)) for (tenant, day), counts in pending.items()]
+            self._unsent = [(*key, counts) for key, counts in pending.items()]
             self._send()
 
     def _send(self) -> None:
         while self._unsent:
-            tenant, day, used = self._unsent[-1]
-            self._metering.add(tenant, day, {self._model: used}, writer=self._writer, number=self._number)
+            tenant, day, counts = self._unsent[-1]
+            used = {name: {self._model: Metered(**amounts)} for name, amounts in counts.items()}
+            of = {name: amounts for name, amounts in used.items() if name is not None}
+            about: dict[str, Any] = {"writer": self._writer, "number": self._number, "conversations": of}
+            self._metering.add(tenant, day, used[None], **about)
             self._unsent.pop()
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import Field
 
-from kvshelf.api.usage import KEEP_DAYS, Metered
+from kvshelf.api.usage import KEEP_DAYS, MOST_CONVERSATIONS, Metered
 from kvshelf.artifact.identity import digest
 from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
@@ -17,12 +17,16 @@ _DIGITS: Final = 40
 
 
 class DayUsed(StoredRecord):
-    """One tenant's use of one day of UTC, by model. writers: the number of the last addition of each, so that one whose
+    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, of the
+    first `MOST_CONVERSATIONS`. writers: the number of the last addition of each, so that one whose
     answer was lost is not added twice."""
+
+    LATER = ("conversations",)
 
     tenant: str
     day: datetime.date
     by_model: dict[str, Metered] = Field(default_factory=dict)
+    conversations: dict[str, dict[str, Metered]] = Field(default_factory=dict)
     writers: dict[str, int] = Field(default_factory=dict)
 
 
@@ -32,18 +36,29 @@ class Metering:
     def __init__(self, table: JobTable) -> None:
         self._table = table
 
-    def add(self, tenant: str, day: datetime.date, used: Mapping[str, Metered], *, writer: str, number: int) -> None:
-        """Add to what a tenant has used on a day, by model. Atomic, and durable when it returns. Does nothing if the
-        writer has added this number, or a higher one, to that day before."""
+    def add(
+        self,
+        tenant: str,
+        day: datetime.date,
+        used: Mapping[str, Metered],
+        *,
+        writer: str,
+        number: int,
+        conversations: Mapping[str, Mapping[str, Metered]] | None = None,
+    ) -> None:
+        """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
+        when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
         while True:
             item = self._table.find(_id(tenant, day), tenant)
             known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
             if known.writers.get(writer, 0) >= number:
                 return
-            sums = {model: known.by_model.get(model, Metered()) + more for model, more in used.items()}
-            record = known.model_copy(
-                update={"by_model": known.by_model | sums, "writers": known.writers | {writer: number}}
-            )
+            told_apart = dict(known.conversations)
+            for name, more in (conversations or {}).items():
+                if name in told_apart or len(told_apart) < MOST_CONVERSATIONS:
+                    told_apart[name] = _sums(told_apart.get(name, {}), more)
+            new = {"by_model": _sums(known.by_model, used), "conversations": told_apart}
+            record = known.model_copy(update=new | {"writers": known.writers | {writer: number}})
             if item is None:
                 stored = self._table.add(_item(record, 0))
             else:
@@ -59,6 +74,10 @@ class Metering:
             items = self._table.listing("usage", tenant, None, KEEP_DAYS + 2)
         records = [read(item, DayUsed) for item in items]
         return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
+
+
+def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str, Metered]:
+    return {**known, **{model: known.get(model, Metered()) + used for model, used in more.items()}}
 
 
 def _id(tenant: str, day: datetime.date) -> str:

@@ -16,6 +16,8 @@
 --                    beginning of ids of a tenant
 --   expiry           stored ids by expires_at
 --   eviction         ready ids that are not pinned and whose blob is no base, by priority
+--   pins             ready ids that are pinned, by the end of the pin, +inf if it has none; those of older versions are
+--                    missing until they change
 --   ended            ids of tombstones by ended_at
 --   places           hash: stored id -> "<bytes> <digests of its listings> <bases> <tenant>". `drop` uses this record to
 --                    take the id out of the other keys. It is not in c:<id>, because the server may expire that key first
@@ -23,8 +25,8 @@
 --   k:<id>           set: ids of the cache's children. One whose c:<id> is gone goes when the set is walked
 --   jo:<id>          set: ids of the items of jobs.lua that are derived from the cache; they are j:<item> and due:<kind>
 --   spliced          ready ids that have bases, by their number
---   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; held_caches and
---                    held_bytes of its writes that are not revoked
+--   u, u:<tenant>    hash, of the home and of a tenant: caches and bytes of its ready entries; pinned_caches and
+--                    pinned_bytes of those in pins; held_caches and held_bytes of its writes that are not revoked
 --   changes:<tenant> ids of a tenant by the number of their last change, uses aside; it expires KEEP_CHANGES_MS after the
 --                    last one. home has `changed`, the last number given out
 --   writes           names of writes by the end of their lease, in ms of the server's clock; 0 if revoked or replaced,
@@ -40,7 +42,7 @@ local HOME = KEYS[1]
 local BASE = HOME:sub(1, -5)
 local STORED, EXPIRY, EVICTION, ENDED = BASE .. 'stored', BASE .. 'expiry', BASE .. 'eviction', BASE .. 'ended'
 local PLACES, WRITES, USAGE = BASE .. 'places', BASE .. 'writes', BASE .. 'u'
-local SPLICED = BASE .. 'spliced'
+local SPLICED, PINS = BASE .. 'spliced', BASE .. 'pins'
 local KEPT = '9100000000000000'
 local KEEP_CHANGES_MS = 86400000
 local GRACE_S = 86400 -- after its end, as in jobs.lua: a sweep removes a cache before, and believes no clock that jumped
@@ -91,7 +93,8 @@ end
 
 -- Counting
 
--- Adds to the usage of the home and of a tenant. `kind` is '' for ready entries, 'held_' for writes.
+-- Adds to the usage of the home and of a tenant. `kind` is '' for ready entries, 'pinned_' for those that are pinned,
+-- 'held_' for writes.
 local function count(tenant, caches, bytes, kind)
   for _, key in ipairs({USAGE, USAGE .. ':' .. tenant}) do
     call('HINCRBY', key, kind .. 'caches', whole(caches))
@@ -132,11 +135,13 @@ local function drop(id)
   call('ZREM', EXPIRY, id)
   call('ZREM', EVICTION, id)
   call('ZREM', SPLICED, id)
+  local pinned = call('ZREM', PINS, id) == 1
   local bytes, listings, bases, tenant = place(id)
   if not bytes then return end
   for name in bases_of(bases) do call('SREM', refs_key(name), id) end
   for digest in words(listings) do call('ZREM', listing_key(digest), id) end
   if listings ~= '' then count(tenant, -1, -bytes, '') end
+  if pinned then count(tenant, -1, -bytes, 'pinned_') end
   call('HDEL', PLACES, id)
 end
 
@@ -162,6 +167,10 @@ local function enlist(id, listings)
     for digest in words(listings) do call('ZADD', listing_key(digest), entry.seq, id) end
     rank(entry)
     count(entry.tenant, 1, bytes, '')
+    if entry.pinned == '1' then
+      call('ZADD', PINS, entry.pinned_until or '+inf', id)
+      count(entry.tenant, 1, bytes, 'pinned_')
+    end
   end
   local bases, number = entry.bases or '', 0
   for name in bases_of(bases) do
@@ -430,6 +439,16 @@ local function end_owned(id, state, at)
   end
 end
 
+-- The budget of promises that a pin of a.id on so many bytes would exceed, and the bytes that count already.
+local function promises_exceeded(tenant, nbytes)
+  local own = call('ZSCORE', PINS, a.id) and place(a.id) or 0
+  for _, limit in ipairs({'tenant_promised_bytes', 'promised_bytes'}) do
+    local key = limit == 'promised_bytes' and USAGE or USAGE .. ':' .. tenant
+    local taken = tonumber(call('HGET', key, 'pinned_bytes') or 0) - own
+    if a[limit] and taken + nbytes > tonumber(a[limit]) then return {limit, whole(taken)} end
+  end
+end
+
 function operations.publish()
   local old = read(entry_key(a.id))
   if old and old.name == a.name then return {'published', false} end -- a repeated call
@@ -438,6 +457,8 @@ function operations.publish()
   if old and old.name ~= a.over and is_live(old, a.now) then return {'kept', shown} end
   if is_disowned(a.parent_id) then return {'disowned'} end
   if not has_bases(a.bases, a.tenant) then return {'baseless'} end
+  local exceeded = a.pinned == '1' and promises_exceeded(a.tenant, a.nbytes)
+  if exceeded then return exceeded end
   call('SET', manifest_key(a.id), a.text)
   if old and is_stored(old) and is_expired(old.expires_at, a.now) then end_owned(a.id, 'expired', old.expires_at) end
   drop(a.id)
@@ -448,6 +469,7 @@ function operations.publish()
     'name', a.name, 'nbytes', a.nbytes, 'uses', '0', 'cost_s', a.cost_s, 'priority', priority(1, a.cost_s, a.nbytes),
     'pinned', a.pinned)
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  if a.pinned_until then call('HSET', entry_key(a.id), 'pinned_until', a.pinned_until) end
   if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
   if a.parent_id then
     call('HSET', entry_key(a.id), 'parent_id', a.parent_id)
@@ -538,12 +560,15 @@ function operations.swap()
     and (entry.state == 'ready' or a.write and entry.state == 'corrupt')
   if not unchanged or call('EXISTS', manifest_key(a.id)) == 0 then return {'changed'} end
   if a.write and not has_bases(a.bases, entry.tenant) then return {'baseless'} end
+  local exceeded = a.pinned == '1' and entry.pinned == '0' and promises_exceeded(entry.tenant, a.nbytes)
+  if exceeded then return exceeded end
   call('SET', manifest_key(a.id), a.text)
   drop(a.id)
-  call('HDEL', entry_key(a.id), 'problem', 'expires_at', 'bases')
+  call('HDEL', entry_key(a.id), 'problem', 'expires_at', 'pinned_until', 'bases')
   call('HSET', entry_key(a.id), 'state', 'ready', 'version', whole(entry.version + 1), 'pinned', a.pinned,
     'name', a.name, 'nbytes', a.nbytes)
   if a.expires_at then call('HSET', entry_key(a.id), 'expires_at', a.expires_at) end
+  if a.pinned_until then call('HSET', entry_key(a.id), 'pinned_until', a.pinned_until) end
   if a.bases then call('HSET', entry_key(a.id), 'bases', a.bases) end
   enlist(a.id, a.listings)
   if a.gone_name then retire(a.gone_name, a.gone_nbytes, entry.tenant, a.gone_bases) end
@@ -613,6 +638,10 @@ function operations.expired()
     end
   end
   return {'entries', show_all(ids)}
+end
+
+function operations.unpromised()
+  return {'entries', show_all(call('ZRANGEBYSCORE', PINS, '-inf', a.now, 'LIMIT', 0, a.limit))}
 end
 
 function operations.victims() return {'entries', show_all(call('ZRANGE', EVICTION, 0, a.limit - 1))} end
@@ -687,7 +716,8 @@ function operations.audit()
     local bytes, listings, bases, tenant = place(id)
     local name = call('HGET', entry_key(id), 'name') or ''
     found[#found + 1] = {id, misplaced(id, seq) or '', listings or '', bytes or '0', tenant or '',
-      call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0', bases or '',
+      call('ZSCORE', EXPIRY, id) and '1' or '0', call('ZSCORE', EVICTION, id) and '1' or '0',
+      call('ZSCORE', PINS, id) and '1' or '0', bases or '',
       is_base(name) and name or ''}
   end
   return {'walked', walked[#walked] or false, found}

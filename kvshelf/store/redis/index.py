@@ -24,6 +24,7 @@ from kvshelf.store.blobs import WRITE_LEASE_S, cache_of
 from kvshelf.store.index import (
     ID_PREFIX,
     KEEP_ENDED_S,
+    NO_LIMITS,
     BasesGone,
     Entry,
     Filters,
@@ -52,14 +53,15 @@ _STEPS: Final = 1000
 _ATTEMPTS: Final = 3
 
 _ALWAYS_COUNTED: Final = (
-    *("stored", "places", "expiry", "eviction", "spliced"),
-    *("caches@u", "bytes@u", "held_caches@u", "held_bytes@u"),
+    *("stored", "places", "expiry", "eviction", "pins", "spliced"),
+    *("caches@u", "bytes@u", "held_caches@u", "held_bytes@u", "pinned_caches@u", "pinned_bytes@u"),
 )
 
 _REPLIES: Final = {
     **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed"), 0),
     **dict.fromkeys(("disowned", "baseless"), 0),
     **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
+    **dict.fromkeys(("tenant_promised_bytes", "promised_bytes"), 1),
     **dict.fromkeys(("known", "counts", "home", "touched"), 1),
     **dict.fromkeys(("listing", "walked", "forgotten", "changes"), 2),
 }
@@ -129,18 +131,26 @@ class RedisIndex(Index):
         return self._writes("abandoned")
 
     def publish(
-        self, writing: Writing, manifest: Manifest, *, over: Entry | None, cost_s: float, now: float
+        self,
+        writing: Writing,
+        manifest: Manifest,
+        *,
+        over: Entry | None,
+        cost_s: float,
+        now: float,
+        quota: Quota = NO_LIMITS,
     ) -> tuple[bool, Entry | None]:
         reply = self._run(
             "publish",
             **writing_fields(writing),
             **manifest_fields(manifest),
+            **_promises(quota),
             parent_id=writing.parent_id,
             over=None if over is None else over.name,
             cost_s=cost_s,
             now=now,
         )
-        _require_publishable(reply, writing)
+        _require_publishable(reply, writing, quota)
         return reply[0] == "published", read_entry(reply[1]) if reply[1] else None
 
     # Reading
@@ -173,9 +183,12 @@ class RedisIndex(Index):
         return sorted((entry for entry in entries if entry.tenant == tenant), key=lambda entry: entry.seq)
 
     def usage(self, tenant: str | None) -> StoredUsage:
+        return self._usage(tenant)
+
+    def _usage(self, tenant: str | None, kind: str = "") -> StoredUsage:
         key = "u" if tenant is None else f"u:{tenant}"
-        counts = self._counts([f"caches@{key}", f"bytes@{key}"])
-        return StoredUsage(caches=counts[f"caches@{key}"], bytes=counts[f"bytes@{key}"])
+        caches, nbytes = self._counts([f"{kind}caches@{key}", f"{kind}bytes@{key}"]).values()
+        return StoredUsage(caches=caches, bytes=nbytes)
 
     def stored(self) -> Iterator[Entry]:
         for batch in self._walk("stored"):
@@ -190,7 +203,7 @@ class RedisIndex(Index):
 
     # Changing
 
-    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None) -> bool:
+    def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None, quota: Quota = NO_LIMITS) -> bool:
         new, gone = entry.swapped(manifest, writing)
         names = new.retired()
         given_way = {} if gone is None else {f"gone_{field}": value for field, value in writing_fields(gone).items()}
@@ -198,12 +211,13 @@ class RedisIndex(Index):
             "swap",
             **writing_fields(names),
             **manifest_fields(manifest),
+            **_promises(quota),
             **given_way,
             write=None if writing is None else writing.name,
             entry_name=entry.name,
             version=entry.version,
         )
-        _require_publishable(reply, names)
+        _require_publishable(reply, names, quota)
         return _is_done(reply)
 
     def touch(self, cache_id: str, tenant: str, now: float) -> Entry | None:
@@ -222,6 +236,12 @@ class RedisIndex(Index):
 
     def expired(self, now: float, limit: int) -> list[Entry]:
         return [read_entry(shown, as_kept=True) for shown in self._run("expired", now=now, limit=limit)[1]]
+
+    def unpromised(self, now: float, limit: int) -> list[Entry]:
+        return [read_entry(shown, as_kept=True) for shown in self._run("unpromised", now=now, limit=limit)[1]]
+
+    def promised(self, tenant: str | None) -> StoredUsage:
+        return self._usage(tenant, "pinned_")
 
     def victims(self, limit: int) -> list[Entry]:
         return [read_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
@@ -299,10 +319,11 @@ class RedisIndex(Index):
         for rows in self._walk("audit"):
             for row in rows:
                 decoded = [value.decode() for value in row]
-                cache_id, problem, listings, nbytes, tenant, expires, ranked, bases, base = decoded
+                cache_id, problem, listings, nbytes, tenant, expires, ranked, pinned, bases, base = decoded
                 if problem:
                     problems.append(f"index: {cache_id} {problem}")
                 due.update({"stored": 1, "places": 1, "expiry": int(expires), "eviction": int(ranked)})
+                due.update(_counted(tenant, "pinned_", 1, int(nbytes)) | {"pins": 1} if pinned == "1" else {})
                 due.update({f"r:{base}": 0} if base else {})
                 due.update(f"r:{base.split(':')[0]}" for base in filter(None, bases.split(",")))
                 if listings:
@@ -352,8 +373,14 @@ def _require_lease(reply: Sequence[Any]) -> None:
         raise lapsed()
 
 
-def _require_publishable(reply: Sequence[Any], writing: Writing) -> None:
+def _promises(quota: Quota) -> dict[str, Value]:
+    return {"tenant_promised_bytes": quota.tenant_promised_bytes, "promised_bytes": quota.promised_bytes}
+
+
+def _require_publishable(reply: Sequence[Any], writing: Writing, quota: Quota) -> None:
     _require_lease(reply)
+    if reply[0] in _promises(quota):
+        raise quota.exceeded(reply[0], int(reply[1]), writing.nbytes)
     if reply[0] == "disowned":
         raise checks.not_found(writing.parent_id or "")
     if reply[0] == "baseless":
@@ -382,7 +409,8 @@ def manifest_fields(manifest: Manifest) -> dict[str, Value]:
         "id": manifest.id,
         "text": manifest.model_dump_json(),
         "expires_at": manifest.expires_at,
-        "pinned": manifest.pinned,
+        "pinned": manifest.promised,
+        "pinned_until": manifest.guaranteed_until,
         "listings": ",".join([_listing(manifest.tenant), *listings_of(own)]),
         "keep_ended_s": KEEP_ENDED_S,
     }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ReadT = TypeVar("ReadT")
 
 _NOTE: Final = "tier"
-_CHANGING: Final = {"expires_at", "ttl_renew_s", "labels", "name", "pinned"}
+_CHANGING: Final = {"expires_at", "ttl_renew_s", "labels", "name", "pinned", "guaranteed_until"}
 
 
 class DiskTier(Tier):
@@ -115,8 +115,10 @@ class DiskTier(Tier):
         if copy.blob_digest != manifest.blob_digest:
             self.drop(manifest.id, manifest.tenant)
             return
-        changing = manifest.model_dump(include=_CHANGING)
-        if copy.model_dump(include=_CHANGING) != changing:
+        changing = {name: getattr(manifest, name) for name in _CHANGING}
+        if (until := manifest.guaranteed_until) is not None and until <= self.store.now():
+            changing["guaranteed_until"] = None  # a sweep of the home has yet to see it
+        if {name: getattr(copy, name) for name in _CHANGING} != changing:
             self.store.update(manifest.id, tenant=manifest.tenant, **changing)
 
     def find(self, cache_id: str, tenant: str, *, recent: bool = False) -> Manifest | None:  # noqa: ARG002

@@ -331,6 +331,9 @@ class TieredStore(Store):
     def admit(self, tenant: str) -> None:
         self.home.admit(tenant)
 
+    def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
+        self.home.require_promise(guaranteed_until, expires_at, tenant=tenant)
+
     def list(self, **query: Any) -> Page:
         return self.home.list(**query)
 

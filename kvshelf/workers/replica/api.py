@@ -15,6 +15,7 @@ from kvshelf.api import (
     EstimateObject,
     Query,
     SearchCaches,
+    WarmedReplica,
 )
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.caches import ExportDtype, ExportTo
@@ -63,6 +64,8 @@ class ReplicaApi(Protocol):
     ) -> AsyncIterator[Piece | Answer]: ...
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]: ...
+
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica: ...
 
     async def count(
         self,

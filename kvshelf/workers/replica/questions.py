@@ -37,7 +37,8 @@ from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.inspect import shown_prompt
-from kvshelf.workers.replica.memory.residents import Resident, Residents
+from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
+from kvshelf.workers.replica.memory.retention import Key
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -68,6 +69,12 @@ class Questions:
             self._keep_house()
             self.residents.hint(cache_id, caller.tenant, next_use_s)
             return self.residents.take_counts()
+
+    async def warm(self, keys: Sequence[Key], *, caller: Caller) -> Warmed:
+        """See `Residents.warm`."""
+        with called_by(caller):
+            self._keep_house()
+            return await self.residents.warm(keys)
 
     async def count(
         self,
@@ -343,18 +350,19 @@ class Questions:
         usage = answer.usage
         self.meter.add(
             tenant,
+            loaded.query.conversation,
             answers=1,
             cache_read_tokens=usage.cache_read_tokens,
             prefill_tokens=usage.prefill_tokens,
             completion_tokens=usage.completion_tokens,
         )
-        self.threads.submit(self._count_saved, loaded.held, tenant)
+        self.threads.submit(self._count_saved, loaded.held, tenant, loaded.query.conversation)
 
-    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str) -> None:
+    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str, conversation: str | None) -> None:
         for cache_id, (resident, _) in held.items():
             if resident.prefill_s is None:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
-        self.meter.add(tenant, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
+        self.meter.add(tenant, conversation, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
     async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Answer:
         """The answer, once its turn is stored if the query asks for that. What keeps a turn from being stored is no

@@ -23,6 +23,7 @@ from kvshelf.api import (
     EstimateObject,
     Query,
     SearchCaches,
+    WarmedReplica,
 )
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.caches import ExportDtype, ExportTo
@@ -163,7 +164,7 @@ class Replica(ReplicaApi):
         caller: Caller,
         of_batch: bool = False,
     ) -> Answer:
-        """See `Questions`, as `stream`, `hint`, `count` and `prompt`."""
+        """See `Questions`, as `stream`, `hint`, `warm`, `count` and `prompt`."""
         return await self.questions.query(caches, query, caller=caller, of_batch=of_batch)
 
     async def stream(
@@ -180,6 +181,16 @@ class Replica(ReplicaApi):
 
     async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
         return await self.questions.hint(cache_id, next_use_s, caller=caller)
+
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica:
+        warmed = await self.questions.warm(keys, caller=caller)
+        return WarmedReplica(
+            replica=self.name,
+            caches=warmed.caches,
+            bytes=warmed.nbytes,
+            read_bytes=warmed.read_bytes,
+            left_out=list(warmed.left_out),
+        )
 
     async def count(
         self,

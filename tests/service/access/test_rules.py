@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from kvshelf.cli import app
 from tests.conftest import save_random_model
 from tests.service.conftest import await_log, created, refused
+from tests.service.scrape import moving
 
 if TYPE_CHECKING:
     from tests.conftest import LiveService
@@ -62,6 +63,8 @@ def ruled(start_service: Start, home: Path, model: Path) -> Iterator[LiveService
     keys = write_keys(home, [secrets.token_hex(32)])
     store = f"disk://{home}/shelf?max=4MB"
     settings = RULES | {"store": store, "encryption_key_file": keys, "sweep_interval_s": 1}
+    settings |= {"tenant_promised_bytes": 3_800_000}
+    settings |= {"warm": "heat=hot", "warm_interval_s": 0.5}
     with start_service(home, model, **settings) as running:
         yield running
 
@@ -202,6 +205,39 @@ def test_room_is_made_by_evicting_what_is_not_pinned(rules: httpx.Client) -> Non
     refused(rules.post("/v1/caches", json={"token_ids": [6] * 1000, "policy": "full"}), 507, "storage_full")
     rules.delete(f"/v1/caches/{large}")
     assert created(rules, token_ids=[6] * 1000, policy="full")["id"] == other
+
+
+def test_a_promise_beyond_the_budget_is_refused_and_tells_what_is_free(rules: httpx.Client) -> None:
+    soon = time.time() + 900
+    large = created(rules, token_ids=[7] * 6200, policy="full", guaranteed_until=soon)
+    body = {"token_ids": [6] * 1400, "policy": "full", "guaranteed_until": soon}
+    error = refused(rules.post("/v1/caches", json=body), 429, "quota_exceeded")
+    assert error["param"] == "guaranteed_until"
+    stored = large["bytes"]["stored"]
+    assert " of 3800000 bytes are promised to stay by this tenant (tenant_promised_bytes), " in error["message"]
+    free = int(error["message"].split("(tenant_promised_bytes), ")[1].split(" ")[0])
+    assert 0 <= 3_800_000 - stored - free < 5000, "sealed it takes a little more"
+    plain = created(rules, **body | {"guaranteed_until": None})
+    for change in ({"pinned": True}, {"guaranteed_until": soon}):
+        refused(rules.patch(f"/v1/caches/{plain['id']}", json=change), 429, "quota_exceeded")
+    later = {"guaranteed_until": time.time() + 2000}
+    error = refused(rules.post("/v1/caches", json=document(1) | later), 400, "invalid_request")
+    assert error["param"] == "guaranteed_until", "caches live for 1000 s here, if nothing else is said"
+    assert rules.patch(f"/v1/caches/{plain['id']}", json={"guaranteed_until": None}).status_code == 200
+    rules.delete(f"/v1/caches/{large['id']}")
+    assert rules.patch(f"/v1/caches/{plain['id']}", json={"pinned": True}).status_code == 200
+
+
+def test_caches_with_the_labels_of_the_setting_are_warm_before_their_questions(
+    rules: httpx.Client, ruled: LiveService
+) -> None:
+    cold, hot = (created(rules, **document(n), labels={"heat": heat}) for n, heat in ((1, "none"), (2, "hot")))
+    await_log(ruled, "caches are warm")
+    with moving(rules) as moved:
+        for cache in (hot, cold):
+            assert rules.post(f"/v1/caches/{cache['id']}/query", json={"prompt": "?"}).status_code == 200
+    hits = {place: moved("kvshelf_cache_hits_total", read_from=place) for place in ("memory", "home")}
+    assert hits == {"memory": 1, "home": 1}
 
 
 def test_blobs_and_sources_are_sealed_where_they_lie(rules: httpx.Client, ruled: LiveService) -> None:

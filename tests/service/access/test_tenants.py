@@ -57,6 +57,7 @@ NEEDS = {
     ("POST", "/v1/caches/{cache_id}/prompt"): "read",
     ("GET", "/v1/requests/{request_id}"): "read",
     ("POST", "/v1/chat/completions"): "read",
+    ("POST", "/v1/caches/warm"): "write",
     ("POST", "/v1/responses"): "read",
     ("GET", "/v1/responses/{response_id}"): "read",
     ("DELETE", "/v1/responses/{response_id}"): "write",
@@ -515,6 +516,25 @@ def test_use_is_told_to_its_tenant_and_to_who_may_know_all(guarded: Guarded) -> 
         assert stored == {"tenant": "user", "caches": 1, "bytes": cache["bytes"]["stored"], "month": None}
         (grouped,) = usage(user, group_by="day,model,tenant")["data"]
         assert (grouped["model"], grouped["tenant"]) == (cache["model"], "user")
+        turn = {"prompt": "What rises?", "max_tokens": 3, "conversation": "conv_1"}
+        other = {"cache_id": cache["id"], "messages": [{"role": "user", "content": "When?"}], "max_tokens": 3}
+        tokens = [user.post(f"/v1/caches/{cache['id']}/query", json=turn).json()["usage"] for _ in range(2)]
+        user.post("/v1/chat/completions", json=other | {"prompt_cache_key": "app:2"})
+        user.post("/v1/chat/completions", json=other | {"prompt_cache_key": "any text, as OpenAI takes it"})
+        while sum(row["answers"] for row in usage(user, group_by="conversation")["data"]) < 6:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        turns = usage(user, group_by="conversation")["data"]
+        rows = {row["conversation"]: row for row in turns}
+        assert {name: row["answers"] for name, row in rows.items()} == {"conv_1": 2, "app:2": 1, None: 3}
+        read, prefilled = (sum(one[name] for one in tokens) for name in ("cache_read_tokens", "prefill_tokens"))
+        assert (rows["conv_1"]["cache_read_tokens"], rows["conv_1"]["prefill_tokens"]) == (read, prefilled)
+        assert rows["conv_1"]["hit_share"] == pytest.approx(read / (read + prefilled), abs=1e-3)
+        assert rows[None]["hit_share"] < rows["conv_1"]["hit_share"], "the document was prefilled there"
+        (whole,) = usage(user)["data"]
+        for name in ("answers", "cache_read_tokens", "prefill_tokens", "completion_tokens", "caches_created"):
+            assert whole[name] == sum(row[name] for row in turns)
+        row = whole
         assert usage(user, **{"from": "2020-01-01", "to": "2020-02-01"})["data"] == []
         paid = usage(user, cost="true", label="team", group_by="tenant")
         assert (paid["currency"], paid["ttls"], row["cost"]) == ("EUR", [], None)
@@ -525,7 +545,7 @@ def test_use_is_told_to_its_tenant_and_to_who_may_know_all(guarded: Guarded) -> 
             "value": None,
             "caches": 1,
             "bytes": cache["bytes"]["stored"],
-            "uses": 2,
+            "uses": 6,
             "made_s": pytest.approx(paid["labels"][0]["cost"]["worker"]),
             "saved_s": pytest.approx(row["saved_s"]),
             "month": pytest.approx(paid["stored"][0]["month"]),

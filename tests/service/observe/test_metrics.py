@@ -151,13 +151,16 @@ def test_a_creation_in_the_background_counts_like_any_other(http: httpx.Client) 
 
 def test_tokens_and_times_of_answers(http: httpx.Client, counted: dict[str, Any]) -> None:
     with moving(http) as moved:
-        one = ask(http, counted["id"]).json()["usage"]
+        one = ask(http, counted["id"], conversation="conv_1").json()["usage"]
     assert moved("kvshelf_queries_total", result="answered") == moved("kvshelf_queries_total") == 1
     assert moved("kvshelf_cache_hits_total") == 1
     assert moved("kvshelf_tokens_saved_total", model=MODEL) == one["cache_read_tokens"] == counted["tokens"]["document"]
     assert moved("kvshelf_prefill_tokens_total", model=MODEL) == one["prefill_tokens"]
     assert moved("kvshelf_completion_tokens_total", model=MODEL) == one["completion_tokens"] == 4
     assert moved("kvshelf_first_token_seconds_count", model=MODEL) == 1
+    assert moved("kvshelf_turn_hit_share_count", model=MODEL) == 1
+    share = one["cache_read_tokens"] / (one["cache_read_tokens"] + one["prefill_tokens"])
+    assert moved("kvshelf_turn_hit_share_sum", model=MODEL) == pytest.approx(share)
     for phase in ("load", "queue", "prefill", "decode"):
         assert moved("kvshelf_answer_phase_seconds_count", phase=phase) == 1
     first_s = moved("kvshelf_first_token_seconds_sum")
@@ -172,6 +175,7 @@ def test_a_query_of_several_prompts_is_one_hit_and_several_answers(http: httpx.C
     assert moved("kvshelf_tokens_saved_total") == 3 * counted["tokens"]["document"]
     assert moved("kvshelf_prefill_tokens_total") == sum(answer["usage"]["prefill_tokens"] for answer in answers)
     assert moved("kvshelf_first_token_seconds_count") == 3
+    assert moved("kvshelf_turn_hit_share_count") == 0, "they named no conversation"
 
 
 def test_streams_and_chats_count_like_any_other_query(http: httpx.Client, counted: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def test_a_creation_shows_its_phases(http: httpx.Client, collector: Collector) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_query_shows_load_first_token_and_decode(http: httpx.Client, collector: Collector, stream: bool) -> None:
     cache = created(http, document=f"Chart {stream} is on the wall. " * 15)
-    body = {"prompt": "Which?", "max_tokens": 5, "stream": stream}
+    body = {"prompt": "Which?", "max_tokens": 5, "stream": stream, "conversation": f"conv_{stream}"}
     response = http.post(f"/v1/caches/{cache['id']}/query", json=body)
     (root,) = collector.wait(request_named(response))
     assert root.parent_span_id == b""
@@ -76,6 +76,7 @@ def test_a_query_shows_load_first_token_and_decode(http: httpx.Client, collector
     assert told == {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "kvshelf",
+        "gen_ai.conversation.id": f"conv_{stream}",
         "gen_ai.request.model": cache["model"],
         "gen_ai.response.model": cache["model"],
         "gen_ai.usage.input_tokens": cache["tokens"]["document"] + attributes(root)["kvshelf.prefill_tokens"],

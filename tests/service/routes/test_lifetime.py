@@ -15,6 +15,7 @@ from tests.service.conftest import created, refused
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
+FAR = 9e9
 DOCUMENT = "The ferry leaves when the bell has rung twice. " * 9
 
 
@@ -47,6 +48,19 @@ def test_what_is_given_changes_and_all_else_stays(http: httpx.Client, changed: s
         patch(http, changed, ttl_s=50)
         assert patch(http, changed, **null)["expires_at"] is None
     assert not patch(http, changed, pinned=False)["pinned"]
+
+
+def test_a_cache_is_guaranteed_by_its_creation_by_another_one_and_by_a_change(http: httpx.Client) -> None:
+    until = round(time.time()) + 500.5
+    body = {"document": DOCUMENT + "Guaranteed.", "guaranteed_until": until}
+    refused(http.post("/v1/caches", json=body | {"ttl_s": 100}), 400, "invalid_request")
+    assert created(http, **body, ttl_s=1000)["guaranteed_until"] == until
+    longer = created(http, **body | {"guaranteed_until": until + 50})
+    assert (longer["existing"], longer["guaranteed_until"]) == (True, until + 50)
+    again = created(http, **body)
+    assert again["guaranteed_until"] == until + 50, "a creation shortens nothing"
+    assert patch(http, again["id"], guaranteed_until=until)["guaranteed_until"] == until
+    assert patch(http, again["id"], guaranteed_until=None)["guaranteed_until"] is None
 
 
 def test_labels_that_were_changed_are_found(http: httpx.Client, changed: str) -> None:
@@ -129,6 +143,11 @@ def test_each_question_prolongs_a_cache_that_renews(http: httpx.Client) -> None:
         ({"name": "x" * 300}, "name"),
         ({"name": "a\0b"}, "name"),
         ({"pinned": 1}, "pinned"),
+        ({"guaranteed_until": 5}, "guaranteed_until"),
+        ({"guaranteed_until": "tomorrow"}, "guaranteed_until"),
+        ({"guaranteed_until": True}, "guaranteed_until"),
+        ({"guaranteed_until": 1e12}, "guaranteed_until"),
+        ({"guaranteed_until": FAR, "ttl_s": 50}, "guaranteed_until"),
         ({"pinned": None}, "pinned"),
     ],
     ids=lambda value: json.dumps(value)[:40],

@@ -88,6 +88,7 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
         "/v1/requests/{request_id}", "/v1/query", "/v1/erasures", "/v1/caches/search", "/v1/chat/completions",
         "/v1/models",
         "/v1/policies", "/v1/selectors", "/v1/suffix_policies", "/v1/limits", "/v1/usage", "/v1/responses",
+        "/v1/caches/warm",
         "/v1/responses/{response_id}",
         "/v1/messages", "/v1/messages/count_tokens", "/v1/caches/{cache_id}/remake", "/v1/models/{model_id}",
         "/livez", "/metrics", "/readyz",

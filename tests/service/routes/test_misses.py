@@ -209,6 +209,7 @@ def test_a_cache_gets_a_successor_under_another_model(
     text, other = TEXT + "successor", other_model(tiny_folder)
     cache = other.compress(text, policy="knorm", compression_ratio=0.5)
     fields: dict[str, Any] = {"codec": "int8", "labels": {"a": "b"}, "name": "tide", "pinned": True}
+    fields["guaranteed_until"] = until = round(time.time()) + 500.0
     with open_store(f"disk://{service.home}/shelf") as store:
         old = store.put(cache, **fields, source=text, ttl_s=900, ttl_renew_s=900)
         bare = store.put(other.compress(text, policy="full"))
@@ -217,6 +218,7 @@ def test_a_cache_gets_a_successor_under_another_model(
     made = response.json()
     assert (made["policy"], made["compression_ratio"], made["codec"]) == ("knorm", 0.5, "int8")
     assert (made["labels"], made["name"], made["pinned"]) == ({"a": "b"}, "tide", True)
+    assert made["guaranteed_until"] == until
     assert (made["ttl_renew"], made["ttl_s"], made["has_source"]) == (True, 900, True)
     assert made["id"] != old.id
     for cache_id in (old.id, made["id"]):  # again after a stop; and one of this model is its own successor

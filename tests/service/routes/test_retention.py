@@ -91,6 +91,46 @@ def test_a_hint_may_come_with_changes(http: httpx.Client) -> None:
     assert "next_use_s" not in answer.json()
 
 
+def test_warm_caches_are_in_memory_of_every_replica_before_their_questions(http: httpx.Client) -> None:
+    one, two = (created(http, document=DOCUMENT + words, labels={"tide": "hot"}) for words in ("Ebb.", "Flow."))
+    for chosen, caches in (({"cache_ids": [one["id"]]}, 1), ({"labels": {"tide": "hot"}, "replicas": "all"}, 2)):
+        answer = http.post("/v1/caches/warm", json=chosen)
+        assert answer.status_code == 200, answer.text
+        (replica,) = answer.json()["data"]
+        assert (replica["caches"], replica["left_out"]) == (caches, [])
+        assert 0 < replica["read_bytes"] < replica["bytes"] + (caches == 1), "the first was there by then"
+    with moving(http) as moved:
+        for cache in (one, two):
+            assert ask(http, cache["id"]).status_code == 200
+    assert moved("kvshelf_cache_hits_total", read_from="memory") == moved("kvshelf_cache_hits_total") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "cache_ids"),
+        ({"cache_ids": []}, "cache_ids"),
+        ({"cache_ids": [UNKNOWN], "labels": {"a": "b"}}, "cache_ids"),
+        ({"cache_ids": [UNKNOWN] * 1001}, "cache_ids"),
+        ({"cache_ids": UNKNOWN}, "cache_ids"),
+        ({"cache_ids": [7]}, "cache_ids[0]"),
+        ({"cache_ids": [UNKNOWN], "model": "random-tiny"}, "model"),
+        ({"labels": {"a": 1}}, "labels.a"),
+        ({"labels": {"nobody": "has it"}}, "labels"),
+        ({"labels": {"a": "b"}, "replicas": "some"}, "replicas"),
+        ({"labels": {"a": "b"}, "replicas": 2}, "replicas"),
+        ({"label": "a=b"}, "label"),
+    ],
+)
+def test_a_bad_choice_of_what_to_warm_is_refused_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    assert refused(http.post("/v1/caches/warm", json=body), 400, "invalid_request")["param"] == param
+
+
+def test_only_what_is_on_the_shelf_is_warmed(http: httpx.Client, cache: dict[str, Any]) -> None:
+    for absent in (UNKNOWN, "kvs_", "../shelf"):
+        refused(http.post("/v1/caches/warm", json={"cache_ids": [cache["id"], absent]}), 404, "cache_not_found")
+
+
 TOOLS = ["", "a b", "x" * 65, "søk", "a/b", 7, ["search"]]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvshelf.api.usage import KEEP_DAYS, Metered
+from kvshelf.api.usage import KEEP_DAYS, MOST_CONVERSATIONS, Metered
 from kvshelf.store.index import Index
+from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.shelf import Shelf
+from tests.store.caches import make_cache
 from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.test_index import race
 
@@ -82,3 +85,46 @@ def test_a_day_is_kept_for_its_time_and_then_forgotten(shelf: Shelf) -> None:
     assert shelf.sweep(now.timestamp()).usage == 1
     kept = shelf.metering.days(datetime.date.min, datetime.date.max, tenant="me")
     assert [each.by_model["tiny"].answers for each in kept] == [KEEP_DAYS - 1, 0]
+
+
+def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: Shelf) -> None:
+    def of(names: range) -> dict[str, dict[str, Metered]]:
+        return {f"conv_{number}": used() for number in names}
+
+    add = shelf.metering.add
+    add("me", DAY, used(3), writer="a", number=1, conversations=of(range(2)))
+    add("me", DAY, used(9), writer="b", number=1, conversations=of(range(1, MOST_CONVERSATIONS + 7)))
+    (day,) = shelf.metering.days(DAY, DAY, tenant="me")
+    assert day.by_model["tiny"].answers == 12
+    assert list(day.conversations) == [f"conv_{number}" for number in range(MOST_CONVERSATIONS)], "the first ones"
+    assert [day.conversations[f"conv_{number}"]["tiny"].answers for number in range(3)] == [1, 2, 1]
+
+
+def test_an_earlier_version_reads_what_uses_nothing_new(shelf: Shelf) -> None:
+    """Its records refuse fields that they do not know."""
+    shelf.metering.add("me", DAY, used(3), writer="a", number=1)
+    (item,) = shelf.index.jobs.open_items("usage")
+    assert json.loads(item.text).keys() == {"tenant", "day", "by_model", "writers"}
+    plain = shelf.put(make_cache(0))
+    promised = shelf.put(make_cache(1), guaranteed_until=shelf.now() + 50)
+    texts = {entry.id: json.loads(entry.text or "") for entry in shelf.index.stored()}
+    assert "guaranteed_until" not in texts[plain.id]
+    assert texts[promised.id]["guaranteed_until"] == promised.guaranteed_until
+
+
+def test_a_meter_sends_what_each_conversation_used_once(shelf: Shelf) -> None:
+    meter = Meter(
+        shelf.metering, "tiny", now=lambda: datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp()
+    )
+    for number in range(2 * MOST_CONVERSATIONS):
+        meter.add("me", f"conv_{number}", answers=1, cache_read_tokens=5)
+    meter.add("me", "conv_0", saved_s=0.5)
+    meter.add("me", answers=1)
+    for _ in range(2):
+        meter.flush()
+    (day,) = shelf.metering.days(DAY, DAY, tenant="me")
+    assert day.by_model["tiny"] == Metered(
+        answers=2 * MOST_CONVERSATIONS + 1, cache_read_tokens=10 * MOST_CONVERSATIONS, saved_s=0.5
+    )
+    assert len(day.conversations) == MOST_CONVERSATIONS
+    assert day.conversations["conv_0"]["tiny"] == Metered(answers=1, cache_read_tokens=5, saved_s=0.5)

@@ -69,6 +69,8 @@ def require_no_rest(client: redis.Redis) -> None:
     assert bases - {e["name"] for e in stored.values()} == {n for n, end in members("writes").items() if end == KEPT}
     unpinned = {id: float(e["priority"]) for id, e in ready.items() if e["pinned"] == "0" and e["name"] not in bases}
     assert members("eviction") == unpinned
+    ends = {id: float(e.get("pinned_until", "inf")) for id, e in ready.items() if e["pinned"] == "1"}
+    assert members("pins") == ends
     numbers = Counter(id for _, id in refs if id in ready)
     assert members("spliced") == {id: float(number) for id, number in numbers.items()}
     children = {(e["parent_id"], id) for id, e in entries.items() if "parent_id" in e}
@@ -85,6 +87,8 @@ def require_no_rest(client: redis.Redis) -> None:
     for entry in ready.values():
         for key in ("u", "u:" + entry["tenant"]):
             due.update({f"{key} caches": 1, f"{key} bytes": int(entry["nbytes"])})
+            if entry["pinned"] == "1":
+                due.update({f"{key} pinned_caches": 1, f"{key} pinned_bytes": int(entry["nbytes"])})
     writes = members("writes")
     records = {
         name: record for key in keys if key.startswith("w:") for name, record in client.hgetall(BASE + key).items()
@@ -105,7 +109,9 @@ def require_no_rest(client: redis.Redis) -> None:
     rest = {
         key
         for key in keys
-        if not re.match("(c|m|l|w|u|r|k|changes):|(u|stored|expiry|eviction|spliced|ended|places|writes|home)$", key)
+        if not re.match(
+            "(c|m|l|w|u|r|k|changes):|(u|stored|expiry|eviction|pins|spliced|ended|places|writes|home)$", key
+        )
     }
     assert rest == set()
 

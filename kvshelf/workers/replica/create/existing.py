@@ -54,10 +54,17 @@ def _longer(store: Store, manifest: Manifest, asked: CreateCache | AppendCache |
     if asked is None:
         return {}
     have, want = manifest.expires_at, store.expiry(asked.ttl_s, asked.expires_at)
+    promise = _promise(manifest, asked)
     renewal = max((each for each in (manifest.ttl_renew_s, asked.ttl_renew_s) if each is not None), default=None)
     if have is None or (want is not None and want <= have and renewal == manifest.ttl_renew_s):
-        return {}
-    return {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
+        return promise
+    return promise | {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
+
+
+def _promise(manifest: Manifest, asked: CreateCache | AppendCache | ImportCache) -> dict[str, Any]:
+    """The change that guarantees an existing cache for as long as its newest creation asks."""
+    until = asked.guaranteed_until if isinstance(asked, CreateCache) else None
+    return {} if until is None or until <= (manifest.guaranteed_until or 0.0) else {"guaranteed_until": until}
 
 
 def _joined(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

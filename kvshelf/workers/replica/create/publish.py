@@ -98,6 +98,7 @@ class Publisher:
             ttl_s=self.spec.ttl_s,
             expires_at=self.spec.expires_at,
             ttl_renew_s=self.spec.ttl_renew_s,
+            guaranteed_until=getattr(self.spec, "guaranteed_until", None),
             labels=self.spec.labels,
             name=self.spec.name or self.name,
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),

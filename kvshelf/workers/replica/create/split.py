@@ -20,7 +20,16 @@ from kvshelf.workers.replica.create.spec import document_of, encode
 from kvshelf.workers.replica.results import Created
 
 _ID_CHARACTERS: Final = 16
-_OF_ALL_PARTS: Final = {"name", "labels", "ttl_s", "expires_at", "ttl_renew", "keep_source", "source_ttl_s"}
+_OF_ALL_PARTS: Final = {
+    "name",
+    "labels",
+    "ttl_s",
+    "expires_at",
+    "ttl_renew",
+    "guaranteed_until",
+    "keep_source",
+    "source_ttl_s",
+}
 """Fields that do not change which caches a split makes."""
 
 

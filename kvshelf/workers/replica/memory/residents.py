@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache
@@ -67,6 +67,16 @@ class Resident:
     ahead: bool = False
     reading: Future[None] | None = None
     prefill_s: float | None = None
+
+
+class Warmed(NamedTuple):
+    """How many caches of a call are in memory now, their bytes, those of them that were read for it, and the ids of
+    those that are not there."""
+
+    caches: int
+    nbytes: int
+    read_bytes: int
+    left_out: Sequence[str]
 
 
 class _NeverRoom(Exception):
@@ -198,6 +208,58 @@ class Residents:
         """The next question on a cache comes in so many seconds; None takes the hint back. See `read_ahead_forever`."""
         self.retention.hint((tenant, cache_id), next_use_s, time.monotonic())
         self._changed.set()
+
+    async def warm(self, keys: Sequence[Key]) -> Warmed:
+        """Read caches that no question asks yet, one at a time, and pin each for `idle_s`, as one whose tool runs.
+
+        They make room as hints of a question now do. All must fit into this memory together, else nothing is read:
+        raises `InvalidRequest` that names the first that does not, and as `Store.open_cache`.
+        """
+        nbytes = 0
+        for key in dict.fromkeys(keys):
+            nbytes += await self._size(key)
+            if nbytes > self.limits.max_bytes:
+                raise InvalidRequest(
+                    f"cache {key[1]} does not fit: with those before it, {nbytes} bytes would be in memory, and a "
+                    f"worker holds {self.limits.max_bytes} (resident_bytes); warm fewer",
+                    param="cache_ids",
+                )
+        there: list[int] = []
+        read: list[int] = []
+        left_out: list[str] = []
+        for key in dict.fromkeys(keys):
+            resident, was_there = await self._warmed(key)
+            if resident is None:
+                left_out.append(key[1])
+            else:
+                (there if was_there else read).append(resident.document.nbytes)
+                self.retention.pin(key, time.monotonic() + self.limits.idle_s)
+        return Warmed(len(there) + len(read), sum(there) + sum(read), sum(read), left_out)
+
+    async def _size(self, key: Key) -> int:
+        """Bytes of a cache in memory, by its header where it is not there."""
+        tenant, cache_id = key
+        if key in self.held:
+            return self.held[key].document.nbytes
+        with await self._threads.run(self._store.open_cache, cache_id, tenant=tenant) as arriving:
+            return arriving.attached_bytes
+
+    async def _warmed(self, key: Key) -> tuple[Resident | None, bool]:
+        """A cache that has been read to its end, None if it was not, and whether it was there before."""
+        resident = self.held.get(key)
+        there = resident is not None and await self._current(key, resident)
+        if resident is not None and not there:
+            self._drop(key, resident)
+        if not there:
+            self.retention.hint(key, 0.0, time.monotonic())
+            await self._read_ahead(key)
+            resident = self.held.get(key)
+        if resident is not None and resident.reading is not None:
+            await asyncio.wrap_future(resident.reading)
+            if resident.document.failed:
+                self._drop(key, resident)
+        self.retention.hint(key, None, time.monotonic())
+        return self.held.get(key), there
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last call: "pinned" after a tool was called, "released" by evicting a pinned cache,

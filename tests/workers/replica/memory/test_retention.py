@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import CacheNotFound
+from kvshelf.errors import CacheNotFound, InvalidRequest
 from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
@@ -436,3 +436,38 @@ def test_the_cost_of_gdsf_is_at_least_that_of_the_shelf() -> None:
     retention = Retention(by_gdsf)
     retention.used(key(0), 0.0, cost_s=0.0, nbytes=10**6)
     assert retention.order(key(0), 1.0)[-1] == eviction.LEAST_COST_S
+
+
+async def test_warm_caches_are_in_memory_and_stay_before_all_that_nobody_waits_for(
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
+) -> None:
+    store, ids = shelf
+    residents = of(store, engine, threads, fits=3.5)
+    await ask(residents, ids[0])
+    one = residents.nbytes
+    warmed = await residents.warm([("default", cache_id) for cache_id in (*ids[:2], ids[0])])
+    assert warmed == (2, 2 * one, one, []), "one was there, and twice is once"
+    for cache_id in ids[2:5]:
+        await ask(residents, cache_id)
+    assert await ask(residents, ids[0]), "two others went"
+    assert await ask(residents, ids[1])
+    assert residents.evict_idle(time.monotonic()) == 3, "their questions came"
+    again = await residents.warm([("default", ids[1])])
+    assert again == (1, one, one, [])
+    assert residents.evict_idle(time.monotonic()) == 0, "not before it would be idle"
+
+
+async def test_what_does_not_fit_is_refused_by_name_before_anything_is_read(
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads
+) -> None:
+    store, ids = shelf
+    residents = of(store, engine, threads, fits=2.5)
+    with pytest.raises(InvalidRequest, match=f"{ids[2]} does not fit.*would be in memory, and a worker holds"):
+        await residents.warm([("default", cache_id) for cache_id in ids[:4]])
+    for unknown in (("default", "kvs_" + "0" * 40), ("another", ids[0])):
+        with pytest.raises(CacheNotFound):
+            await residents.warm([("default", ids[0]), unknown])
+    assert len(residents) == 0
+    async with residents.using(ids[0], "default"), residents.using(ids[1], "default"):
+        warmed = await residents.warm([("default", ids[2]), ("default", ids[0])])
+        assert (warmed.caches, warmed.left_out) == (1, [ids[2]]), "questions go first"
