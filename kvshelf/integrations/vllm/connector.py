@@ -73,8 +73,8 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:  # noqa: ARG002
-        return self._of_scheduler.take_step()
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:
+        return self._of_scheduler.take_step(scheduler_output.num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         self._of_scheduler.finished(request)
