@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from kvshelf import Engine, open_store
-from kvshelf.errors import Forbidden, InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported, Unauthorized
+from kvshelf.errors import Forbidden, InvalidRequest, ModelMismatch, PolicyUnsupported, Unauthorized
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.request import Named

@@ -76,7 +76,10 @@ def test_a_function_that_vllm_lacks_is_named(
 def test_an_unknown_version_serves_with_one_warning(serving: Serving, tmp_path: Path, shelf: dict[str, str]) -> None:
     cache, asked = serving.put(document(1).text, policy="full"), document(1).questions[0].text
     folder, log = _config(serving).model_config.model, tmp_path / "log"
-    with served(Path(folder), shelf, log, "--max-model-len", "4096", connector=("UntestedConnector", UNTESTED)) as (_, url):
+    with served(Path(folder), shelf, log, "--max-model-len", "4096", connector=("UntestedConnector", UNTESTED)) as (
+        _,
+        url,
+    ):
         import httpx
 
         request = shelf_request(cache, asked, serving.llm.get_tokenizer())

@@ -49,7 +49,7 @@ def require_read_back(config: Any, layers: Mapping[str, Any], pages: int, versio
 
 def _unusable(version: str, why: str) -> MissingExtra:
     return MissingExtra(
-        f"kvshelf cannot fill the pages of vLLM {version}: {why}; install a version that is tested, {' or '.join(TESTED)}"
+        f"kvshelf cannot fill the pages of vLLM {version}: {why}; install a tested version, {' or '.join(TESTED)}"
     )
 
 
@@ -57,7 +57,9 @@ def _error(config: Any, name: str, layer: Any, pages: int) -> float:
     """The largest difference between vLLM's attention to entries in its pages and torch's to the same entries."""
     page, device = config.cache_config.block_size, layer.kv_cache.device
     entries = page + QUESTION
-    used = range(pages - 2, 0, -2)[: -(-entries // page)]  # apart, descending, others around: a miss hits no other memory
+    used = range(pages - 2, 0, -2)[
+        : -(-entries // page)
+    ]  # apart, descending, others around: a miss hits no other memory
     draw = torch.Generator()
     draw.seed()  # not what an earlier test has left in the pages
     keys, values = torch.randn(2, entries, layer.num_kv_heads, layer.head_size, generator=draw)
