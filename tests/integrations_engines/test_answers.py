@@ -206,7 +206,7 @@ def test_every_type_of_model_is_computed_alike(tmp_path: Path, architecture: str
     shutil.copy(Path(bundled_folder("kvshelf-tiny")) / "tokenizer.json", weights)
     with_theta(weights)
     made = Made(tmp_path, gguf, weights, asked)
-    assert all(lead > TIES["float32"] for each in asked for lead in each["leads"][:4])
+    assert sum(sure(each, "float32") for each in asked) > 12, "half of the tokens are before a near tie"
     for python, script, arguments in (
         (LLAMA, "in_llama.py", (str(gguf), "float32")),
         (MLX, "in_mlx.py", (str(weights),)),
