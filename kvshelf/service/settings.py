@@ -28,10 +28,9 @@ OTHER_VARIABLES = frozenset(
         "KVSHELF_GATES",
         "KVSHELF_KERNELS",
         "KVSHELF_TRUST_FILE",
-        "KVSHELF_VLLM_UNTESTED",
     }
 )
-"""Variables of the clients, the command line, engines, kernels and vLLM's connector, allowed for a service, too."""
+"""Variables of the clients, the command line, engines and kernels, allowed for a service, too."""
 
 _CHOICES = {
     "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),

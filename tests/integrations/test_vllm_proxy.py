@@ -37,7 +37,7 @@ from kvshelf.store.manifest import Manifest
 from tests.conftest import TOKENIZER, save_random_model
 
 QUESTION = [{"role": "user", "content": "Which code?"}]
-FAILS, FAILS_LATER, REFUSES, BREAKS_OFF, WAITS = 500, 501, 400, 502, 7
+FAILS, FAILS_LATER, REFUSES, BREAKS_OFF, SAYS_NOTHING, WAITS = 500, 501, 400, 502, 503, 7
 """What a server does with a request of this seed."""
 
 
@@ -90,7 +90,7 @@ class Peer:
             yield _event(error={"message": "later", "type": "E", "param": None, "code": 500})
         elif what == BREAKS_OFF:
             raise ConnectionError
-        else:
+        elif what != SAYS_NOTHING:
             yield _event(choices=[{"index": 0, "text": " falcon", "finish_reason": "stop"}])
             yield _event(choices=[], usage={"completion_tokens": 2})
         yield "data: [DONE]\n\n"
@@ -250,7 +250,8 @@ def test_a_failure_of_vllm_is_explained(http: httpx.Client, cache: Manifest) -> 
     refused = ask(http, cache.id, seed=REFUSES)
     assert code(refused) == (400, "invalid_request")
     assert code(ask(http, cache.id, seed=FAILS, stream=True)) == (424, "cache_unusable")
-    for seed, named in ((FAILS_LATER, "cache_unusable"), (BREAKS_OFF, "worker_crashed")):
+    ends = ((FAILS_LATER, "cache_unusable"), (SAYS_NOTHING, "cache_unusable"), (BREAKS_OFF, "worker_crashed"))
+    for seed, named in ends:
         *_, event, done = ask(http, cache.id, seed=seed, stream=True).text.strip().split("\n\n")
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == named
         assert done == "data: [DONE]"

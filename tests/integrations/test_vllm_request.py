@@ -14,11 +14,11 @@ import pytest
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from kvshelf import Engine, open_store
-from kvshelf.errors import Forbidden, InvalidRequest, MissingExtra, ModelMismatch, PolicyUnsupported, Unauthorized
+from kvshelf.errors import Forbidden, InvalidRequest, ModelMismatch, PolicyUnsupported, Unauthorized
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.request import Named
-from kvshelf.integrations.vllm.settings import ShelfSettings, require_tested
+from kvshelf.integrations.vllm.settings import ShelfSettings, is_tested
 from kvshelf.integrations.vllm.tenants import HiddenKeys, Tenants
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S
@@ -130,13 +130,14 @@ def test_no_log_line_of_vllm_has_a_key() -> None:
     assert line.getMessage() == "params: {'api_key': 'kvsk_...', 'n': 1}"
 
 
-def test_an_untested_version_needs_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_tested("0.32.1")
-    for version in ("0.33.0", "0.3.2", "0.320.1"):
-        with pytest.raises(MissingExtra, match=version):
-            require_tested(version)
-    monkeypatch.setenv("KVSHELF_VLLM_UNTESTED", "1")
-    require_tested("0.33.0")
+def test_versions_are_told_apart_by_their_first_two_numbers() -> None:
+    assert [is_tested(version) for version in ("0.31.0", "0.32.1", "0.33.0", "0.3.2", "0.320.1")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_model_whose_pages_would_be_others_is_refused(tmp_path: Path) -> None:

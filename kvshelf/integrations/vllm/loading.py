@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
-import torch
 
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import InternalError, KvshelfError
 from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.integrations.vllm.pages import write_rows
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.step import Load
 from kvshelf.integrations.vllm.tails import Rows, Tails
@@ -75,14 +75,12 @@ class ShelfWorker:
                     reading.tail.clear()
 
     def _write(self, reading: _Reading, name: str) -> None:
-        layer, page = self._layers[name], self._page
-        keys, values = self._rows(reading, name, layer.num_kv_heads)
-        end = reading.loads[0].entries
+        layer = self._layers[name]
+        rows = self._rows(reading, name, layer.num_kv_heads)
         for load in reading.loads:
-            places = torch.arange(load.first, end)
-            slots = torch.tensor(load.pages)[places // page] * page + places % page
-            new = (rows[len(rows) - len(places) :].to(layer.kv_cache.device) for rows in (keys, values))
-            layer.impl.do_kv_cache_update(layer, *new, layer.kv_cache, slots.to(layer.kv_cache.device))
+            missing = load.entries - load.first
+            keys, values = (part[len(part) - missing :] for part in rows)
+            write_rows(layer, (keys, values), load.first, load.pages, self._page)
         reading.missing.discard(name)
 
     def _rows(self, reading: _Reading, name: str, heads: int) -> Rows:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from typing import Any
 
 import structlog
 
-from kvshelf.errors import InvalidRequest, KvshelfError
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
@@ -82,7 +82,12 @@ class ShelfScheduler:
             load = Load(request.request_id, decision.cache_id, decision.tenant, first, entries, tuple(pages))
             self._step.loads.append(load)
 
-    def take_step(self) -> ConnectorStep:
+    def take_step(self, computed: Iterable[str]) -> ConnectorStep:
+        """What the workers are told. computed: requests of the step. Raises `InternalError`, which ends vLLM, if one of
+        them is refused: its document would be stand-ins."""
+        for request_id in computed:
+            if isinstance(self._decided.get(request_id), KvshelfError):
+                raise InternalError(f"vLLM computes the request {request_id}, which was refused; take a tested version")
         step, self._step = self._step, ConnectorStep()
         return step
 

@@ -8,16 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-from kvshelf.errors import InvalidRequest, MissingExtra, PolicyUnsupported, nearest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported, nearest
 from kvshelf.integrations.vllm.service import ServiceShelf
 from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
 
-TESTED: Final = ("0.32",)
+TESTED: Final = ("0.31", "0.32")
 """Versions of vLLM that the tests run: its interface for connectors changes without notice."""
-
-UNTESTED: Final = "KVSHELF_VLLM_UNTESTED"
-"""The environment variable that allows other versions, with the value 1."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,9 @@ class ShelfSettings:
         return StoreConfig(self.store, encryption_key_file=self.encryption_key_file).open()
 
 
-def require_tested(version: str) -> None:
-    """Raises `MissingExtra` for a version of vLLM that is untested, unless the environment allows it."""
-    if not version.startswith(tuple(f"{tested}." for tested in TESTED)) and os.environ.get(UNTESTED) != "1":
-        raise MissingExtra(
-            f"kvshelf is tested with vLLM {', '.join(TESTED)}, and this is {version}; install a tested one, or set "
-            f"{UNTESTED}=1 to try it"
-        )
+def is_tested(version: str) -> bool:
+    """Whether the tests run this version of vLLM; others test themselves when they start."""
+    return version.startswith(tuple(f"{tested}." for tested in TESTED))
 
 
 def require_supported(config: Any, page_groups: int) -> None:
