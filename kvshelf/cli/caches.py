@@ -544,6 +544,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         "codec": cache.codec,
         "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
+        **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),
         **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
@@ -553,6 +554,10 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         **({"pays back": _break_even(cache, prices)} if cache.timings.prefill_s else {}),
     }
     return common.details(rows)
+
+
+def _certificate(by: CertifiedBy) -> str:
+    return f"{by.name} (at most {by.alpha:g} of the answers lost, digest {by.digest[:16]})"
 
 
 def _break_even(cache: CacheObject, prices: Prices | None) -> str:

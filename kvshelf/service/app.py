@@ -18,6 +18,7 @@ from kvshelf.api import ModelObject
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
+from kvshelf.service import page_files
 from kvshelf.service.access.keys import LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
@@ -33,6 +34,7 @@ from kvshelf.service.routes import (
     batches,
     blobs,
     caches,
+    certificates,
     chat,
     erasures,
     estimate,
@@ -41,7 +43,6 @@ from kvshelf.service.routes import (
     inspect,
     messages,
     meta,
-    page,
     queries,
     requests,
     responses,
@@ -107,7 +108,7 @@ def create_app(
     )
     asking = (queries, chat, responses, messages)
     jobs = (requests, files, batches, erasures)
-    resources = (caches, growth, blobs, *asking, inspect, estimate, *jobs, meta, usage, page)
+    resources = (caches, growth, blobs, *asking, inspect, estimate, certificates, *jobs, meta, usage, page_files)
     guard(app, [resource.router for resource in resources], settings, keys, limits, numbers, tracer)
     openapi.install(app)
     return app

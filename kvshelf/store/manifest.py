@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvshelf.api import Quality, Timings, Tried
+from kvshelf.api import CertifiedBy, Quality, Timings, Tried
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.identity import canonical_json, digest
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
-_REVISED = {"blob_digest", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
+_REVISED = {"blob_digest", "certificate", "created_at", "labels", "name", "pinned", "quality", "source", "tried"}
 
 
 class StoredRecord(BaseModel):
@@ -31,10 +31,12 @@ class Judgement(StoredRecord):
     """How a cache compares with the full one, as the API reports it.
 
     quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
+    certificate: by which it was chosen.
     """
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
+    certificate: CertifiedBy | None = None
 
 
 class StoredBody(StoredRecord):
@@ -67,7 +69,7 @@ class Manifest(StoredRecord):
     blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
     ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
-    quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
+    quality, tried, certificate: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
 
     id: str
@@ -89,6 +91,7 @@ class Manifest(StoredRecord):
     segment_digests: tuple[str, ...]
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
+    certificate: CertifiedBy | None = None
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None
