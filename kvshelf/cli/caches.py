@@ -26,7 +26,7 @@ from kvshelf.errors import CacheNotFound, InvalidRequest, SourceNotKept, nearest
 from kvshelf.names import told
 
 if TYPE_CHECKING:
-    from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
+    from kvshelf.api import Answered, CacheObject, CertifiedBy, JointAnswer, SearchList
     from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
 

@@ -33,8 +33,9 @@ class WayResult(ResponseBody):
 class GroupBound(ResponseBody):
     """The bound of the documents of one group. A document is kept at the smallest of the ways under which its
     `quality.kl` is below `limit` (null: at the smallest), or whole, under codec none. `tokens`: of its shortest and
-    longest document. `share`: bytes of all its documents so kept, of those of full caches in 16 bits; `loss`: the share of
-    their answers that was lost. `ways`: the same where all are kept by one way, in the order of the certificate's."""
+    longest document. `share`: bytes of all its documents so kept, of those of full caches in 16 bits. `loss`: the share
+    of their answers that was lost. `ways`: the same where all are kept by one way, in the order of the certificate's.
+    """
 
     documents: int
     questions: int
