@@ -33,7 +33,10 @@ LEARNT: Final = "kl, learnt"
 """The loss that documents of the same way and a like `kl` had, by isotonic regression on a third of those that certify;
 the others show the bound."""
 
-ORDERS: Final = (*FIGURES, LEARNT)
+KNOWN: Final = "the loss itself"
+"""What no cache can know: how few bytes a perfect figure would take."""
+
+ORDERS: Final = (*FIGURES, LEARNT, KNOWN)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], split
 def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> Outcome:
     figure = FIGURES.get(order, figure_of)
     graded = [_graded(document, figure) for document in documents]
+    if order == KNOWN:
+        graded = [_with_figures(document, lambda _, level: level.loss) for document in graded]
     count = int(len(graded) * _CERTIFYING)
     rows = []
     for seed in range(splits):
@@ -70,9 +75,7 @@ def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, spli
         except InvalidRequest:
             continue
     refused = splits - len(rows)
-    return (
-        Outcome(alpha, order, refused, *map(fmean, zip(*rows, strict=True))) if rows else Outcome(alpha, order, refused)
-    )
+    return Outcome(alpha, order, refused, *(map(fmean, zip(*rows, strict=True)) if rows else ()))
 
 
 def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order: str) -> tuple[float, float]:
@@ -81,7 +84,12 @@ def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order:
         curves = [
             _isotonic([document.levels[way] for document in known[:third]]) for way in range(len(known[0].levels))
         ]
-        known, others = ([_relearnt(document, curves) for document in some] for some in (known[third:], others))
+        known = known[third:]
+
+        def learnt(way: int, level: Kept) -> float:
+            return _at(curves[way], level.figure)
+
+        known, others = ([_with_figures(document, learnt) for document in some] for some in (known, others))
     limit = largest_limit(known, alpha)
     return _result([document.at(limit) for document in others], others)
 
@@ -119,11 +127,9 @@ def _isotonic(levels: Sequence[Kept]) -> Curve:
     return [(first, loss) for loss, _, first in blocks]
 
 
-def _relearnt(document: Graded, curves: Sequence[Curve]) -> Graded:
-    levels = [
-        Kept(level.nbytes, _at(curve, level.figure), level.loss)
-        for level, curve in zip(document.levels, curves, strict=True)
-    ]
+def _with_figures(document: Graded, figure: Callable[[int, Kept], float]) -> Graded:
+    """The document with another figure for the level of each way."""
+    levels = [Kept(level.nbytes, figure(way, level), level.loss) for way, level in enumerate(document.levels)]
     return Graded(levels, document.whole, document.whole_loss)
 
 

@@ -67,7 +67,7 @@ class Certificate(RequestBody):
     fingerprint: str
     transforms: str = ""
     quality_version: int
-    ways: Annotated[list[Way], Field(min_length=1, max_length=64)]
+    ways: Annotated[list[Way], Field(max_length=64)]
     groups: Annotated[dict[str, GroupBound], Field(min_length=1, max_length=256)]
     data: str
     date: str

@@ -136,7 +136,7 @@ def certificates(
     """List the certificates of the service, newest first."""
     with common.named_errors(as_json=as_json), connected(url) as client:
         if keep is not None:
-            client.certificates.keep(_read(keep))
+            client.certificates.keep(read_certificate(keep))
         if remove:
             if name is None:
                 raise InvalidRequest("--remove deletes one certificate; give its name", param="--remove")
@@ -229,11 +229,12 @@ def _rows(file: Path) -> Iterator[Row]:
         raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
 
 
-def _read(file: Path) -> Certificate:
+def read_certificate(file: Path) -> Certificate:
+    """One that `certify --output` has written. Raises `InvalidRequest`."""
     try:
         return _parsed(Certificate, file.read_bytes(), str(file))
     except OSError as error:
-        raise InvalidRequest(f"{file} cannot be read: {error}", param="--keep") from error
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
 
 
 def _parsed(model: type[ModelT], text: bytes, where: str) -> ModelT:

@@ -18,7 +18,7 @@ CACHE_FIELDS = {
     "id", "object", "document_id", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "tokens",
     "bytes", "quality", "tried", "created_at", "expires_at", "last_used_at", "pinned", "name", "labels", "has_source",
     "source", "timings", "existing", "uses", "parent_id", "ttl_s", "ttl_renew", "dtype", "date",
-    "chat_template_kwargs", "warnings",
+    "chat_template_kwargs", "warnings", "certificate",
 }  # fmt: skip
 
 
