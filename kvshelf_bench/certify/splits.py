@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Final
 
 from kvshelf.api import Quality
-from kvshelf.engine.certify.certificate import figure_of
+from kvshelf.engine.certify.certificate import figure_of, graded
 from kvshelf.engine.certify.grading import GradedDocument
 from kvshelf.engine.certify.risk import Graded, Kept, largest_limit, pooled_limit
 from kvshelf.errors import InvalidRequest
@@ -62,13 +62,13 @@ def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], split
 
 def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> Outcome:
     figure = FIGURES.get(order, figure_of)
-    graded = [_graded(document, figure) for document in documents]
+    own = [graded(document, figure) for document in documents]
     if order == KNOWN:
-        graded = [_with_figures(document, lambda _, level: level.loss) for document in graded]
-    count = int(len(graded) * _CERTIFYING)
+        own = [_with_figures(document, lambda _, level: level.loss) for document in own]
+    count = int(len(own) * _CERTIFYING)
     rows = []
     for seed in range(splits):
-        mixed = random.Random(seed).sample(graded, len(graded))
+        mixed = random.Random(seed).sample(own, len(own))
         known, others = mixed[:count], mixed[count:]
         try:
             rows.append((*_own(known, others, alpha, order), *_pooled(known, others, alpha)))
@@ -87,7 +87,7 @@ def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order:
         known = known[third:]
 
         def learnt(way: int, level: Kept) -> float:
-            return _at(curves[way], level.figure)
+            return level.figure if level.figure < 0 else _at(curves[way], level.figure)
 
         known, others = ([_with_figures(document, learnt) for document in some] for some in (known, others))
     limit = largest_limit(known, alpha)
@@ -103,12 +103,6 @@ def _pooled(known: Sequence[Graded], others: Sequence[Graded], alpha: float) -> 
 def _result(kept: Sequence[Kept], documents: Sequence[Graded]) -> tuple[float, float]:
     share = sum(one.nbytes for one in kept) / sum(document.whole for document in documents)
     return fmean(one.loss for one in kept), share
-
-
-def _graded(document: GradedDocument, figure: Callable[[Quality | None], float]) -> Graded:
-    refused = Kept(document.full_bytes, math.inf, document.full_loss)
-    levels = [refused if one is None else Kept(one.nbytes, figure(one.quality), one.loss) for one in document.levels]
-    return Graded(levels, document.full_bytes, document.full_loss)
 
 
 Curve = Sequence[tuple[float, float]]

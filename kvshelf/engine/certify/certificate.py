@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Literal
@@ -14,6 +14,7 @@ from kvshelf.api import Certificate, CertifiedBy, GroupBound, Quality, Way, WayR
 from kvshelf.engine.certify.grading import GradedDocument
 from kvshelf.engine.certify.risk import Graded, Kept, largest_limit, require_bound, shift
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.methods.policies import build
@@ -59,10 +60,17 @@ def figure_of(quality: Quality | None) -> float:
     return math.inf if quality is None or quality.agreement is None or not quality.full else quality.kl
 
 
-def graded(document: GradedDocument) -> Graded:
-    """A document as the bound takes it. One level stands for each way: what its policy refused is never allowed."""
-    refused = Kept(document.full_bytes, math.inf, document.full_loss)
-    levels = [refused if one is None else Kept(one.nbytes, figure_of(one.quality), one.loss) for one in document.levels]
+def graded(document: GradedDocument, figure: Callable[[Quality | None], float] = figure_of) -> Graded:
+    """A document as the bound takes it. One level stands for each way: what its policy refused is never allowed.
+    figure: of a way that removes entries. Ways that remove none go before, in their order and for all documents alike:
+    what rounding changes is as rare where it diverges more."""
+    count = len(document.levels)
+    levels = [
+        Kept(document.full_bytes, math.inf, document.full_loss)
+        if one is None
+        else Kept(one.nbytes, place - count if one.whole else figure(one.quality), one.loss)
+        for place, one in enumerate(document.levels)
+    ]
     return Graded(levels, document.full_bytes, document.full_loss)
 
 
@@ -135,13 +143,17 @@ def _shifts(documents: Sequence[Graded]) -> list[str]:
 
 @dataclass(frozen=True)
 class Certified:
-    """What a certificate allows for one document. limit: a level is allowed whose figure is below it."""
+    """What a certificate allows for one document. limit: a level is allowed whose figure is below it. whole: the codecs
+    of the levels that are allowed where all entries stay."""
 
     by: CertifiedBy
     limit: float
+    whole: tuple[str, ...]
 
-    def allows(self, quality: Quality | None) -> bool:
+    def allows(self, level: Level, quality: Quality | None) -> bool:
         """Whether the document may be kept at a level of this quality."""
+        if level.job.identity.policy == "full":
+            return level.codec in self.whole
         return figure_of(quality) < self.limit
 
 
@@ -152,7 +164,10 @@ def certified(engine: Engine, certificate: Certificate, labels: Mapping[str, str
     _require_model(engine, certificate)
     group = _group(certificate, labels, tokens)
     told = CertifiedBy(name=certificate.name, alpha=certificate.alpha, digest=certificate.digest)
-    return Certified(told, math.inf if group.limit is None else group.limit)
+    limit, count = math.inf if group.limit is None else group.limit, len(certificate.ways)
+    places = enumerate(certificate.ways)
+    whole = tuple(way.codec for place, way in places if way.policy == "full" and place - count < limit)
+    return Certified(told, limit, whole)
 
 
 def _require_model(engine: Engine, certificate: Certificate) -> None:

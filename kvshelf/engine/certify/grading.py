@@ -26,8 +26,9 @@ class Asked:
 
 
 class GradedLevel(ResponseBody):
-    """What a way made of a document. quality: None where nothing could be measured."""
+    """What a way made of a document. whole: whether all entries stay. quality: None where nothing could be measured."""
 
+    whole: bool
     nbytes: int
     loss: float
     quality: Quality | None
@@ -75,7 +76,13 @@ def grade(engine: Engine, document: Asked, ways: Sequence[Way], *, max_new_token
         full_bytes=full.bytes_full * 2 // engine.model.dtype.itemsize,
         full_loss=full_loss,
         levels=[
-            one and GradedLevel(nbytes=one.cache.pack().nbytes, loss=next(losses), quality=one.quality)
+            one
+            and GradedLevel(
+                whole=one.cache.kept_tokens == one.cache.num_tokens,
+                nbytes=one.cache.pack().nbytes,
+                loss=next(losses),
+                quality=one.quality,
+            )
             for one in compressions
         ],
     )

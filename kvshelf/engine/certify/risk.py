@@ -49,6 +49,17 @@ class Graded:
         below = [level for level in self.levels if level.figure < limit]
         return min(below, key=lambda level: level.nbytes, default=Kept(self.whole, 0.0, self.whole_loss))
 
+    def steps(self) -> Iterator[tuple[float, float]]:
+        """The figures above which the document loses more at worst than below, each with how much."""
+        smallest, worst = math.inf, self.whole_loss
+        for level in sorted(self.levels, key=lambda one: (one.figure, one.nbytes)):
+            if level.figure == math.inf or level.nbytes >= smallest:
+                continue
+            smallest = level.nbytes
+            if level.loss > worst:
+                yield level.figure, level.loss - worst
+                worst = level.loss
+
 
 def least_documents(alpha: float) -> int:
     """Documents without any loss that show a bound of alpha."""
@@ -80,22 +91,12 @@ def largest_limit(documents: Sequence[Graded], alpha: float) -> float:
             f"{len(documents)} documents; take questions that the model can answer, or full's answers as the reference",
             param="alpha",
         )
-    steps = sorted(step for document in documents for step in _steps(document))
+    steps = sorted(step for document in documents for step in document.steps())
     for limit, more in steps:
         lost += more
         if lost > most:
             return limit
     return math.inf
-
-
-def _steps(document: Graded) -> Iterator[tuple[float, float]]:
-    """The figures above which the document loses more at worst than below, each with how much."""
-    worst = document.whole_loss
-    for figure in sorted({level.figure for level in document.levels if level.figure < math.inf}):
-        loss = document.at(math.nextafter(figure, math.inf)).loss
-        if loss > worst:
-            yield figure, loss - worst
-            worst = loss
 
 
 def pooled_limit(documents: Sequence[Graded], alpha: float) -> int | None:

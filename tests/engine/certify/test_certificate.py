@@ -64,13 +64,14 @@ def test_the_smallest_level_is_chosen_that_it_allows(certificate: Certificate, t
     text = made(tiny, 200, 140).text
     for limit in (0.0, 1e-3, 6.0, None):
         choice = under(tiny, text, wide(certificate, limit=limit), {}).run(tiny)
-        allowed = [one for one in choice.tried if one.bytes is not None and one.quality is not None]
-        good = [one.bytes for one in allowed if limit is None or (one.quality and one.quality.kl < limit)]
+        removing = [one for one in choice.tried if one.policy == "keydiff" and one.bytes and one.quality]
+        good = [one.bytes for one in removing if limit is None or (one.quality and one.quality.kl < limit)]
         size = choice.compression.cache.pack().nbytes
-        assert size == min(good, default=size)
-        if limit == 0.0:
-            assert choice.compression.cache.identity.policy == "full"
-            assert choice.level.codec == "none"
+        assert size == min(filter(None, good), default=size)
+        if not good:
+            assert (choice.level.job.identity.policy, choice.level.codec) == ("full", "int8")
+    choice = under(tiny, text, wide(certificate, limit=-3.0), {}).run(tiny)
+    assert (choice.level.job.identity.policy, choice.level.codec) == ("full", "none")
 
 
 def test_what_it_does_not_speak_of_is_refused(certificate: Certificate, tiny: Engine) -> None:
@@ -103,7 +104,8 @@ def test_each_group_has_its_own_bound(tiny: Engine) -> None:
     documents = []
     for at in range(40):
         team = "law" if at % 2 else "tax"
-        levels = [GradedLevel(nbytes=50, loss=0.0, quality=None), GradedLevel(nbytes=9, loss=at % 2, quality=None)]
+        sizes = ((50, 0.0), (9, at % 2.0))
+        levels = [GradedLevel(whole=False, nbytes=size, loss=lost, quality=None) for size, lost in sizes]
         fields = {"tokens": 100 + at, "questions": 1, "full_bytes": 100, "full_loss": 0.0}
         documents.append(GradedDocument(group=team, levels=levels, **fields))
     about = About("own", 0.1, "full", "0" * 64, "team")

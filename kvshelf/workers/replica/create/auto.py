@@ -99,7 +99,7 @@ class SizeTarget:
             return False
         if level.keeps_all or self.certified is None:
             return level.keeps_all or (tried.quality is not None and self.good(tried.quality))
-        return self.certified.allows(tried.quality)
+        return self.certified.allows(level, tried.quality)
 
     def good(self, quality: Quality) -> bool:
         """Whether a quality reaches the floor: one of all cues."""
