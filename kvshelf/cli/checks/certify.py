@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,10 @@ def certify(
     A command that was interrupted goes on where it was when it is given again.
     """
     with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf certify"), ExitStack() as stack:
+        from kvshelf.engine.certify.certificate import certify as certified_by
         from kvshelf.engine.certify.certificate import require_enough, require_mixed
+        from kvshelf.engine.certify.grading import default_ways
+        from kvshelf.engine.engine import Engine
 
         client = None if bound.output is not None else stack.enter_context(connected(bound.url))
         if client is not None:
@@ -112,7 +115,13 @@ def certify(
         documents = [row.asked(bound.by) for row in rows]
         require_enough([document.group for document in documents], about)
         require_mixed([len(document.text) for document in documents], "length")
-        made = _graded(_loader(model, device, dtype, weights), documents, about, bound.max_new_tokens)
+        engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
+        engine.encoder.require_text("model")
+        ways = default_ways(engine.coders.writes_klt)
+        graded = list(_graded(engine, documents, ways, about.data, bound.max_new_tokens))
+        made, warnings = certified_by(engine, about, graded, ways)
+        for warning in warnings:
+            common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if client is not None:
             client.certificates.keep(made)
         elif bound.output is not None:
@@ -121,11 +130,11 @@ def certify(
         if as_json:
             say_json(made)
         else:
-            common.print_table(_groups(made))
+            common.print_table(_table([made]))
 
 
 def certificates(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the groups of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep one that `certify --output` has written.")
     ] = None,
@@ -147,16 +156,7 @@ def certificates(
             for one in known:
                 say_json(one)
         else:
-            common.print_table(_listing(known) if name is None else _groups(known[0]))
-
-
-def _loader(model: str, device: str, dtype: str, weights: str) -> Callable[[], Engine]:
-    def load() -> Engine:
-        from kvshelf.engine.engine import Engine
-
-        return Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
-
-    return load
+            common.print_table(_table(known))
 
 
 def _about(file: Path, name: str, bound: _Bound, rows: list[Row]) -> About:
@@ -184,21 +184,9 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[Row]) -> About:
     return About(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
 
 
-def _graded(load: Callable[[], Engine], documents: list[Asked], about: About, tokens: int) -> Certificate:
-    """The certificate of documents, each graded by an engine."""
-    from kvshelf.engine.certify.certificate import certify
-    from kvshelf.engine.certify.grading import default_ways
-
-    engine = load()
-    engine.encoder.require_text("model")
-    ways = default_ways(engine.coders.writes_klt)
-    made, warnings = certify(engine, about, list(grades(engine, documents, ways, about.data, tokens)), ways)
-    for warning in warnings:
-        common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    return made
-
-
-def grades(engine: Engine, documents: list[Asked], ways: list[Way], data: str, tokens: int) -> Iterator[GradedDocument]:
+def _graded(
+    engine: Engine, documents: list[Asked], ways: list[Way], data: str, tokens: int
+) -> Iterator[GradedDocument]:
     """The documents graded, those of an interrupted run as it left them. data: the digest of the questions."""
     from kvshelf.engine.certify.grading import GradedDocument, grade
     from kvshelf.model.calibration import data_folder
@@ -246,36 +234,15 @@ def _parsed(model: type[ModelT], text: bytes, where: str) -> ModelT:
         raise InvalidRequest(f"{where}: {f'{place}: ' if place else ''}{first['msg']}", param="file") from error
 
 
-def _listing(known: list[Certificate]) -> Table:
-    headings = ("NAME", "ALPHA", "MODEL", "REFERENCE", "DOCUMENTS", "SIZE", "DATE", "DIGEST")
+def _table(known: list[Certificate]) -> Table:
+    """A line for each group."""
+    headings = ("NAME", "ALPHA", "MODEL", "GROUP", "DOCUMENTS", "TOKENS", "SIZE", "LOST", "DATE", "DIGEST")
     rows = (
         (
-            one.name,
-            f"{one.alpha:g}",
-            one.model,
-            one.reference,
-            str(sum(group.documents for group in one.groups.values())),
-            ", ".join(f"{group.share:.1%}" for group in one.groups.values()),
-            one.date,
-            one.digest[:16],
+            *(one.name, f"{one.alpha:g}", one.model, value or "all", str(group.documents)),
+            *("-".join(map(str, group.tokens)), f"{group.share:.1%}", f"{group.loss:.2%}", one.date, one.digest[:16]),
         )
         for one in known
+        for value, group in one.groups.items()
     )
-    return common.table(headings, rows, numbers=(1, 4))
-
-
-def _groups(certificate: Certificate) -> Table:
-    headings = (certificate.by.upper() or "GROUP", "DOCUMENTS", "QUESTIONS", "TOKENS", "KL BELOW", "SIZE", "LOST")
-    rows = (
-        (
-            value or "all",
-            str(group.documents),
-            str(group.questions),
-            f"{group.tokens[0]}-{group.tokens[1]}",
-            "any" if group.limit is None else f"{group.limit:.3g}",
-            f"{group.share:.1%}",
-            f"{group.loss:.2%}",
-        )
-        for value, group in certificate.groups.items()
-    )
-    return common.table(headings, rows, numbers=range(1, len(headings)))
+    return common.table(headings, rows, numbers=(1, 4, 5, 6, 7))
