@@ -33,10 +33,10 @@ class WayResult(ResponseBody):
 class GroupBound(ResponseBody):
     """The bound of the documents of one group. A document is kept at the smallest of the ways whose figure is below
     `limit` (null: at the smallest), or whole, under codec none. The figure is `quality.kl` under a way that removes
-    entries; of ways that remove none it is below 0: their place less the number of all ways. `tokens`: of its shortest
-    and longest document. `share`: bytes of all its documents so kept, of those of full caches in 16 bits. `loss`: the
-    share of their answers that was lost. `ways`: the same where all are kept by one way, in the order of the
-    certificate's."""
+    entries; of ways that remove none it is below 0: their place less the number of all ways, and a share of 1 that
+    rises with `quality.kl`. `tokens`: of its shortest and longest document. `share`: bytes of all its documents so
+    kept, of those of full caches in 16 bits. `loss`: the share of their answers that was lost. `ways`: the same where
+    all are kept by one way, in the order of the certificate's."""
 
     documents: int
     questions: int

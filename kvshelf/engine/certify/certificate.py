@@ -62,16 +62,24 @@ def figure_of(quality: Quality | None) -> float:
 
 def graded(document: GradedDocument, figure: Callable[[Quality | None], float] = figure_of) -> Graded:
     """A document as the bound takes it. One level stands for each way: what its policy refused is never allowed.
-    figure: of a way that removes entries. Ways that remove none go before, in their order and for all documents alike:
-    what rounding changes is as rare where it diverges more."""
+    figure: of a way that removes entries. Ways that remove none go before, one after the other (`_whole_figure`): what
+    rounding changes is as rare where it diverges more."""
     count = len(document.levels)
     levels = [
         Kept(document.full_bytes, math.inf, document.full_loss)
         if one is None
-        else Kept(one.nbytes, place - count if one.whole else figure(one.quality), one.loss)
+        else Kept(
+            one.nbytes, (_whole_figure(place - count, one.quality) if one.whole else figure(one.quality)), one.loss
+        )
         for place, one in enumerate(document.levels)
     ]
     return Graded(levels, document.full_bytes, document.full_loss)
+
+
+def _whole_figure(place: int, quality: Quality | None) -> float:
+    """Of a way that removes nothing: by its place (below 0), then by its divergence; below that of the next place."""
+    kl = figure_of(quality)
+    return place + (kl / (1 + kl) if kl < math.inf else 1.0)
 
 
 def certify(
@@ -143,17 +151,17 @@ def _shifts(documents: Sequence[Graded]) -> list[str]:
 
 @dataclass(frozen=True)
 class Certified:
-    """What a certificate allows for one document. limit: a level is allowed whose figure is below it. whole: the codecs
-    of the levels that are allowed where all entries stay."""
+    """What a certificate allows for one document. limit: a level is allowed whose figure is below it. places: of the
+    codecs of ways that remove no entries, below 0."""
 
     by: CertifiedBy
     limit: float
-    whole: tuple[str, ...]
+    places: tuple[tuple[str, int], ...]
 
     def allows(self, level: Level, quality: Quality | None) -> bool:
         """Whether the document may be kept at a level of this quality."""
         if level.job.identity.policy == "full":
-            return level.codec in self.whole
+            return _whole_figure(dict(self.places)[level.codec], quality) < self.limit
         return figure_of(quality) < self.limit
 
 
@@ -164,10 +172,9 @@ def certified(engine: Engine, certificate: Certificate, labels: Mapping[str, str
     _require_model(engine, certificate)
     group = _group(certificate, labels, tokens)
     told = CertifiedBy(name=certificate.name, alpha=certificate.alpha, digest=certificate.digest)
-    limit, count = math.inf if group.limit is None else group.limit, len(certificate.ways)
-    places = enumerate(certificate.ways)
-    whole = tuple(way.codec for place, way in places if way.policy == "full" and place - count < limit)
-    return Certified(told, limit, whole)
+    places = enumerate(certificate.ways, -len(certificate.ways))
+    whole = tuple((way.codec, place) for place, way in places if way.policy == "full")
+    return Certified(told, math.inf if group.limit is None else group.limit, whole)
 
 
 def _require_model(engine: Engine, certificate: Certificate) -> None:
