@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from kvshelf.api.strict import ListBody, RequestBody, ResponseBody, misuse
 
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-CertificateName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+CertificateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Way(ResponseBody):

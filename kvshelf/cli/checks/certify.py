@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.api import Certificate
-from kvshelf.api.certificates import NAME_PATTERN
+from kvshelf.api.certificates import CertificateName
 from kvshelf.cli import _options
 from kvshelf.cli.calibrate import served_model
 from kvshelf.cli.output import common, say, say_json
@@ -163,11 +162,13 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[Row]) -> About:
     from kvshelf.artifact.identity import digest
     from kvshelf.engine.certify.certificate import About
 
-    if not re.fullmatch(NAME_PATTERN, name):
+    try:
+        TypeAdapter(CertificateName).validate_python(name)
+    except ValidationError as error:
         raise InvalidRequest(
             f"{name!r:.80} is no name of a certificate: letters, digits, and . _ - behind the first, at most 64",
             param="--name",
-        )
+        ) from error
     if len({row.answers is None for row in rows}) > 1:
         raise InvalidRequest("some rows have answers, and others none; give all of them, or none", param="file")
     seen: set[str] = set()
