@@ -13,7 +13,7 @@ from kvshelf._extras import needs_extra
 from kvshelf_bench.options import Loading, Reporting, counted, decimals, publish, writable
 
 if TYPE_CHECKING:
-    from kvshelf_bench.certify.splits import Outcome
+    from kvshelf_bench.certify.splits import SplitResult
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def certify(
     wanted = decimals(alphas, "--alphas", 0, 1)
     use_threads(loading.threads)
     rows = graded_documents(loading.engine_options(), documents.documents, documents.dataset, documents.losses)
-    found: list[Outcome] = []
+    found: list[SplitResult] = []
     with counted("splits", len(wanted) * len(ORDERS)) as advance:
         for outcome in outcomes(rows, wanted, splits):
             found.append(outcome)
@@ -66,7 +66,7 @@ def certify(
     publish(report, [_table(found)], reporting, notes=f"{len(rows)} documents, {splits} splits")
 
 
-def _table(found: list[Outcome]) -> Table:
+def _table(found: list[SplitResult]) -> Table:
     table = Table("alpha", "figure", "refused", "mean loss", "bytes", "pooled: loss", "bytes", "of pooled")
     for one in found:
         cells = ("-",) * 5

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvshelf.engine.certify.grading import Asked, GradedDocument, default_ways, grade
+from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument, default_ways, grade
 from kvshelf.samples.suite import HaystackName, TaskName, make_case
 from kvshelf_bench.options import counted
 from kvshelf_bench.quality.dataset.documents import read_documents
@@ -54,14 +54,14 @@ def graded_documents(
     return rows
 
 
-def _made(count_tokens: object, count: int) -> Iterator[Asked]:
+def _made(count_tokens: object, count: int) -> Iterator[QuestionedDocument]:
     for number in range(count):
         task, haystack = KINDS[number % len(KINDS)]
         tokens = random.Random(number).randint(*(_SIXTEEN_FACTS if task == "multikey" else _ONE_FACT))
         case = make_case(task, haystack, tokens, _SEED + number, count_tokens, questions=_QUESTIONS)  # type: ignore[arg-type]
-        yield Asked(case.text, f"{task}/{haystack}", tuple(ask.text for ask in case.asks), None)
+        yield QuestionedDocument(case.text, f"{task}/{haystack}", tuple(ask.text for ask in case.asks), None)
 
 
-def _read(dataset: str) -> Iterator[Asked]:
+def _read(dataset: str) -> Iterator[QuestionedDocument]:
     for document in read_documents(dataset):
-        yield Asked(document.context, "", tuple(question.text for question in document.questions), None)
+        yield QuestionedDocument(document.context, "", tuple(question.text for question in document.questions), None)

@@ -12,7 +12,7 @@ from typing import Final
 from kvshelf.api import Quality
 from kvshelf.engine.certify.certificate import figure_of, graded
 from kvshelf.engine.certify.grading import GradedDocument
-from kvshelf.engine.certify.risk import Graded, Kept, largest_limit, pooled_limit
+from kvshelf.engine.certify.risk import Graded, KeptLevel, largest_limit, pooled_limit
 from kvshelf.errors import InvalidRequest
 
 _CERTIFYING: Final = 2 / 3
@@ -40,7 +40,7 @@ ORDERS: Final = (*FIGURES, LEARNT, KNOWN)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SplitResult:
     """Over all splits. refused: those without a bound. loss, share: mean loss of the documents that did not certify,
     and their bytes, of full caches in 16 bits; None where all were refused. pooled: the same with one level for all."""
 
@@ -53,14 +53,14 @@ class Outcome:
     pooled_share: float = 0.0
 
 
-def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], splits: int) -> Iterator[Outcome]:
+def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], splits: int) -> Iterator[SplitResult]:
     """For each alpha and figure."""
     for alpha in alphas:
         for order in ORDERS:
             yield _outcome(documents, alpha, order, splits)
 
 
-def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> Outcome:
+def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> SplitResult:
     figure = FIGURES.get(order, figure_of)
     own = [graded(document, figure) for document in documents]
     if order == KNOWN:
@@ -75,7 +75,7 @@ def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, spli
         except InvalidRequest:
             continue
     refused = splits - len(rows)
-    return Outcome(alpha, order, refused, *(map(fmean, zip(*rows, strict=True)) if rows else ()))
+    return SplitResult(alpha, order, refused, *(map(fmean, zip(*rows, strict=True)) if rows else ()))
 
 
 def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order: str) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order:
         ]
         known = known[third:]
 
-        def learnt(way: int, level: Kept) -> float:
+        def learnt(way: int, level: KeptLevel) -> float:
             return level.figure if level.figure < 0 else _at(curves[way], level.figure)
 
         known, others = ([_with_figures(document, learnt) for document in some] for some in (known, others))
@@ -96,11 +96,11 @@ def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order:
 
 def _pooled(known: Sequence[Graded], others: Sequence[Graded], alpha: float) -> tuple[float, float]:
     level = pooled_limit(known, alpha)
-    whole = [Kept(document.whole, 0.0, document.whole_loss) for document in others]
+    whole = [KeptLevel(document.whole, 0.0, document.whole_loss) for document in others]
     return _result(whole if level is None else [document.levels[level] for document in others], others)
 
 
-def _result(kept: Sequence[Kept], documents: Sequence[Graded]) -> tuple[float, float]:
+def _result(kept: Sequence[KeptLevel], documents: Sequence[Graded]) -> tuple[float, float]:
     share = sum(one.nbytes for one in kept) / sum(document.whole for document in documents)
     return fmean(one.loss for one in kept), share
 
@@ -109,7 +109,7 @@ Curve = Sequence[tuple[float, float]]
 """Figures and the losses from there on, both rising."""
 
 
-def _isotonic(levels: Sequence[Kept]) -> Curve:
+def _isotonic(levels: Sequence[KeptLevel]) -> Curve:
     """By pooling adjacent violators."""
     blocks: list[tuple[float, int, float]] = []  # loss, documents, first figure
     for level in sorted((level for level in levels if level.figure < math.inf), key=lambda one: one.figure):
@@ -121,9 +121,9 @@ def _isotonic(levels: Sequence[Kept]) -> Curve:
     return [(first, loss) for loss, _, first in blocks]
 
 
-def _with_figures(document: Graded, figure: Callable[[int, Kept], float]) -> Graded:
+def _with_figures(document: Graded, figure: Callable[[int, KeptLevel], float]) -> Graded:
     """The document with another figure for the level of each way."""
-    levels = [Kept(level.nbytes, figure(way, level), level.loss) for way, level in enumerate(document.levels)]
+    levels = [KeptLevel(level.nbytes, figure(way, level), level.loss) for way, level in enumerate(document.levels)]
     return Graded(levels, document.whole, document.whole_loss)
 
 

@@ -83,8 +83,8 @@ class Certificate(RequestBody):
 
     def signature(self) -> str:
         """Hex digest of all other fields."""
-        told = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def signed(self) -> Self:
         """With its digest."""

@@ -25,15 +25,15 @@ from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.api import Way
-    from kvshelf.engine.certify.certificate import About
-    from kvshelf.engine.certify.grading import Asked, GradedDocument
+    from kvshelf.engine.certify.certificate import CertificateTerms
+    from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument
     from kvshelf.engine.engine import Engine
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class Row(BaseModel):
+class QuestionRow(BaseModel):
     """A line of the file: questions on a document, and what answers each rightly, if that is known. Other fields do not
     matter: so a row of `kvshelf bench quality --dataset` with lists is one."""
 
@@ -54,13 +54,13 @@ class Row(BaseModel):
     def questions(self) -> list[str]:
         return [self.question] if isinstance(self.question, str) else self.question
 
-    def asked(self, by: str) -> Asked:
+    def asked(self, by: str) -> QuestionedDocument:
         """The row in the group of a label."""
-        from kvshelf.engine.certify.grading import Asked
+        from kvshelf.engine.certify.grading import QuestionedDocument
 
         answers = None if self.answers is None else [[one] if isinstance(one, str) else one for one in self.answers]
         right = None if answers is None else tuple(map(tuple, answers))
-        return Asked(self.context, self.labels.get(by, "") if by else "", tuple(self.questions), right)
+        return QuestionedDocument(self.context, self.labels.get(by, "") if by else "", tuple(self.questions), right)
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def certificates(
             common.print_table(_table(known))
 
 
-def _about(file: Path, name: str, bound: _Bound, rows: list[Row]) -> About:
+def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> CertificateTerms:
     from kvshelf.artifact.identity import digest
-    from kvshelf.engine.certify.certificate import About
+    from kvshelf.engine.certify.certificate import CertificateTerms
 
     try:
         TypeAdapter(CertificateName).validate_python(name)
@@ -182,25 +182,25 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[Row]) -> About:
             raise InvalidRequest(f"a row has no label {bound.by!r}; --by needs it in each", param="--by")
         seen.add(row.context)
     reference = "answers" if rows and rows[0].answers is not None else "full"
-    return About(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
+    return CertificateTerms(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
 
 
 def _graded(
-    engine: Engine, documents: list[Asked], ways: list[Way], data: str, tokens: int
+    engine: Engine, documents: list[QuestionedDocument], ways: list[Way], data: str, tokens: int
 ) -> Iterator[GradedDocument]:
     """The documents graded, those of an interrupted run as it left them. data: the digest of the questions."""
     from kvshelf.engine.certify.grading import GradedDocument, grade
     from kvshelf.model.calibration import data_folder
     from kvshelf.training.journal import SearchJournal
 
-    told = json.dumps([data, engine.identity.fingerprint(), tokens, [way.model_dump() for way in ways]])
+    origin = json.dumps([data, engine.identity.fingerprint(), tokens, [way.model_dump() for way in ways]])
     folder = data_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    journal = SearchJournal(folder / f"certify-{data[:16]}.unfinished", told)
+    journal = SearchJournal(folder / f"certify-{data[:16]}.unfinished", origin)
     with searching(f"questions on {engine.name}") as report:
         for number, document in enumerate(documents):
 
-            def graded(document: Asked = document) -> Any:
+            def graded(document: QuestionedDocument = document) -> Any:
                 return grade(engine, document, ways, max_new_tokens=tokens).model_dump(mode="json")
 
             yield GradedDocument.model_validate(journal.step(graded))
@@ -208,12 +208,12 @@ def _graded(
     journal.remove()
 
 
-def _rows(file: Path) -> Iterator[Row]:
+def _rows(file: Path) -> Iterator[QuestionRow]:
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parsed(Row, line, f"{file} line {number}")
+                    yield _parsed(QuestionRow, line, f"{file} line {number}")
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from kvshelf.api import Certificate, CertifiedBy, GroupBound, Quality, Way, WayResult
 from kvshelf.engine.certify.grading import GradedDocument
-from kvshelf.engine.certify.risk import Graded, Kept, largest_limit, require_bound, shift
+from kvshelf.engine.certify.risk import Graded, KeptLevel, largest_limit, require_bound, shift
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import VERSION
@@ -24,7 +24,7 @@ UNLIKELY: Final = 0.01
 
 
 @dataclass(frozen=True)
-class About:
+class CertificateTerms:
     """What a certificate is of. by: the label that makes groups. data: the digest of the questions."""
 
     name: str
@@ -34,7 +34,7 @@ class About:
     by: str = ""
 
 
-def require_enough(groups: Iterable[str], about: About) -> None:
+def require_enough(groups: Iterable[str], about: CertificateTerms) -> None:
     """Raises `InvalidRequest` for an alpha that is no share, and where a group has too few documents, saying how many
     it takes. groups: of each document."""
     counts = Counter(groups)
@@ -66,9 +66,9 @@ def graded(document: GradedDocument, figure: Callable[[Quality | None], float] =
     rounding changes is as rare where it diverges more."""
     count = len(document.levels)
     levels = [
-        Kept(document.full_bytes, math.inf, document.full_loss)
+        KeptLevel(document.full_bytes, math.inf, document.full_loss)
         if one is None
-        else Kept(
+        else KeptLevel(
             one.nbytes, (_whole_figure(place - count, one.quality) if one.whole else figure(one.quality)), one.loss
         )
         for place, one in enumerate(document.levels)
@@ -83,7 +83,7 @@ def _whole_figure(place: int, quality: Quality | None) -> float:
 
 
 def certify(
-    engine: Engine, about: About, documents: Sequence[GradedDocument], ways: Sequence[Way]
+    engine: Engine, about: CertificateTerms, documents: Sequence[GradedDocument], ways: Sequence[Way]
 ) -> tuple[Certificate, list[str]]:
     """The certificate of an engine's documents, in the order of their rows, and warnings: which figures and losses
     shift along it. Raises `InvalidRequest` as `require_enough`, and where the full cache itself loses too much."""
@@ -171,10 +171,10 @@ def certified(engine: Engine, certificate: Certificate, labels: Mapping[str, str
     """
     _require_model(engine, certificate)
     group = _group(certificate, labels, tokens)
-    told = CertifiedBy(name=certificate.name, alpha=certificate.alpha, digest=certificate.digest)
+    origin = CertifiedBy(name=certificate.name, alpha=certificate.alpha, digest=certificate.digest)
     places = enumerate(certificate.ways, -len(certificate.ways))
     whole = tuple((way.codec, place) for place, way in places if way.policy == "full")
-    return Certified(told, math.inf if group.limit is None else group.limit, whole)
+    return Certified(origin, math.inf if group.limit is None else group.limit, whole)
 
 
 def _require_model(engine: Engine, certificate: Certificate) -> None:

@@ -16,7 +16,7 @@ from kvshelf.model.text import EncodedDocument
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionedDocument:
     """A document and its questions. answers: of each question those that are right; None: the full cache's is."""
 
     text: str
@@ -56,7 +56,9 @@ def default_ways(transforms: bool) -> list[Way]:
     return [*(Way(policy="full", compression_ratio=None, codec=form) for form in whole), *fewer]
 
 
-def grade(engine: Engine, document: Asked, ways: Sequence[Way], *, max_new_tokens: int = 32) -> GradedDocument:
+def grade(
+    engine: Engine, document: QuestionedDocument, ways: Sequence[Way], *, max_new_tokens: int = 32
+) -> GradedDocument:
     """What each way loses of the document. Raises as `Engine.prepare` for the full cache."""
     encoded = engine.encode_document(document.text)
     full = engine.run(engine.prepare(encoded, policy="full")).cache
@@ -66,8 +68,8 @@ def grade(engine: Engine, document: Asked, ways: Sequence[Way], *, max_new_token
     caches = [full, *(one.cache for one in compressions if one is not None)]
     asked = [(cache, question) for cache in caches for question in document.questions]
     texts = iter(engine.answer_all(asked, max_new_tokens=max_new_tokens))
-    told = [[next(texts).text for _ in document.questions] for _ in caches]
-    losses = iter([_loss(document, told[0], answers) for answers in told])
+    answered = [[next(texts).text for _ in document.questions] for _ in caches]
+    losses = iter([_loss(document, answered[0], answers) for answers in answered])
     full_loss = next(losses)
     return GradedDocument(
         group=document.group,
@@ -102,7 +104,7 @@ def _level(engine: Engine, encoded: EncodedDocument, way: Way) -> Level | None:
         return None
 
 
-def _loss(document: Asked, full: Sequence[str], answers: Sequence[str]) -> float:
+def _loss(document: QuestionedDocument, full: Sequence[str], answers: Sequence[str]) -> float:
     """The share of the answers that are wrong, or, where nobody says what is right, not the full cache's."""
     if document.answers is None:
         lost = [words(own) != words(whole) for own, whole in zip(answers, full, strict=True)]

@@ -27,7 +27,7 @@ _PERMUTATIONS: Final = 999
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptLevel:
     """A document at one level. figure: lower is closer to the full cache. loss: from 0 to 1."""
 
     nbytes: int
@@ -40,14 +40,14 @@ class Graded:
     """A document at all levels. whole: its bytes uncompressed. whole_loss: of the full cache itself, 0 where that is
     the reference."""
 
-    levels: Sequence[Kept]
+    levels: Sequence[KeptLevel]
     whole: int
     whole_loss: float = 0.0
 
-    def at(self, limit: float) -> Kept:
+    def at(self, limit: float) -> KeptLevel:
         """What is kept of it under a limit."""
         below = [level for level in self.levels if level.figure < limit]
-        return min(below, key=lambda level: level.nbytes, default=Kept(self.whole, 0.0, self.whole_loss))
+        return min(below, key=lambda level: level.nbytes, default=KeptLevel(self.whole, 0.0, self.whole_loss))
 
     def steps(self) -> Iterator[tuple[float, float]]:
         """The figures above which the document loses more at worst than below, each with how much."""

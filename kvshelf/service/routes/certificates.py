@@ -35,7 +35,7 @@ async def keep(request: Request, service: InService, caller: Writer) -> Response
     if body.fingerprint not in served.values():
         raise ModelMismatch(
             f"certificate {body.name!r} was made with {body.model!r} (fingerprint {body.fingerprint[:16]}), and this "
-            f"service has {', '.join(f'{name!r} ({told[:16]})' for name, told in served.items())}: certify the "
+            f"service has {', '.join(f'{name!r} ({fingerprint[:16]})' for name, fingerprint in served.items())}: certify the "
             "questions with one of these",
             cache_fingerprint=body.fingerprint,
             field="model",
@@ -59,8 +59,8 @@ def _listed(store: Store, tenant: str) -> Response:
 @router.get("/{name}", response_model=Certificate)
 async def get_certificate(name: str, service: InService, caller: Reader) -> Response:
     """One certificate, with the bounds of its groups."""
-    found = await off_loop(service.store.certificates.get, name, tenant=caller.tenant)
-    return await service.computing.run(written, found)
+    certificate = await off_loop(service.store.certificates.get, name, tenant=caller.tenant)
+    return await service.computing.run(written, certificate)
 
 
 @router.delete("/{name}")

@@ -15,11 +15,11 @@ MOST_CERTIFICATES: Final = 1000
 """Of a tenant: their listing is one answer."""
 
 
-class _Kept(StoredRecord):
+class _KeptCertificate(StoredRecord):
     certificate: Certificate
 
 
-class Certificates:
+class CertificateTable:
     """The certificates of one home. Two tenants see nothing of each other. Raises as `JobTable` does."""
 
     def __init__(self, table: JobTable) -> None:
@@ -28,7 +28,7 @@ class Certificates:
     def keep(self, certificate: Certificate, *, tenant: str) -> bool:
         """Keep a certificate in place of the one of its name; returns whether there was none. Raises `StateConflict`
         where another caller changes the same, and beyond `MOST_CERTIFICATES`."""
-        id, text = _id(certificate.name, tenant), _Kept(certificate=certificate).model_dump_json()
+        id, text = _id(certificate.name, tenant), _KeptCertificate(certificate=certificate).model_dump_json()
         earlier = self._table.find(id, tenant)
         if earlier is not None:
             kept = self._table.change(replace(earlier, text=text))
@@ -49,12 +49,12 @@ class Certificates:
                 "GET /v1/certificates",
                 param="certificate",
             )
-        return read(item, _Kept).certificate
+        return read(item, _KeptCertificate).certificate
 
     def list(self, *, tenant: str) -> list[Certificate]:
         """Newest first."""
         items = self._table.listing("certificate", tenant, None, MOST_CERTIFICATES)
-        return [read(item, _Kept).certificate for item in items]
+        return [read(item, _KeptCertificate).certificate for item in items]
 
     def delete(self, name: str, *, tenant: str) -> None:
         """Caches that were made under it stay, with its digest. Raises `CertificateNotFound`."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvshelf.api import Certificate, Way
-from kvshelf.engine.certify.certificate import About, certified, certify, require_enough, require_mixed
-from kvshelf.engine.certify.grading import Asked, GradedDocument, GradedLevel, default_ways, grade
+from kvshelf.engine.certify.certificate import CertificateTerms, certified, certify, require_enough, require_mixed
+from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument, GradedLevel, default_ways, grade
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.samples.tasks import TaskDocument, make_document
@@ -20,7 +20,7 @@ WAYS = [
     Way(policy="keydiff", compression_ratio=0.5, codec="klt"),
     Way(policy="keydiff", compression_ratio=0.9375, codec="klt"),
 ]
-ABOUT = About("own", 0.25, "answers", "0" * 64)
+ABOUT = CertificateTerms("own", 0.25, "answers", "0" * 64)
 
 
 def made(tiny: Engine, seed: int, words: int = 150) -> TaskDocument:
@@ -30,7 +30,10 @@ def made(tiny: Engine, seed: int, words: int = 150) -> TaskDocument:
 @pytest.fixture(scope="module")
 def graded(tiny: Engine) -> list[GradedDocument]:
     documents = [made(tiny, seed) for seed in range(4)]
-    asked = [Asked(each.text, "", (each.questions[0].text,), ((each.questions[0].answer,),)) for each in documents]
+    asked = [
+        QuestionedDocument(each.text, "", (each.questions[0].text,), ((each.questions[0].answer,),))
+        for each in documents
+    ]
     return [grade(tiny, each, WAYS, max_new_tokens=8) for each in asked]
 
 
@@ -108,7 +111,7 @@ def test_each_group_has_its_own_bound(tiny: Engine) -> None:
         levels = [GradedLevel(whole=False, nbytes=size, loss=lost, quality=None) for size, lost in sizes]
         fields = {"tokens": 100 + at, "questions": 1, "full_bytes": 100, "full_loss": 0.0}
         documents.append(GradedDocument(group=team, levels=levels, **fields))
-    about = About("own", 0.1, "full", "0" * 64, "team")
+    about = CertificateTerms("own", 0.1, "full", "0" * 64, "team")
     quality = {"agreement": 1.0, "low": None, "high": None, "worst": None, "cues": 9, "probe_s": 0.0, "version": 3}
     measured = [
         document.model_copy(
@@ -127,12 +130,15 @@ def test_each_group_has_its_own_bound(tiny: Engine) -> None:
     assert warnings == []
     ordered = sorted(measured, key=lambda document: document.group)
     mixed = [document.model_copy(update={"group": ""}) for document in ordered]
-    assert any("loss shifts" in told for told in certify(tiny, About("a", 0.6, "full", "0" * 64), mixed, WAYS[:2])[1])
+    assert any(
+        "loss shifts" in told
+        for told in certify(tiny, CertificateTerms("a", 0.6, "full", "0" * 64), mixed, WAYS[:2])[1]
+    )
 
 
 def test_too_few_and_sorted_rows_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="questions about 99 documents with team 'law' at least, and there are 1"):
-        require_enough(["law"], About("own", 0.01, "full", "0" * 64, "team"))
+        require_enough(["law"], CertificateTerms("own", 0.01, "full", "0" * 64, "team"))
     with pytest.raises(InvalidRequest, match="no questions"):
         require_enough([], ABOUT)
     lengths = [float(random.Random(at).randint(100, 900)) for at in range(60)]

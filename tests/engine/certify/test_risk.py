@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from kvshelf.engine.certify.risk import Graded, Kept, largest_limit, least_documents, pooled_limit, shift
+from kvshelf.engine.certify.risk import Graded, KeptLevel, largest_limit, least_documents, pooled_limit, shift
 from kvshelf.errors import InvalidRequest
 
 MEASURED = Path(__file__).parents[2] / "oracles" / "certify_losses.json"
@@ -22,7 +22,7 @@ def measured(model: str) -> list[Graded]:
     """Documents graded by real runs: docs/internals/certify.md says of what."""
     rows = json.loads(MEASURED.read_text())[model]
     return [
-        Graded([Kept(nbytes, math.inf if kl is None else kl, loss) for nbytes, kl, loss in levels], whole)
+        Graded([KeptLevel(nbytes, math.inf if kl is None else kl, loss) for nbytes, kl, loss in levels], whole)
         for whole, levels in rows
     ]
 
@@ -33,7 +33,8 @@ def made(count: int, rng: random.Random) -> list[Graded]:
     for _ in range(count):
         hard = rng.random()
         levels = [
-            Kept(1000 >> at, hard * at + rng.random(), float(rng.random() < 0.06 * at * hard)) for at in range(1, 6)
+            KeptLevel(1000 >> at, hard * at + rng.random(), float(rng.random() < 0.06 * at * hard))
+            for at in range(1, 6)
         ]
         documents.append(Graded(levels, 1000))
     return documents
@@ -97,13 +98,13 @@ def test_too_few_are_refused_with_their_number() -> None:
 
 
 def test_the_full_caches_own_mistakes_are_named() -> None:
-    wrong = [Graded([Kept(1, 0.1, 1.0)], 10, whole_loss=1.0)] * 30
+    wrong = [Graded([KeptLevel(1, 0.1, 1.0)], 10, whole_loss=1.0)] * 30
     with pytest.raises(InvalidRequest, match="the full cache itself loses"):
         largest_limit(wrong, 0.1)
 
 
 def test_what_never_loses_is_kept_smallest() -> None:
-    safe = [Graded([Kept(5, 0.1, 0.0), Kept(1, 9.0, 0.0)], 10)] * 99
+    safe = [Graded([KeptLevel(5, 0.1, 0.0), KeptLevel(1, 9.0, 0.0)], 10)] * 99
     assert largest_limit(safe, 0.01) == math.inf
     assert safe[0].at(math.inf).nbytes == 1
     assert safe[0].at(0.1).nbytes == 10
@@ -115,7 +116,7 @@ def test_a_figure_that_knows_the_loss_takes_fewer_bytes_than_one_level_for_all()
     documents = []
     for _ in range(200):
         hard = rng.random() < 0.2
-        levels = [Kept(1000 >> at, (3.0 if hard else 0.1) * at, float(hard and at > 1)) for at in range(1, 6)]
+        levels = [KeptLevel(1000 >> at, (3.0 if hard else 0.1) * at, float(hard and at > 1)) for at in range(1, 6)]
         documents.append(Graded(levels, 1000))
     limit, level = largest_limit(documents, 0.05), pooled_limit(documents, 0.05)
     assert level is not None
@@ -138,8 +139,8 @@ def test_rows_that_are_not_in_random_order_are_told() -> None:
 
 def test_a_bound_of_documents_of_another_kind_does_not_hold() -> None:
     """Why a shift is told: what was certified on easy documents says nothing of hard ones."""
-    easy = [Graded([Kept(1, 5.0, 0.0)], 10)] * 99
-    hard = Graded([Kept(1, 5.0, 1.0)], 10)
+    easy = [Graded([KeptLevel(1, 5.0, 0.0)], 10)] * 99
+    hard = Graded([KeptLevel(1, 5.0, 1.0)], 10)
     limit = largest_limit(easy, 0.01)
     assert fmean(hard.at(limit).loss for _ in range(9)) == 1
     assert shift([fmean(level.loss for level in each.levels) for each in [*easy, *[hard] * 30]]) < 0.01

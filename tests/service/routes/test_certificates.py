@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvshelf import Client, errors
 from kvshelf.api import Certificate, GroupBound
 from kvshelf.cli import app
-from kvshelf.engine.certify.certificate import About, certify
+from kvshelf.engine.certify.certificate import CertificateTerms, certify
 from kvshelf.engine.certify.grading import GradedDocument, GradedLevel, default_ways
 from kvshelf.engine.engine import Engine
 from tests.service.conftest import created, refused
@@ -42,7 +42,7 @@ def certificate(tiny: Engine, client: Client) -> Certificate:
     levels = [GradedLevel(whole=True, nbytes=10, loss=0.0, quality=None) for _ in ways]
     fields = {"group": "", "questions": 1, "full_bytes": 100, "full_loss": 0.0, "levels": levels}
     documents = [GradedDocument(tokens=tokens, **fields) for tokens in (20, 4000, 300, 900)]  # type: ignore[arg-type]
-    made, _ = certify(tiny, About("own", 0.3, "full", "0" * 64), documents, ways)
+    made, _ = certify(tiny, CertificateTerms("own", 0.3, "full", "0" * 64), documents, ways)
     group: GroupBound = made.groups[""].model_copy(update={"limit": 6.0})
     found = made.model_copy(update={"groups": {"": group}}).signed()
     assert client.certificates.keep(found) == found
