@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument, default_ways, grade
+from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument, default_ways, grade
 from kvshelf.samples.suite import HaystackName, TaskName, make_case
 from kvshelf_bench.options import counted
 from kvshelf_bench.quality.dataset.documents import read_documents

@@ -26,7 +26,7 @@ from kvshelf.errors import InvalidRequest
 if TYPE_CHECKING:
     from kvshelf.api import Way
     from kvshelf.engine.certify.certificate import CertificateTerms
-    from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument
+    from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument
     from kvshelf.engine.engine import Engine
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -17,8 +17,8 @@ def contains(answer: str, references: Sequence[str]) -> float:
     Case, punctuation, spaces and the form of a character (NFKC) do not matter. Words are compared and not characters:
     "5" does not stand in "15 days", nor "no" in "not". A reference without a word stands in no answer.
     """
-    said = _joined(answer)
-    return float(any(words(reference) and _joined(reference) in said for reference in references))
+    spoken = _joined(answer)
+    return float(any(words(reference) and _joined(reference) in spoken for reference in references))
 
 
 def words(text: str) -> list[str]:

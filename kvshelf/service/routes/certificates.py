@@ -33,9 +33,10 @@ async def keep(request: Request, service: InService, caller: Writer) -> Response
         )
     served = {name: identity.fingerprint() for name, identity in service.identities.items()}
     if body.fingerprint not in served.values():
+        models = ", ".join(f"{name!r} ({fingerprint[:16]})" for name, fingerprint in served.items())
         raise ModelMismatch(
             f"certificate {body.name!r} was made with {body.model!r} (fingerprint {body.fingerprint[:16]}), and this "
-            f"service has {', '.join(f'{name!r} ({fingerprint[:16]})' for name, fingerprint in served.items())}: certify the "
+            f"service has {models}: certify the "
             "questions with one of these",
             cache_fingerprint=body.fingerprint,
             field="model",

@@ -9,7 +9,7 @@ import pytest
 
 from kvshelf.api import Certificate, Way
 from kvshelf.engine.certify.certificate import CertificateTerms, certified, certify, require_enough, require_mixed
-from kvshelf.engine.certify.grading import QuestionedDocument, GradedDocument, GradedLevel, default_ways, grade
+from kvshelf.engine.certify.grading import GradedDocument, GradedLevel, QuestionedDocument, default_ways, grade
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.samples.tasks import TaskDocument, make_document
