@@ -180,7 +180,11 @@ def certified(engine: Engine, certificate: Certificate, labels: Mapping[str, str
 def _require_model(engine: Engine, certificate: Certificate) -> None:
     own, name = engine.identity, certificate.name
     if (fingerprint := own.fingerprint()) != certificate.fingerprint:
-        differing = [each for each in ("weights", "tokenizer") if getattr(own, each) != getattr(certificate, each)]
+        differing = [
+            field_name
+            for field_name in ("weights", "tokenizer")
+            if getattr(own, field_name) != getattr(certificate, field_name)
+        ]
         field = differing[0] if differing else "dtype, positions or template"
         raise ModelMismatch(
             f"certificate {name!r} was made with {certificate.model!r} (fingerprint {certificate.fingerprint[:16]}), "

@@ -66,8 +66,8 @@ def grade(
     made = iter(engine.run_levels([level for level in levels if level is not None], cues=CUES))
     compressions = [None if level is None else next(made) for level in levels]
     caches = [full, *(one.cache for one in compressions if one is not None)]
-    asked = [(cache, question) for cache in caches for question in document.questions]
-    texts = iter(engine.answer_all(asked, max_new_tokens=max_new_tokens))
+    pairs = [(cache, question) for cache in caches for question in document.questions]
+    texts = iter(engine.answer_all(pairs, max_new_tokens=max_new_tokens))
     answered = [[next(texts).text for _ in document.questions] for _ in caches]
     losses = iter([_loss(document, answered[0], answers) for answers in answered])
     full_loss = next(losses)

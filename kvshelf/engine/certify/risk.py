@@ -106,8 +106,10 @@ def pooled_limit(documents: Sequence[Graded], alpha: float) -> int | None:
     worst = [document.whole_loss for document in documents]
     places = range(len(documents[0].levels))
     kept = None
-    for place in sorted(places, key=lambda at: -fmean(each.levels[at].nbytes / each.whole for each in documents)):
-        worst = [max(loss, each.levels[place].loss) for loss, each in zip(worst, documents, strict=True)]
+    for place in sorted(
+        places, key=lambda at: -fmean(document.levels[at].nbytes / document.whole for document in documents)
+    ):
+        worst = [max(loss, document.levels[place].loss) for loss, document in zip(worst, documents, strict=True)]
         if sum(worst) > most:
             return kept
         kept = place
