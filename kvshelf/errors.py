@@ -74,6 +74,10 @@ class CacheNotFound(NotFound):
     code = "cache_not_found"
 
 
+class CertificateNotFound(NotFound):
+    code = "certificate_not_found"
+
+
 class RequestNotFound(NotFound):
     code = "request_not_found"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvshelf_bench.batches.cli import batch
+from kvshelf_bench.certify.cli import certify
 from kvshelf_bench.characterize.cli import characterize, heads
 from kvshelf_bench.growth.cli import append, growing, turns
 from kvshelf_bench.kernels.cli import column_sums, kernels
@@ -40,6 +41,7 @@ def _register() -> None:
         models,
         retention,
         perplexity,
+        certify,
         characterize,
         heads,
     ):

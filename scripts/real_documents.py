@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvshelf.atomic import written
-from kvshelf_bench.scorers.choices import contains, words
+from kvshelf.engine.certify.scoring import contains, words
 
 SOURCES: Final = Path(__file__).with_suffix(".toml")
 

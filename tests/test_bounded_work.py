@@ -95,6 +95,7 @@ READERS: Final = {
     "kvshelf/api/tools.py": "arguments of a call that `CalledFunction` has checked, for a chat template",
     "kvshelf_bench": "our own workers, journals and files",
     "kvshelf/cli/_forms.py": "a file that the caller names",
+    "kvshelf/cli/checks/certify.py": "files that the caller names",
     "kvshelf/cli/checks/isolation.py": "what the check itself sends",
     "kvshelf/cli/demo.py": "the package's own questions",
     "kvshelf/cli/output": "what the command itself writes",

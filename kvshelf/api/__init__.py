@@ -34,6 +34,12 @@ from kvshelf.api.caches import WarmCaches as WarmCaches
 from kvshelf.api.caches import WarmedCaches as WarmedCaches
 from kvshelf.api.caches import WarmedReplica as WarmedReplica
 from kvshelf.api.caches import WorstPart as WorstPart
+from kvshelf.api.certificates import Certificate as Certificate
+from kvshelf.api.certificates import CertificateList as CertificateList
+from kvshelf.api.certificates import CertifiedBy as CertifiedBy
+from kvshelf.api.certificates import GroupBound as GroupBound
+from kvshelf.api.certificates import Way as Way
+from kvshelf.api.certificates import WayResult as WayResult
 from kvshelf.api.creation import AppendCache as AppendCache
 from kvshelf.api.creation import CacheOptions as CacheOptions
 from kvshelf.api.creation import CreateCache as CreateCache

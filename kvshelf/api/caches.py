@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvshelf.api.certificates import CertifiedBy
 from kvshelf.api.strict import (
     CacheName,
     ExpiresAt,
@@ -146,7 +147,8 @@ class CacheObject(ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
     `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
-    combinations of policy, ratio and codec, `tried` lists all of them with their results.
+    combinations of policy, ratio and codec, `tried` lists all of them with their results, and `certificate` names the
+    one by which it was chosen.
     """
 
     id: str
@@ -163,6 +165,7 @@ class CacheObject(ResponseBody):
     bytes: ByteCounts
     quality: Quality | None = None
     tried: list[Tried] = Field(default_factory=list)
+    certificate: CertifiedBy | None = None
     created_at: float
     expires_at: float | None = None
     ttl_renew: bool = Field(False, description="each question moves expires_at to ttl_s from then")
@@ -411,7 +414,7 @@ class Verification(ResponseBody):
     problem: str | None = None
 
 
-ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines"]
+ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate"]
 
 
 class CreateErasure(RequestBody):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from kvshelf.api.certificates import CertificateName
 from kvshelf.api.options import Protecting, unmarked
 from kvshelf.api.shapes import TemplateKwargs
 from kvshelf.api.strict import (
@@ -50,7 +51,9 @@ _REMOVALS = ("compression_ratio", "budget_tokens", "levels", "policy_params")
 
 def default_policy(given: Mapping[str, Any]) -> str:
     """The policy where none is named, from the other fields of a creation: one that removes entries only where they ask
-    for it."""
+    for it, and "auto" where a certificate chooses."""
+    if given.get("certificate") is not None:
+        return "auto"
     return REMOVING_POLICY if _removes(given) else DEFAULT_POLICY
 
 
@@ -125,6 +128,11 @@ class CacheOptions(Protecting, Renewable):
     levels: Annotated[list[Level], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)] | None = Field(
         None, description="several compression ratios, or ratios with codecs: one cache each, all from one prefill"
     )
+    certificate: CertificateName | None = Field(
+        None,
+        description="stores the smallest level that this one of /v1/certificates allows for the document; it chooses "
+        "policy, ratio and codec",
+    )
     policy: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         default_factory=default_policy,
         description="one of /v1/policies; auto chooses policy, ratio and codec for the document; default: full, and "
@@ -196,6 +204,8 @@ class CacheOptions(Protecting, Renewable):
         chosen = [name for name in CHOSEN_BY_AUTO & self.model_fields_set if getattr(self, name) not in (None, {}, [])]
         if self.policy == "auto" and chosen:
             raise misuse(min(chosen), f'the policy "auto" chooses these itself; leave {", ".join(sorted(chosen))} out')
+        if self.certificate is not None:
+            self._require_certified()
         if self.quality is False and self.chooses:
             raise misuse("quality", "a cache is chosen by its quality, which has to be measured; leave quality out")
         if self.compression_ratio is not None and self.budget_tokens is not None:
@@ -209,6 +219,13 @@ class CacheOptions(Protecting, Renewable):
             raise misuse("source_ttl_s", "source_ttl_s is the lifetime of a kept source; give keep_source with it")
         require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
+
+    def _require_certified(self) -> None:
+        for other in ("min_quality", "max_bytes", "bytes_per_token"):
+            if getattr(self, other) is not None:
+                raise misuse(other, f"the certificate chooses the size; leave {other} or certificate out")
+        if self.policy not in ("auto", None):  # an estimate may name none
+            raise misuse("policy", "the certificate chooses policy, ratio and codec; leave policy or certificate out")
 
     @property
     def ways(self) -> list[tuple[float | None, str]]:
@@ -311,6 +328,8 @@ class CreateCache(CacheOptions):
         data = without_marks(data)
         if not isinstance(data, dict) or data.get("policy") is not None:
             return data
+        if data.get("certificate") is not None:
+            return {**data, "policy": "auto"}
         if data.get("episodes") is not None:
             return {**data, "policy": EPISODES_POLICY}
         return {"codec": default_codec(data), **data}
@@ -448,6 +467,8 @@ class Estimate(CreateCache):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.certificate is not None:
+            raise misuse("certificate", "what it chooses is known when it is measured; estimate policy auto")
         if self.split_options is not None:
             raise misuse("split", "an estimate is of a whole document; leave split out")
         if self.episodes is not None:

@@ -25,6 +25,7 @@ from kvshelf.cli import (
     transfer,
 )
 from kvshelf.cli._commands import command
+from kvshelf.cli.checks import certify
 from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
 from kvshelf.cli.transfer import bundles
@@ -73,6 +74,8 @@ for run in (
     policies.selectors,
     policies.suffixes,
     calibrate.calibrate,
+    certify.certify,
+    certify.certificates,
     doctor.doctor,
     uninstall.uninstall,
 ):

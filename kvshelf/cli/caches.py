@@ -26,7 +26,7 @@ from kvshelf.errors import CacheNotFound, InvalidRequest, QueueFull, SourceNotKe
 from kvshelf.names import told
 
 if TYPE_CHECKING:
-    from kvshelf.api import Answered, CacheObject, JointAnswer, SearchList
+    from kvshelf.api import Answered, CacheObject, CertifiedBy, JointAnswer, SearchList
     from kvshelf.api.usage.prices import Prices
     from kvshelf.client import Client
 
@@ -546,6 +546,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         "codec": cache.codec,
         "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
+        **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),
         **({"warning": "; ".join(cache.warnings)} if cache.warnings else {}),
         "labels": ", ".join(f"{key}={value}" for key, value in cache.labels.items()) or "-",
         "created": when(cache.created_at),
@@ -555,6 +556,10 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         **({"pays back": _break_even(cache, prices)} if cache.timings.prefill_s else {}),
     }
     return common.details(rows)
+
+
+def _certificate(by: CertifiedBy) -> str:
+    return f"{by.name} (at most {by.alpha:g} of the answers lost, digest {by.digest[:16]})"
 
 
 def _break_even(cache: CacheObject, prices: Prices | None) -> str:

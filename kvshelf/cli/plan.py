@@ -14,12 +14,13 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _forms, _options
+from kvshelf.cli.checks.certify import read_certificate
 from kvshelf.cli.output import common, say_json
 from kvshelf.cli.output.common import connected
 from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvshelf.api import EstimateObject, PolicyEstimate
+    from kvshelf.api import Certificate, EstimateObject, PolicyEstimate
     from kvshelf.corpus.advice import Advice, AdviceLine, Option
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
@@ -255,26 +256,31 @@ def advise(
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
     quality: Annotated[float, typer.Option(min=0, max=1, help=_QUALITY)] = 0.9,
     top: Annotated[int, typer.Option(min=1, help="Lines to show.")] = 5,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By the questions of a certificate: of `certify --output`.")
+    ] = None,
     as_json: _options.AsJson = False,
 ) -> None:
     """Say which policy, codec, selector, suffix policy and tier serve a scenario. Nothing is run.
 
-    Exact answers were measured on kvshelf-tiny, whatever the model: measure yours with `kvshelf bench quality`. Bytes
-    are those of the model.
+    Exact answers were measured on kvshelf-tiny, whatever the model: give yours as --certificate. Bytes are those of
+    the model.
     """
     with needs_extra("serve", purpose=f"kvshelf advise --model {model}"):
         from kvshelf.corpus import advice
         from kvshelf.corpus.plan import shape_of
 
         memory_bytes = int(memory)
-        advised = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality)
+        questions = None if certificate is None else read_certificate(certificate)
+        advised = advice.advise(scenario, shape_of(model), tokens, memory_bytes, quality, questions)
     advised = replace(advised, lines=advised.lines[:top])
     if as_json:
         about = {"scenario": scenario, "model": model, "tokens": tokens, "memory_bytes": memory_bytes}
-        say_json(about | {"measured_on": "kvshelf-tiny"} | asdict(advised))
+        measured_on = "kvshelf-tiny" if questions is None else questions.model
+        say_json(about | {"measured_on": measured_on} | asdict(advised))
         return
     common.print_table(common.table(_HEADINGS, map(_cells, advised.lines), numbers=(5, 6, 7)))
-    for sentence in _notes(advice.SCENARIOS[scenario].about, advised):
+    for sentence in _notes(advice.SCENARIOS[scenario].about, advised, questions):
         common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
@@ -296,8 +302,11 @@ def _selector(option: Option) -> str:
     return f"{option.selector} of {option.share:.4g}{params}"
 
 
-def _notes(about: str, advised: Advice) -> Iterator[str]:
-    yield f"{about}. Exact answers were measured on kvshelf-tiny, documents of 2,048 tokens; bytes are the model's."
+def _notes(about: str, advised: Advice, certificate: Certificate | None) -> Iterator[str]:
+    measured = "on kvshelf-tiny, documents of 2,048 tokens"
+    if certificate is not None:
+        measured = f"by the certificate {certificate.name!r}, on {certificate.model}"
+    yield f"{about}. Exact answers were measured {measured}; bytes are the model's."
     if any(line.option.codec == "klt" or line.option.selector == "fasa" for line in advised.lines):
         yield "Codec klt and selector fasa need what `kvshelf calibrate` makes for a model."
     names = defaultdict(list)

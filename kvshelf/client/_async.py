@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
+from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -215,6 +215,15 @@ class AsyncBatches(_AsyncGroup):
                             yield batch
 
 
+class AsyncCertificates(_AsyncGroup):
+    """As `Certificates`: `client.certificates`."""
+
+    keep = _awaited(_certificate_calls.keep_certificate)
+    list = _awaited(_certificate_calls.list_certificates)
+    retrieve = _awaited(_certificate_calls.retrieve_certificate)
+    delete = _awaited(_certificate_calls.delete_certificate)
+
+
 class AsyncErasures(_AsyncGroup):
     """As `Erasures`: `client.erasures`."""
 
@@ -268,6 +277,7 @@ class AsyncClient(_AsyncGroup):
         self.files = AsyncFiles(self._sender)
         self.batches = AsyncBatches(self._sender)
         self.erasures = AsyncErasures(self._sender)
+        self.certificates = AsyncCertificates(self._sender)
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
         self.selectors = AsyncSelectors(self._sender)

@@ -38,6 +38,7 @@ class BatchFields(_calls.OptionFields, total=False):
     min_quality: float | None
     max_bytes: int | None
     bytes_per_token: float | None
+    certificate: str | None
     completion_window: str | None
     metadata: Mapping[str, str] | None
     output_expires_after: ExpiresAfterFields | None

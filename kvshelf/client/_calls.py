@@ -97,6 +97,7 @@ class CreateFields(KeptDocumentFields, total=False):
     min_quality: float | None
     max_bytes: int | None
     bytes_per_token: float | None
+    certificate: str | None
 
 
 class LevelFields(CreateFields, total=False):
@@ -288,7 +289,7 @@ def create_cache(
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is
     kept, with `max_bytes` or `bytes_per_token` the best one that fits; the policy "auto" chooses policy, ratio and
-    codec in the same way. The cache's `tried` lists the attempts.
+    codec in the same way, and a `certificate` by its bound. The cache's `tried` lists the attempts.
 
     `split` makes one cache for each part of a text that is too long, and they come back in a list: True, or a mapping
     of `overlap_tokens` (128) and `max_tokens` of a part. The parts share the labels `document` (the name) and `split`;
@@ -304,7 +305,9 @@ def create_cache(
     if respond_async:
         headers = {"prefer": "respond-async"}
         return HttpCall("POST", "/v1/caches", parse_as(api.RequestObject), headers=headers, body=body)
-    chooses = any(values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token"))
+    chooses = any(
+        values.get(name) is not None for name in ("min_quality", "max_bytes", "bytes_per_token", "certificate")
+    )
     if split or episodes is not None or (levels is not None and not chooses):
         return HttpCall("POST", "/v1/caches", lambda response: parse_as(api.LevelList)(response).data, body=body)
     return HttpCall("POST", "/v1/caches", parse_as(api.CacheObject), body=body)

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _erasure_calls, _failures
+from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -214,6 +214,15 @@ class Batches(_Group):
                         yield batch
 
 
+class Certificates(_Group):
+    """Bounds of the answers that compressed caches lose: `client.certificates`."""
+
+    keep = _sent(_certificate_calls.keep_certificate)
+    list = _sent(_certificate_calls.list_certificates)
+    retrieve = _sent(_certificate_calls.retrieve_certificate)
+    delete = _sent(_certificate_calls.delete_certificate)
+
+
 class Erasures(_Group):
     """Everything of a subject goes, with a receipt: `client.erasures`."""
 
@@ -273,6 +282,7 @@ class Client(_Group):
         self.files = Files(self._sender)
         self.batches = Batches(self._sender)
         self.erasures = Erasures(self._sender)
+        self.certificates = Certificates(self._sender)
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
         self.selectors = Selectors(self._sender)

@@ -8,10 +8,11 @@ computes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvshelf.api import Certificate
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.catalog import catalog
 from kvshelf.methods.info import MethodInfo, packaged_rows, suffix_rows
@@ -131,17 +132,36 @@ class Advice:
     refused: dict[str, str]
 
 
-def options(shape: Dimensions, tokens: int) -> Iterator[Option]:
-    """Every row that was measured, with its bytes at this length."""
+def options(shape: Dimensions, tokens: int, certificate: Certificate | None = None) -> Iterator[Option]:
+    """Every row that was measured, with its bytes at this length: of kvshelf-tiny, or the ways of a certificate."""
     policies = {info.name: info for info in catalog()}
     rows = packaged_rows("rows")
     added = {row["policy"]: row["compress_share"] for row in rows if row["removed"] == 0}
+    if certificate is not None:
+        yield from (_option(shape, tokens, row, policies[row["policy"]]) for row in _certified_rows(certificate, added))
+        return
     for row in rows:
         yield _option(shape, tokens, row, policies[row["policy"]])
     for row in packaged_rows("selected"):
         policy = row["select"] if row["select"] in added else "full"  # one that makes the index that its selector reads
         choices = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
         yield _option(shape, tokens, row | choices, policies[policy])
+
+
+def _certified_rows(certificate: Certificate, added: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """The ways of a certificate as measured rows. exact: of its questions, the share that a way does not lose, in all
+    groups."""
+    groups = certificate.groups.values()
+    documents = sum(group.documents for group in groups)
+    for place, way in enumerate(certificate.ways):
+        lost = sum(group.ways[place].loss * group.documents for group in groups) / documents
+        yield {
+            "policy": way.policy,
+            "removed": way.compression_ratio or 0.0,
+            "codec": way.codec,
+            "exact": 1 - lost,
+            "compress_share": added[way.policy],
+        }
 
 
 def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
@@ -153,7 +173,7 @@ def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodI
     stored = shape.policy_bytes(tokens, kept, row["codec"], policy.stored_beside)
     full = shape.full_bytes(tokens)
     plain = round(full * (kept / tokens))
-    held_kv_bytes = plain if row["codec"] == "klt" else stored
+    held_kv_bytes = plain if row["codec"].startswith("klt") else stored
     peak = full / (shape.layers + len(shape.recent)) + plain * (_CASCADE if policy.phase == "cascade" else 1.0)
     return Option(
         policy=policy.name,
@@ -171,12 +191,20 @@ def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodI
     )
 
 
-def advise(scenario: str, shape: Dimensions, tokens: int, memory_bytes: int, quality: float = 0.9) -> Advice:
+def advise(
+    scenario: str,
+    shape: Dimensions,
+    tokens: int,
+    memory_bytes: int,
+    quality: float = 0.9,
+    certificate: Certificate | None = None,
+) -> Advice:
     """What serves a scenario. memory_bytes: for keys and values, beside the model's weights. quality: the least share
-    of the full cache's exact answers. Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
+    of the full cache's exact answers. certificate: whose questions stand in place of those of kvshelf-tiny.
+    Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
     if scenario not in SCENARIOS:
         raise InvalidRequest(f"unknown scenario {scenario!r}; one of {', '.join(SCENARIOS)}", param="--scenario")
-    chosen, candidates = SCENARIOS[scenario], list(options(shape, tokens))
+    chosen, candidates = SCENARIOS[scenario], list(options(shape, tokens, certificate))
     floor = quality * max(option.exact for option in candidates if option.name == "full")
     token_bytes = shape.full_bytes(2) - shape.full_bytes(1)
     best: dict[str, AdviceLine] = {}

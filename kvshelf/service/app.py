@@ -18,6 +18,7 @@ from kvshelf.api import ModelObject
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
+from kvshelf.service import page_files
 from kvshelf.service.access.keys import ANYONE, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
@@ -34,6 +35,7 @@ from kvshelf.service.routes import (
     batches,
     blobs,
     caches,
+    certificates,
     chat,
     erasures,
     estimate,
@@ -42,7 +44,6 @@ from kvshelf.service.routes import (
     inspect,
     messages,
     meta,
-    page,
     queries,
     requests,
     responses,
@@ -112,7 +113,7 @@ def create_app(
     )
     asking = (queries, chat, responses, messages)
     jobs = (requests, files, batches, erasures)
-    resources = (caches, growth, blobs, *asking, inspect, estimate, *jobs, meta, usage, page)
+    resources = (caches, growth, blobs, *asking, inspect, estimate, certificates, *jobs, meta, usage, page_files)
     guard(app, [resource.router for resource in resources], settings, keys, limits, numbers, tracer)
     openapi.install(app)
     return app

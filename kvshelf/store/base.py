@@ -11,6 +11,7 @@ from kvshelf.store import types
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import BatchTable
+from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
@@ -38,6 +39,7 @@ class Store(Protocol):
     responses: Responses
     files: FileTable
     transforms: KeptTransforms
+    certificates: CertificateTable
     batches: BatchTable
     metering: Metering
 

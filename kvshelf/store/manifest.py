@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from kvshelf.api import Quality, Timings, Tried
+from kvshelf.api import CertifiedBy, Quality, Timings, Tried
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.identity import canonical_json, digest
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
-_REVISED = {"blob_digest", "created_at", "guaranteed_until", "labels", "name", "pinned", "quality", "source", "tried"}
+_REVISED = {
+    "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "name", "pinned", "quality", "source",
+    "tried",
+}  # fmt: skip
 
 
 class StoredRecord(BaseModel):
@@ -44,10 +47,14 @@ class Judgement(StoredRecord):
     """How a cache compares with the full one, as the API reports it.
 
     quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
+    certificate: by which it was chosen.
     """
+
+    LATER = ("certificate",)
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
+    certificate: CertifiedBy | None = None
 
 
 class StoredBody(StoredRecord):
@@ -81,10 +88,10 @@ class Manifest(StoredRecord):
     ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
     guaranteed_until: as `pinned` until then; None once a sweep has seen that it is over.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
-    quality, tried: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
+    quality, tried, certificate: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
     """
 
-    LATER = ("guaranteed_until",)
+    LATER = ("certificate", "guaranteed_until")
 
     id: str
     parent_id: str | None = None
@@ -105,6 +112,7 @@ class Manifest(StoredRecord):
     segment_digests: tuple[str, ...]
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
+    certificate: CertifiedBy | None = None
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None

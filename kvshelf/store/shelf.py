@@ -25,6 +25,7 @@ from kvshelf.store.erasure.eraser import Eraser, Subject
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Filters, Index
 from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.metering import Metering
@@ -80,6 +81,7 @@ class Shelf(Store):
         self.batches = BatchTable(index.jobs)
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
+        self.certificates = CertificateTable(index.jobs)
 
     def close(self) -> None:
         self.index.close()

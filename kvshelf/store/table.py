@@ -15,7 +15,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import StoredRecord
 
-Kind = Literal["file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure"]
+Kind = Literal[
+    "file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure", "certificate"
+]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)
 

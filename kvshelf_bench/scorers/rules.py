@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvshelf_bench.scorers.choices import contains, words
+from kvshelf.engine.certify.scoring import contains, words
 
 Check = Callable[[str, str], bool]
 """Of an answer and what the rule needs."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvshelf.engine.certify.scoring import contains, words
 from kvshelf_bench.scorers import choices, functions, overlap, rules
-from kvshelf_bench.scorers.choices import contains, words
 
 Score = Callable[[str, Sequence[str], Sequence[str]], float]
 """Of an answer, its references and the classes of its task: between 0 and 1."""

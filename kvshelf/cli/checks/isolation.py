@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from kvshelf.api import Certificate, GroupBound
 from kvshelf.errors import InvalidRequest, NoWorker
 
 if TYPE_CHECKING:
@@ -241,6 +242,13 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
     yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
 
+    owner.post("/v1/certificates", _certificate(owner, model, mark))
+    owner.made.append(f"/v1/certificates/{mark}")
+    yield Lookup("certificate", "GET", "/v1/certificates/{}"), mark, _mark()
+    yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", timed=False), mark, _mark()
+    under = {"document": "It is.", "model": model, "certificate": "{}"}
+    yield Lookup("creation under a certificate", "POST", "/v1/caches", under, timed=False), mark, _mark()
+
     row = _mark()
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
@@ -269,6 +277,27 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
     yield Lookup("next response", "POST", "/v1/responses", follow), response_id, nobodys(response_id)
     yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, nobodys(response_id)
+
+
+def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
+    """A certificate of a model that certifies nothing."""
+    served = next(one for one in owner.get("/v1/models")["data"] if one["id"] == model)
+    group = GroupBound(documents=1, questions=1, limit=0.0, tokens=(1, 1), share=1.0, loss=0.0, ways=[])
+    made = Certificate(
+        name=name,
+        alpha=0.5,
+        reference="full",
+        model=model,
+        weights="",
+        tokenizer=served["tokenizer"],
+        fingerprint=served["fingerprint"],
+        quality_version=0,
+        ways=[],
+        groups={"": group},
+        data="",
+        date="",
+    )
+    return made.signed().model_dump(mode="json")
 
 
 def _await(party: Party, path: str) -> dict[str, Any]:

@@ -19,6 +19,9 @@ _SIZES: Final = ("compression_ratio", "budget_tokens", "levels")
 _ALTERNATIVES: Final = (_SIZES, ("ttl_s", "expires_at"), ("ttl_renew", "expires_at"), ("max_bytes", "bytes_per_token"))
 """A row that gives one field of a group drops the batch's defaults for the others."""
 
+_BY_CERTIFICATE: Final = frozenset(CHOSEN_BY_AUTO) | {"policy", "min_quality", "max_bytes", "bytes_per_token"}
+"""What a certificate chooses in place of these."""
+
 _LAYOUTS: Final = {"messages": "chat", "token_ids": "plain"}
 """The only layout of these documents."""
 
@@ -41,6 +44,10 @@ def with_defaults(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     for group in _ALTERNATIVES:
         if not chosen.keys().isdisjoint(group):
             _drop(kept, group)
+    if "certificate" in chosen:
+        _drop(kept, _BY_CERTIFICATE)
+    elif not chosen.keys().isdisjoint(_BY_CERTIFICATE):
+        _drop(kept, ("certificate",))
     _settle_policy(kept, chosen)
     _settle_source(kept, chosen)
     if any(name in chosen and kept.get("layout") != layout for name, layout in _LAYOUTS.items()):

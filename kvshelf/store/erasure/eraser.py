@@ -215,6 +215,8 @@ class _Look:
         self._ids = {*caches, *(item.id for item in derived), *(kept.manifest.id for kept in lone)}
         yield from self._of_batches()
         yield from self._of_requests()
+        if self._subject.all:
+            yield from (ErasedThing(kind="certificate", id=item.id) for item in self._items("certificate"))
         yield from self._derived(derived, {kept.manifest.id: kept for kept in lone})
         for entry in caches.values():
             blob = None if entry.text is None else entry.manifest().blob_digest

@@ -58,6 +58,7 @@ class TieredStore(Store):
         self.files = home.files
         self.responses = home.responses
         self.transforms = home.transforms
+        self.certificates = home.certificates
         self.batches = home.batches
         self.metering = home.metering
         self.home = home

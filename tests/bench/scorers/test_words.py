@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshelf_bench.scorers.choices import contains
+from kvshelf.engine.certify.scoring import contains
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,10 @@ NEEDS = {
     ("POST", "/v1/batches/{batch_id}/resume"): "write",
     ("POST", "/v1/batches/{batch_id}/retry"): "write",
     ("POST", "/v1/erasures"): "write",
+    ("POST", "/v1/certificates"): "write",
+    ("GET", "/v1/certificates"): "read",
+    ("GET", "/v1/certificates/{name}"): "read",
+    ("DELETE", "/v1/certificates/{name}"): "write",
     ("GET", "/v1/batches/{batch_id}/events"): "read",
     ("GET", "/v1/models"): "read",
     ("GET", "/v1/models/{model_id}"): "read",
@@ -155,7 +159,7 @@ def routes(guarded: Guarded) -> list[tuple[str, str]]:
 
 def path_of(template: str) -> str:
     ids = {"request_id": "req_" + "0" * 40, "file_id": "file_" + "0" * 40, "batch_id": "batch_" + "0" * 40}
-    return template.format(cache_id=UNKNOWN, model_id="none", response_id="resp_none", **ids)
+    return template.format(cache_id=UNKNOWN, model_id="none", response_id="resp_none", name="none", **ids)
 
 
 def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:

@@ -19,7 +19,7 @@ CACHE_FIELDS = {
     "bytes", "quality", "tried", "created_at", "expires_at", "last_used_at", "pinned", "name", "labels", "has_source",
     "guaranteed_until",
     "source", "timings", "existing", "uses", "parent_id", "ttl_s", "ttl_renew", "dtype", "date",
-    "chat_template_kwargs", "warnings",
+    "chat_template_kwargs", "warnings", "certificate",
 }  # fmt: skip
 
 

@@ -107,6 +107,8 @@ function CacheFacts({ cache, onShow }) {
       + (tokens.protected ? `, ${count(tokens.protected)} protected` : ""),
     Size: kept(cache),
     Quality: measured && quality(measured),
+    Certificate: cache.certificate
+      && `${cache.certificate.name}: at most ${percent(cache.certificate.alpha)} of the answers lost`,
     Warning: cache.warnings.length ? cache.warnings.join(" ") : null,
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,

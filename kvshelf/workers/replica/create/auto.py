@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from kvshelf.api import Quality, Tried
+from kvshelf.api import Certificate, Quality, Tried
 from kvshelf.artifact.codecs import Codec
+from kvshelf.engine.certify.certificate import Certified, certified
+from kvshelf.engine.certify.grading import levels_of
 from kvshelf.engine.inputs.encode import Document
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.engine.progress import Checkpoint, Progress
@@ -61,14 +63,16 @@ def candidates(transforms: bool) -> tuple[tuple[str, float | None, str], ...]:
 
 @dataclass(frozen=True)
 class SizeTarget:
-    """What a choice has to reach. min_quality: for `quality.low`. max_bytes: for the blob.
+    """What a choice has to reach. min_quality: for `quality.low`. max_bytes: for the blob. certified: in their place,
+    what a certificate allows.
 
-    With `min_quality` the choice is the smallest level that reaches it, with `max_bytes` alone the best of those that
-    fit. Raises `InvalidRequest` for a floor that is no share, and for no bytes.
+    With `min_quality` or `certified` the choice is the smallest level that reaches it, with `max_bytes` alone the best
+    of those that fit. Raises `InvalidRequest` for a floor that is no share, and for no bytes.
     """
 
     min_quality: float | None = None
     max_bytes: int | None = None
+    certified: Certified | None = None
 
     def __post_init__(self) -> None:
         floor = self.min_quality
@@ -80,6 +84,11 @@ class SizeTarget:
         if self.max_bytes is not None and self.max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {self.max_bytes}; a cache takes at least 1", param="max_bytes")
 
+    @property
+    def smallest(self) -> bool:
+        """Whether the smallest of the levels is chosen that are good enough."""
+        return self.min_quality is not None or self.certified is not None
+
     def fits(self, nbytes: int) -> bool:
         """Whether a blob is small enough."""
         return self.max_bytes is None or nbytes <= self.max_bytes
@@ -88,7 +97,9 @@ class SizeTarget:
         """Whether a level reaches the target. The full cache reaches every floor: it agrees with itself."""
         if tried.bytes is None or not self.fits(tried.bytes):
             return False
-        return level.keeps_all or (tried.quality is not None and self.good(tried.quality))
+        if level.keeps_all or self.certified is None:
+            return level.keeps_all or (tried.quality is not None and self.good(tried.quality))
+        return self.certified.allows(level, tried.quality)
 
     def good(self, quality: Quality) -> bool:
         """Whether a quality reaches the floor: one of all cues."""
@@ -103,7 +114,7 @@ class SizeTarget:
     def preferred(self, level: Level, tried: Tried) -> tuple[float, ...]:
         """Of two levels that meet the target the one with the larger value is chosen."""
         size = -float(tried.bytes or 0)
-        if self.min_quality is not None:
+        if self.smallest:
             return (size,)
         if tried.quality is None:  # the full cache of a document on which nothing can be measured
             return (float(level.keeps_all), 0.0, size)
@@ -170,14 +181,14 @@ class PolicyChoice:
     def worth_making(self, level: Level, best: tuple[Level, Tried]) -> bool:
         """Whether a level could be better than the best one so far. Under codecs of one name more entries take more
         bytes, except for the few that the codec leaves whole; others do not compare."""
-        if self.target.min_quality is None:
+        if not self.target.smallest:
             return best[1].quality is not None and best[1].quality.agreement != 1
         other = Codec.parse(level.codec).name != Codec.parse(best[0].codec).name
         return other or level.job.budget.tokens < best[0].job.budget.tokens
 
     def worth_measuring(self, tried: Tried, best: tuple[Level, Tried] | None) -> bool:
         """Whether the quality of a level that fits could matter."""
-        if best is None or self.target.min_quality is None:
+        if best is None or not self.target.smallest:
             return True
         return (tried.bytes or 0) < (best[1].bytes or 0)
 
@@ -208,6 +219,18 @@ def auto(engine: Engine, document: Document | EncodedDocument, *, target: SizeTa
                 raise
             refused.append(Tried(policy=policy, compression_ratio=ratio or 0.0, codec=codec, reason=error.message))
     return PolicyChoice(tuple(levels), target or SizeTarget(MIN_QUALITY), tuple(refused))
+
+
+def under(
+    engine: Engine, document: Document | EncodedDocument, certificate: Certificate, labels: Mapping[str, str]
+) -> PolicyChoice:
+    """The selection under a certificate: the smallest of its ways that it allows for this document, or the full cache.
+    labels: of the cache. Thread-safe. Raises as `certified`, and what `Engine.prepare` raises for the document."""
+    encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document)
+    bound = certified(engine, certificate, labels, len(encoded.token_ids))
+    levels = levels_of(engine, encoded, certificate.ways)
+    whole = engine.compressor.level(engine.prepare(encoded, policy="full"))
+    return PolicyChoice((whole, *(level for level in levels if level is not None)), SizeTarget(certified=bound))
 
 
 class _Search:

@@ -186,8 +186,13 @@ class Creations:
         tenant = caller.tenant
         date = await self.threads.compute(first_date, self.engine, self.store, spec, tenant)
         how, limit = self.tenant_quality.get(tenant, self.quality), self.max_document_tokens
-        work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date)
+        certificate = None
+        if spec.certificate is not None:
+            certificate = await self.threads.run(self.store.certificates.get, spec.certificate, tenant=tenant)
+        work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date, certificate)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)
+        if isinstance(work, PolicyChoice) and work.target.certified is not None:
+            publisher = replace(publisher, certificate=work.target.certified.by)
         return await Creation(self, work, publisher, caller.deadline_s, teller).run()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
-from kvshelf.api import AppendCache, CreateCache, Timings, Tried
+from kvshelf.api import AppendCache, CertifiedBy, CreateCache, Timings, Tried
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
@@ -24,7 +24,8 @@ from kvshelf.workers.replica.create.spec import source_of
 @dataclass(frozen=True)
 class Publisher:
     """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
-    the cache that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`."""
+    the cache that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`. certificate:
+    by which the level is chosen."""
 
     store: Store
     tenant: str
@@ -34,6 +35,7 @@ class Publisher:
     source: Source | None = None
     source_ttl_s: float | None = None
     name: str = ""
+    certificate: CertifiedBy | None = None
 
     @classmethod
     def of(
@@ -88,7 +90,7 @@ class Publisher:
         level, compression = made.level, made.compression
         ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
         tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
-        judged = Judgement(quality=compression.quality, tried=tried)
+        judged = Judgement(quality=compression.quality, tried=tried, certificate=self.certificate)
         if level.transforms is not None:
             self.store.transforms.keep(level.transforms.digest, level.transforms.data)
         manifest = self.store.put(
@@ -109,16 +111,22 @@ class Publisher:
         )
         # Another process may have put it meanwhile.
         manifest = as_requested(self.store, manifest, labels=self.spec.labels, name=self.spec.name)
-        newest = Judgement(quality=judged.quality or manifest.quality, tried=judged.tried or manifest.tried)
-        if (newest.quality, newest.tried) == (manifest.quality, manifest.tried):
+        return self._judged(manifest, judged)
+
+    def _judged(self, manifest: Manifest, judged: Judgement) -> Manifest:
+        """A stored cache with what is known of it now."""
+        before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
+        newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
+        if newest == before:
             return manifest
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
-        """An existing cache with what this request adds: labels, a name, a later expiry, a kept source or more time
-        for it."""
+        """An existing cache with what this request adds: labels, a name, a later expiry, a certificate, a kept source
+        or more time for it."""
         spec = self.spec
         manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, lifetime=spec)
+        manifest = self._judged(manifest, Judgement(certificate=self.certificate))
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from kvshelf.api import AppendCache, CreateCache, Estimate
+from kvshelf.api import AppendCache, Certificate, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Boundary, Layout, canonical_json
@@ -22,7 +22,7 @@ from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.text import EncodedDocument
 from kvshelf.store.base import Store
 from kvshelf.store.types import Source, TokenIds
-from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto
+from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto, under
 
 
 class Recreation(CreateCache):
@@ -63,16 +63,22 @@ class Levels:
 
 
 def requested_levels(
-    engine: Engine, spec: CreateCache, quality: How, max_document_tokens: int | None, date: str = ""
+    engine: Engine,
+    spec: CreateCache,
+    quality: How,
+    max_document_tokens: int | None,
+    date: str = "",
+    certificate: Certificate | None = None,
 ) -> Levels | PolicyChoice:
     """The levels to keep the document at: all of them, or those to choose one from. The model does not run.
 
     date: as of `Engine.encode_document`. quality: how that of each level is measured, unless the creation says, or a
-    `PolicyChoice` does it. Raises as
-    `Engine.prepare` does.
+    `PolicyChoice` does it. certificate: that the creation names. Raises as `Engine.prepare` does, and as `under`.
     """
     require_policy(spec)
     document = encode(engine, spec, max_document_tokens, date)
+    if certificate is not None:
+        return under(engine, document, certificate, spec.labels)
     if spec.policy == AUTO:
         return auto(engine, document, target=_target(spec, len(document.token_ids)))
     ways = spec.ways

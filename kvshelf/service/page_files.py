@@ -10,7 +10,7 @@ from fastapi.staticfiles import StaticFiles
 
 router = APIRouter(include_in_schema=False)
 
-FOLDER: Final = Path(__file__).parent.parent / "page"
+FOLDER: Final = Path(__file__).parent / "page"
 
 _FILES: Final = StaticFiles(directory=FOLDER)
 

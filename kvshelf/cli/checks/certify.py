@@ -1,0 +1,249 @@
+"""certify, certificates: a bound, from graded questions, of how many answers compressed caches lose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from rich.table import Table
+
+from kvshelf._extras import needs_extra
+from kvshelf.api import Certificate
+from kvshelf.api.certificates import CertificateName
+from kvshelf.cli import _options
+from kvshelf.cli.calibrate import served_model
+from kvshelf.cli.output import common, say, say_json
+from kvshelf.cli.output.common import connected
+from kvshelf.cli.output.progress import searching
+from kvshelf.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvshelf.api import Way
+    from kvshelf.engine.certify.certificate import CertificateTerms
+    from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument
+    from kvshelf.engine.engine import Engine
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class QuestionRow(BaseModel):
+    """A line of the file: questions on a document, and what answers each rightly, if that is known. Other fields do not
+    matter: so a row of `kvshelf bench quality --dataset` with lists is one."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    context: _Text
+    question: _Text | Annotated[list[_Text], Field(min_length=1)]
+    answers: list[_Text | Annotated[list[_Text], Field(min_length=1)]] | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Self:
+        if self.answers is not None and len(self.answers) != len(self.questions):
+            raise ValueError(f"{len(self.questions)} questions have {len(self.answers)} answers; give one for each")
+        return self
+
+    @property
+    def questions(self) -> list[str]:
+        return [self.question] if isinstance(self.question, str) else self.question
+
+    def asked(self, by: str) -> QuestionedDocument:
+        """The row in the group of a label."""
+        from kvshelf.engine.certify.grading import QuestionedDocument
+
+        answers = None if self.answers is None else [[one] if isinstance(one, str) else one for one in self.answers]
+        right = None if answers is None else tuple(map(tuple, answers))
+        return QuestionedDocument(self.context, self.labels.get(by, "") if by else "", tuple(self.questions), right)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What is certified, and where it is kept."""
+
+    alpha: Annotated[float, typer.Option(help="Largest share of answers that may be lost.")] = 0.05
+    by: Annotated[str, typer.Option(metavar="LABEL", help="A label: documents of each value have their own bound.")] = (
+        ""
+    )
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32
+    output: Annotated[
+        Path | None, typer.Option(help="Write the certificate to this file, and keep it at no service.")
+    ] = None
+    url: _options.Url = None
+
+
+def certify(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="JSON lines: context, question and, if you know them, answers, as lists; labels for --by.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
+    name: Annotated[str, typer.Option(help="Name of the certificate, for put --certificate.")],
+    bound: _Bound,
+    device: _options.Device = "auto",
+    dtype: _options.Dtype = "auto",
+    weights: _options.Weights = "plain",
+    as_json: _options.AsJson = False,
+) -> None:
+    """Certify how far documents may be compressed so that, of questions like yours, at most ALPHA of the answers differ
+    from the full cache's, or are wrong where you say what is right. `put --certificate` then chooses the size of each
+    document, by the divergence that its caches are measured to have.
+
+    A command that was interrupted goes on where it was when it is given again.
+    """
+    with common.named_errors(as_json=as_json), needs_extra("serve", purpose="kvshelf certify"), ExitStack() as stack:
+        from kvshelf.engine.certify.certificate import certify as certified_by
+        from kvshelf.engine.certify.certificate import require_enough, require_mixed
+        from kvshelf.engine.certify.grading import default_ways
+        from kvshelf.engine.engine import Engine
+
+        client = None if bound.output is not None else stack.enter_context(connected(bound.url))
+        if client is not None:
+            client.certificates.list()  # before hours of work: that it is there, and the key is good
+        rows = list(_rows(file))
+        about = _about(file, name, bound, rows)
+        documents = [row.asked(bound.by) for row in rows]
+        require_enough([document.group for document in documents], about)
+        require_mixed([len(document.text) for document in documents], "length")
+        engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
+        engine.encoder.require_text("model")
+        ways = default_ways(engine.coders.writes_klt)
+        graded = list(_graded(engine, documents, ways, about.data, bound.max_new_tokens))
+        made, warnings = certified_by(engine, about, graded, ways)
+        for warning in warnings:
+            common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        if client is not None:
+            client.certificates.keep(made)
+        elif bound.output is not None:
+            with common.written(bound.output) as target:
+                target.write(made.model_dump_json(indent=1).encode())
+        if as_json:
+            say_json(made)
+        else:
+            common.print_table(_table([made]))
+
+
+def certificates(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep one that `certify --output` has written.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete NAME. Its caches stay.")] = False,
+    url: _options.Url = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """List the certificates of the service, newest first."""
+    with common.named_errors(as_json=as_json), connected(url) as client:
+        if keep is not None:
+            client.certificates.keep(read_certificate(keep))
+        if remove:
+            if name is None:
+                raise InvalidRequest("--remove deletes one certificate; give its name", param="--remove")
+            say(client.certificates.delete(name).name)
+            return
+        known = client.certificates.list() if name is None else [client.certificates.retrieve(name)]
+        if as_json:
+            for one in known:
+                say_json(one)
+        else:
+            common.print_table(_table(known))
+
+
+def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> CertificateTerms:
+    from kvshelf.artifact.identity import digest
+    from kvshelf.engine.certify.certificate import CertificateTerms
+
+    try:
+        TypeAdapter(CertificateName).validate_python(name)
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"{name!r:.80} is no name of a certificate: letters, digits, and . _ - behind the first, at most 64",
+            param="--name",
+        ) from error
+    if len({row.answers is None for row in rows}) > 1:
+        raise InvalidRequest("some rows have answers, and others none; give all of them, or none", param="file")
+    seen: set[str] = set()
+    for row in rows:
+        if row.context in seen:
+            raise InvalidRequest(
+                f"two rows have the context {row.context[:60]!r}: put the questions on a document into one row",
+                param="file",
+            )
+        if bound.by and bound.by not in row.labels:
+            raise InvalidRequest(f"a row has no label {bound.by!r}; --by needs it in each", param="--by")
+        seen.add(row.context)
+    reference = "answers" if rows and rows[0].answers is not None else "full"
+    return CertificateTerms(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
+
+
+def _graded(
+    engine: Engine, documents: list[QuestionedDocument], ways: list[Way], data: str, tokens: int
+) -> Iterator[GradedDocument]:
+    """The documents graded, those of an interrupted run as it left them. data: the digest of the questions."""
+    from kvshelf.engine.certify.grading import GradedDocument, grade
+    from kvshelf.model.calibration import data_folder
+    from kvshelf.training.journal import SearchJournal
+
+    origin = json.dumps([data, engine.identity.fingerprint(), tokens, [way.model_dump() for way in ways]])
+    folder = data_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = SearchJournal(folder / f"certify-{data[:16]}.unfinished", origin)
+    with searching(f"questions on {engine.name}") as report:
+        for number, document in enumerate(documents):
+
+            def graded(document: QuestionedDocument = document) -> Any:
+                return grade(engine, document, ways, max_new_tokens=tokens).model_dump(mode="json")
+
+            yield GradedDocument.model_validate(journal.step(graded))
+            report(number + 1, len(documents))
+    journal.remove()
+
+
+def _rows(file: Path) -> Iterator[QuestionRow]:
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parsed(QuestionRow, line, f"{file} line {number}")
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
+
+
+def read_certificate(file: Path) -> Certificate:
+    """One that `certify --output` has written. Raises `InvalidRequest`."""
+    try:
+        return _parsed(Certificate, file.read_bytes(), str(file))
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="file") from error
+
+
+def _parsed(model: type[ModelT], text: bytes, where: str) -> ModelT:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{where}: {f'{place}: ' if place else ''}{first['msg']}", param="file") from error
+
+
+def _table(known: list[Certificate]) -> Table:
+    """A line for each group."""
+    headings = ("NAME", "ALPHA", "MODEL", "GROUP", "DOCUMENTS", "TOKENS", "SIZE", "LOST", "DATE", "DIGEST")
+    rows = (
+        (
+            *(one.name, f"{one.alpha:g}", one.model, value or "all", str(group.documents)),
+            *("-".join(map(str, group.tokens)), f"{group.share:.1%}", f"{group.loss:.2%}", one.date, one.digest[:16]),
+        )
+        for one in known
+        for value, group in one.groups.items()
+    )
+    return common.table(headings, rows, numbers=(1, 4, 5, 6, 7))

@@ -1,0 +1,1 @@
+"""Whether certificates keep what they say, over splits of graded documents."""
