@@ -47,7 +47,8 @@ def calibrate(
     only: Annotated[
         Literal["heads", "transforms", "chunks"] | None,
         typer.Option(
-            help="heads: for policy compresskv. transforms: for codec klt. chunks: for selector fasa.  [default: all]"
+            help="heads: for policies compresskv, headkv, duo_attention. transforms: for codec klt. chunks: for selector "
+            "fasa.  [default: all]"
         ),
     ] = None,
     output: Annotated[
@@ -60,7 +61,7 @@ def calibrate(
     as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Make the transforms of codec klt, with the coarsest step that hardly changes predictions, and measure which query
-    heads retrieve, for the policy compresskv, and which frequency chunks do, for the selector fasa.
+    heads retrieve, for compresskv and other policies, and which frequency chunks do, for the selector fasa.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
     as klt.safetensors, compresskv.json and fasa.json, in the folder kvshelf in the model's own. A command that was
