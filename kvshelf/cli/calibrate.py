@@ -47,8 +47,8 @@ def calibrate(
     only: Annotated[
         Literal["heads", "transforms", "chunks"] | None,
         typer.Option(
-            help="heads: for policies compresskv, headkv, duo_attention. transforms: for codec klt. chunks: for selector "
-            "fasa.  [default: all]"
+            help="heads: for policies compresskv, headkv, duo_attention. transforms: for codec klt. chunks: for "
+            "selector fasa.  [default: all]"
         ),
     ] = None,
     output: Annotated[
