@@ -73,3 +73,14 @@ def test_a_row_of_a_batch_settles_the_default_with_the_batch():
     assert way({"policy": "snapkv"}, {}) == ("snapkv", "none")
     assert way({}, {"compression_ratio": 0.5}) == ("keydiff", "none")
     assert way({}, {"codec": "int4"}) == ("full", "int4")
+
+
+def test_a_row_of_a_batch_has_its_own_certificate_or_way_and_not_the_batchs_beside_it():
+    def row(own, defaults):
+        return with_defaults({"document": "nine", **own}, defaults)
+
+    assert parse_request(CreateCache, row({}, {"certificate": "law"})).certificate == "law"
+    by_certificate = row({"certificate": "law"}, {"policy": "snapkv", "compression_ratio": 0.5, "name": "all"})
+    assert by_certificate == {"document": "nine", "certificate": "law", "name": "all"}
+    by_policy = parse_request(CreateCache, row({"policy": "snapkv"}, {"certificate": "law"}))
+    assert (by_policy.policy, by_policy.certificate) == ("snapkv", None)

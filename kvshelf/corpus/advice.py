@@ -8,7 +8,7 @@ computes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -137,20 +137,20 @@ def options(shape: Dimensions, tokens: int, certificate: Certificate | None = No
     policies = {info.name: info for info in catalog()}
     rows = packaged_rows("rows")
     added = {row["policy"]: row["compress_share"] for row in rows if row["removed"] == 0}
-    if certificate is not None:
-        yield from (_option(shape, tokens, row, policies[row["policy"]]) for row in _certified_rows(certificate, added))
-        return
-    for row in rows:
+    for row in rows if certificate is None else _certified_rows(certificate, rows):
         yield _option(shape, tokens, row, policies[row["policy"]])
+    if certificate is not None:
+        return
     for row in packaged_rows("selected"):
         policy = row["select"] if row["select"] in added else "full"  # one that makes the index that its selector reads
         choices = {"policy": policy, "removed": 0.0, "compress_share": added[policy]}
         yield _option(shape, tokens, row | choices, policies[policy])
 
 
-def _certified_rows(certificate: Certificate, added: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+def _certified_rows(certificate: Certificate, measured: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The ways of a certificate as measured rows. exact: of its questions, the share that a way does not lose, in all
-    groups."""
+    groups. What its policy costs is what `measured` says."""
+    costs = {row["policy"]: row["compress_share"] for row in measured}
     groups = certificate.groups.values()
     documents = sum(group.documents for group in groups)
     for place, way in enumerate(certificate.ways):
@@ -160,7 +160,7 @@ def _certified_rows(certificate: Certificate, added: Mapping[str, float]) -> Ite
             "removed": way.compression_ratio or 0.0,
             "codec": way.codec,
             "exact": 1 - lost,
-            "compress_share": added[way.policy],
+            "compress_share": costs[way.policy],
         }
 
 

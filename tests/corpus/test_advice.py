@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from kvshelf.api import Certificate, GroupBound, Way, WayResult
 from kvshelf.cli import app
 from kvshelf.corpus import advice
 from kvshelf.corpus.advice import SCENARIOS, advise, options
@@ -160,3 +161,21 @@ def test_a_model_s_own_configuration_counts():
     assert advise("edge", tiny, 2048, 10**9).lines[0].option.stored_bytes < 2048 * 4096
     with_window = replace(LLAMA, layers=16)
     assert advise("edge", with_window, TOKENS, ROOM).lines[0].option.stored_bytes < lines("edge")[0].option.stored_bytes
+
+
+def test_a_certificate_ranks_by_its_own_questions():
+    losses = {("full", None, "int8"): 0.0, ("full", None, "klt:step=1"): 0.02, ("keydiff", 0.5, "klt"): 0.6}
+
+    def advised(losses):
+        ways = [Way(policy=policy, compression_ratio=ratio, codec=codec) for policy, ratio, codec in losses]
+        results = [WayResult(share=0.5, loss=loss) for loss in losses.values()]
+        group = {"questions": 9, "limit": 1.0, "tokens": (1, 9), "share": 0.5, "loss": 0.0, "ways": results}
+        groups = {"a": GroupBound(documents=30, **group), "b": GroupBound(documents=10, **group)}
+        told = dict.fromkeys(("name", "model", "weights", "tokenizer", "fingerprint", "data", "date"), "x")
+        certificate = Certificate(alpha=0.1, reference="full", quality_version=3, ways=ways, groups=groups, **told)
+        return lines("throughput", certificate=certificate)
+
+    assert {line.option.policy for line in advised(losses)} == {"full"}
+    kept = losses | {("keydiff", 0.5, "klt"): 0.01}
+    assert "keydiff" in {line.option.policy for line in advised(kept)}
+    assert next(line for line in advised(kept) if line.option.policy == "keydiff").option.exact == pytest.approx(0.99)
