@@ -222,6 +222,17 @@ def test_a_cache_is_pinned_kept_longer_and_labelled(open_page: OpenPage, put: Pu
     assert "name=value" in page.get_by_role("alert").inner_text()
 
 
+def test_the_facts_of_a_cache_say_until_when_it_is_guaranteed(open_page: OpenPage, put: Put) -> None:
+    put(document=document(24), name="by promise", guaranteed_until=time.time() + 86_400)
+    put(document=document(25), name="by nobody")
+    page = open_page()
+    for name, told in (("by nobody", 0), ("by promise", 1)):
+        row_of(page, name).first.click()
+        page.get_by_role("heading", name=name, exact=True).wait_for()
+        expect(page.locator("dt", has_text="Guaranteed")).to_have_count(told)
+    expect(page.locator("dd", has_text="until ")).to_have_count(1)
+
+
 def test_a_cache_is_deleted_only_when_that_is_confirmed(open_page: OpenPage, put: Put, http: httpx.Client) -> None:
     cache = put(document=document(24), name="to be deleted")
     page = open_page(f"shelf/{cache['id']}")

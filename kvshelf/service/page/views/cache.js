@@ -113,6 +113,7 @@ function CacheFacts({ cache, onShow }) {
     Hits: `${count(cache.uses)}${cache.last_used_at ? `, last ${fromNow(cache.last_used_at)}` : ""}`,
     Created: `${moment(cache.created_at)}, ${(timings.prefill_s + timings.compress_s).toFixed(2)} s of work`,
     Expires: cache.expires_at === null ? "never" : `${moment(cache.expires_at)}, ${expiry(cache)}`,
+    Guaranteed: cache.guaranteed_until && `until ${moment(cache.guaranteed_until)}`,
     Source: remade(cache.source),
     Labels: Object.keys(cache.labels).length ? html`<span class="labels">${labelLines(cache.labels)}</span>` : null,
   }} />`;
