@@ -150,7 +150,7 @@ CHOSEN: Final = {
     "defensivekv": chosen("defensivekv", x.READS_OUTPUT, entries=["uneven"], window=4),
     "compresskv": chosen("compresskv", x.CALIBRATED, entries=["layers"]),
     "headkv": chosen("headkv", x.CALIBRATED, x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
-    "duo_attention": chosen("duo_attention", x.CALIBRATED, x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
+    "duo_attention": chosen("duo_attention", x.BLIND, x.CALIBRATED, x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "ada": chosen("ada", x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "think": chosen("think", x.BLIND, x.PRUNES, entries=["pruned"], whole_keys=8),
     "ems": chosen("ems", x.APART, entries=["merged", "uneven"]),
@@ -382,7 +382,10 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         geometry, weights = engine.preparer.geometry, engine.identity.weights
         gates = random_gates("lookaheadkv", geometry, weights=weights)
         gate_path(weights, "lookaheadkv").write_bytes(gates.to_bytes())
-        heads = tuple((1.0,) * geometry.q_heads for _ in range(geometry.layers))
+        heads = tuple(
+            tuple(1.0 + head + layer * geometry.q_heads for head in range(geometry.q_heads))
+            for layer in range(geometry.layers)
+        )
         shares = tuple((at + 1) / sum(range(geometry.layers + 1)) for at in range(geometry.layers))
         if heads:
             origin = Origin(model="random", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
