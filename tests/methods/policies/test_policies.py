@@ -127,7 +127,7 @@ def test_what_holds_for_every_policy(name, tokens, share, protected, seed):
     lengths = [len(head) for head in record.positions]
     if policy.exact:
         assert sum(lengths) == budget * layer.kv_heads, "the kept total is exact"
-    if getattr(type(policy), "counts", ScoringPolicy.counts) is ScoringPolicy.counts:
+    if not policy.budgets_heads and getattr(type(policy), "counts", ScoringPolicy.counts) is ScoringPolicy.counts:
         assert lengths == [budget] * layer.kv_heads
     if policy.prunes:
         return  # the keys are other ones
@@ -206,7 +206,8 @@ def test_ragged_budgets_are_kept_per_head():
     layer = view(120)
     for name in REDUCING:
         policy = fitted(name, layer, 30)
-        if getattr(type(policy), "counts", ScoringPolicy.counts) is not ScoringPolicy.counts or policy.phase == "after":
+        counts = getattr(type(policy), "counts", ScoringPolicy.counts)
+        if counts is not ScoringPolicy.counts or policy.budgets_heads or policy.phase == "after":
             continue  # it shares the budgets out anew
         record = policy.reduce(probed(policy, with_gates(name, layer)), LayerBudget((30, 61)))
         assert [len(head) for head in record.positions] == [30, 61]
