@@ -182,8 +182,7 @@ class Store(Protocol):
         **changes: Unpack[types.ChangeFields],
     ) -> Manifest:
         """Change these fields of a manifest: `ttl_s`, `expires_at`, `ttl_renew_s`, `labels`, `name`, `pinned`,
-        `guaranteed_until`. None as
-        `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
+        `guaranteed_until`. None as `ttl_s` or `expires_at` means no expiry; labels are replaced as a whole.
 
         Raises as `get` does, and `InvalidRequest`. A pinned cache is never evicted for space, but it expires.
         if_revision: change the cache only if its `Manifest.revision` is one of these, else raise `EtagMismatch`. Of

@@ -41,8 +41,8 @@ class HeadKV(CalibratedPolicy, SnapKV):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         kept, heads = int(protected.sum()), len(scores)
-        every = [*chain(*retrieval_scores(calibration_of(layer.document), heads))]
+        retrieval = [*chain(*retrieval_scores(calibration_of(layer.document), heads))]
         free = budget.total // heads - kept
         even = free - int(free / self.beta)
-        shares = largest_remainders(fill(every, (free - even) * len(every), layer.num_tokens - kept - even))
+        shares = largest_remainders(fill(retrieval, (free - even) * len(retrieval), layer.num_tokens - kept - even))
         return [kept + even + share for share in shares[layer.layer_idx * heads : (layer.layer_idx + 1) * heads]]
