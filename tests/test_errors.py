@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from pydantic import ValidationError
 
@@ -14,6 +12,7 @@ from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.service.settings import load_settings
 from kvshelf.store.url import open_store
+from tests.timing import least_s
 
 
 def test_the_nearest_name_is_offered_whatever_the_case() -> None:
@@ -24,9 +23,8 @@ def test_the_nearest_name_is_offered_whatever_the_case() -> None:
 
 
 def test_a_name_of_a_whole_body_takes_no_time() -> None:
-    began = time.process_time()
-    nearest("key" * 20_000_000, ["keydiff"] * 25)
-    assert time.process_time() - began < 0.2
+    name = "key" * 20_000_000
+    assert least_s(lambda: nearest(name, ["keydiff"] * 25)) < 0.2
 
 
 @pytest.mark.parametrize(("given", "hint"), [(75, "; 75 % is 0.75"), (2.5, "; 2.5 % is 0.025"), (100, "; 100 % is 1")])

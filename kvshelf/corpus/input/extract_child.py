@@ -30,7 +30,6 @@ _ESCAPE: Final = re.compile(r"\\(?:([0-9a-fA-F]{1,6})\s?|([^\n]))")
 _NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)(%|[a-z]*)", re.IGNORECASE)
 _FONT_SIZE: Final = re.compile(rf"(?:^|\s)({_NUMBER.pattern})(?=\s*/|\s+\S)", re.IGNORECASE)
 _RELATIVE: Final = ("%", "em", "ex", "ch", "lh", "cap", "ic")
-_MARK: Final = "data-kvshelf-seen"
 
 
 class Refused(Exception):
@@ -66,20 +65,11 @@ def html_text(data: bytes, charset: str) -> Iterable[str]:
 
 
 def hide(document: Any) -> None:
-    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them."""
-    for element in document.query_selector_all("[style]"):
-        if element.hasattr(_MARK):
-            continue
-        seen = inherited(element.getattr("style") or "", ())
-        if is_hidden(element.getattr("style") or ""):
-            element.setattr("hidden", "")
-        elif seen:
-            _blank(element, seen)
+    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them.
 
-
-def _blank(root: Any, hidden_by: tuple[str, ...]) -> None:
-    """Remove the texts in an element that properties which it hands down hide; a descendant may show itself again."""
-    left = [(root, hidden_by)]
+    One walk: a collection of resiliparse makes all its elements again for each of them.
+    """
+    left: list[tuple[Any, tuple[str, ...]]] = [(document, ())]
     gone = []
     while left:
         parent, by = left.pop()
@@ -89,10 +79,8 @@ def _blank(root: Any, hidden_by: tuple[str, ...]) -> None:
                 gone += [child] if by else []
             else:
                 style = child.getattr("style") if child.tag else None
-                if style is not None:
-                    child.setattr(_MARK, "")
-                    if is_hidden(style):
-                        child.setattr("hidden", "")
+                if style is not None and is_hidden(style):
+                    child.setattr("hidden", "")
                 left.append((child, by if style is None else inherited(style, by)))
             child = child.next
     for text in gone:
