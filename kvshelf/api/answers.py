@@ -49,6 +49,18 @@ class Piece(str):
 
 
 @dataclass(frozen=True)
+class Guarded:
+    """An answer that was asked again of the full cache. policy: of its cache. below: whether that is therefore known to
+    be below the floor. drifts: whether the answers of the policy raise an alarm."""
+
+    policy: str
+    differs: bool
+    kl: float
+    below: bool
+    drifts: bool
+
+
+@dataclass(frozen=True)
 class Served:
     """How a replica answered from the shelf.
 
@@ -56,7 +68,8 @@ class Served:
     `Answer.passages`, the longest is `cache_id`, with its policy and ratio. read_from: "memory", or where the blob was
     read, as `ArrivingCache.place`; of several caches that of the slowest. phases: load, queue, prefill (up to the first
     token), decode. The later ones may begin before the last layer is loaded. memory: what happened in the replica's
-    memory for caches since its last answer, as `Residents.take_counts`. suffix_bytes: as of a `Ticket`.
+    memory for caches since its last answer, as `Residents.take_counts`; guarded: what its guard found since then.
+    suffix_bytes: as of a `Ticket`.
     stored_cache_id, not_stored: of a question with `store`. remade: caches of the question that were made again for it.
     """
 
@@ -70,6 +83,7 @@ class Served:
     read_from: str = "memory"
     phases: tuple[Phase, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
+    guarded: tuple[Guarded, ...] = ()
     suffix_bytes: int = 0
     stored_cache_id: str | None = None
     not_stored: str | None = None

@@ -27,7 +27,7 @@ from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
-from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, exact
+from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, ask_without, exact
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -227,6 +227,18 @@ class Compressor:
         if probe is None or job.document.end + probe.length > self._facts.max_tokens:
             return None
         return probe
+
+    def reference(self, job: Job, full: CompressedCache) -> Reference | None:
+        """What a full cache of the job's document, made earlier, answers to the document's cues; None where `probe`
+        makes none. A prefill that is yet to run makes its own, which is cheaper."""
+        probe = self.probe(job)
+        if probe is None:
+            return None
+        started = time.perf_counter()
+        with self._answering(self._attachments.of(full), probe) as logits:
+            before = ask_without(self._facts.model, probe)
+            reference = Reference.of(job.identity.document, probe, logits, before)
+        return replace(reference, probe_s=time.perf_counter() - started)
 
     def measure(self, cache: CompressedCache, reference: Reference, floor: float | None = None) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.

@@ -39,10 +39,11 @@ def warnings_of(manifest: Manifest) -> list[str]:
     """A line for a cache that removes entries, or whose agreement is below `LEAST`; none for another."""
     quality, parts = manifest.quality, []
     if quality is not None and quality.agreement is not None and quality.agreement < LEAST:
-        parts.append(
+        by_cues = (
             f"about {1 - quality.agreement:.0%} of what the document decides is answered otherwise than by the full "
             f"cache ({quality.cues} cues)"
         )
+        parts.append(by_cues if quality.cues else f"{quality.reason}")
     if manifest.compression_ratio > 0:
         parts.append(f"{manifest.policy} removed {manifest.compression_ratio:.0%} of the entries; {_cost(manifest)}")
     return [f"{'; '.join(parts)}; {_without_loss(manifest)}"] if parts else []

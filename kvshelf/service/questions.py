@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvshelf import errors
-from kvshelf.api import Asking, CreateCache, Message
+from kvshelf.api import Asking, CreateCache
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.queries import Remade
 from kvshelf.api.strict import MissReason
 from kvshelf.artifact.identity import ModelIdentity
-from kvshelf.methods.policies import POLICIES
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.dialects.completions import require_model
 from kvshelf.service.engines import EngineClient, each_alone
@@ -24,7 +22,8 @@ from kvshelf.service.service import Service
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
-from kvshelf.workers.replica.create.spec import Recreation, require_policy
+from kvshelf.workers.replica.create.recreation import Recreation, document_fields, recreation
+from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.results import Created, Stored
 
 UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
@@ -171,7 +170,7 @@ class CacheQuestion:
                     "and the codec none on the shelf, or its own source; create it with keep_source",
                     param="compare",
                 )
-            fields = _document(cache.manifest, cache.source)
+            fields = document_fields(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
         return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
@@ -220,7 +219,7 @@ async def _made_again(
     moved = isinstance(miss, errors.ModelMismatch)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
         raise miss
-    spec = _spec(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
+    spec = recreation(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
         update={"model": engine.model}
     )
     created = await engine.create(spec, caller=service.within(caller))
@@ -245,48 +244,6 @@ def _reads_tokens_of(service: Service, engine: EngineClient, manifest: Manifest)
     """Whether token ids mean to the engine's model what they meant to that of a cache."""
     ours, theirs = service.identities[engine.model], manifest.identity["model"]
     return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
-
-
-def _document(manifest: Manifest, source: Source) -> dict[str, Any]:
-    """The fields of a creation that say what is compressed."""
-    identity = manifest.identity
-    fields: dict[str, Any] = {"layout": identity["layout"], "boundary": identity["boundary"]}
-    fields |= {"date": identity.get("date"), "chat_template_kwargs": identity.get("variables")}
-    if isinstance(source, TokenIds):
-        return fields | {"token_ids": list(source.ids), "protected_prefix": source.protected_prefix}
-    if identity["boundary"] in ("text", "document"):
-        return fields | {"document": source}
-    return fields | {"messages": [Message(**message) for message in json.loads(source)]}
-
-
-def _spec(manifest: Manifest, source: Source, *, keep: bool, now: float) -> CreateCache:
-    """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
-    source is to be kept once more, as under another id; for as long as it was, from now on."""
-    identity, kept = manifest.identity, manifest.source
-    known = manifest.policy in POLICIES
-    sizes_itself = known and POLICIES.build(manifest.policy, manifest.policy_params).sizes_itself
-    ends = None if kept is None else kept.expires_at
-    return Recreation.model_construct(  # validated when it was a request
-        **_document(manifest, source),
-        policy=manifest.policy,
-        policy_params=manifest.policy_params,
-        compression_ratio=None if sizes_itself else manifest.compression_ratio,
-        codec=manifest.codec,
-        expected_questions=list(identity["expected_questions"]),
-        protect=[f"tokens:{first}-{end}" for first, end in identity.get("protect") or ()],
-        **_lifetime(manifest),
-        name=manifest.name,
-        labels=manifest.labels,
-        keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
-        source_ttl_s=None if ends is None else max(ends - now, 1.0),
-    )
-
-
-def _lifetime(manifest: Manifest) -> dict[str, Any]:
-    """The lifetime that a cache was given, as a creation asks for it."""
-    if manifest.ttl_renew_s is not None:
-        return {"ttl_s": manifest.ttl_renew_s, "ttl_renew": True}
-    return {"ttl_s": None if manifest.expires_at is None else manifest.expires_at - manifest.created_at}
 
 
 def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:

@@ -166,6 +166,19 @@ class Settings(BaseSettings):
         default_factory=dict, description='the same for single tenants, as JSON: {"law": "full", "logs": false}'
     )
 
+    guard_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the answers that an idle replica asks again of the full cache, of documents whose source "
+        "is kept; default: none",
+    )
+    guard_time_share: float = Field(0.05, gt=0, le=1, description="share of its time that a replica may take for this")
+    guard_floor: float = Field(0.9, gt=0, lt=1, description="least share that a cache answers as the full one")
+    guard_below: Literal["flag", "remake"] = Field(
+        "flag", description="a cache below the floor gets its new quality; remake: and a finer one is made beside it"
+    )
+
     sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
     startup_deadline_s: Seconds = Field(300.0, description="limit for loading the models")
     shutdown_grace_s: Seconds = Field(10.0, description="time for open requests when the service stops")
@@ -222,6 +235,13 @@ class Settings(BaseSettings):
     def _one_process_of_bytes(cls, value: int, info: ValidationInfo) -> int:
         if info.data.get("weights") == "int8" and value > 1:
             raise ValueError("weights in int8 are of one process; take 1, or plain weights")
+        return value
+
+    @field_validator("guard_share")
+    @classmethod
+    def _of_one_process(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("gpus_per_replica", 1) > 1 and info.data.get("device") != "spread":
+            raise ValueError("the guard is of replicas of one process; take gpus_per_replica 1, or device spread")
         return value
 
     @field_validator("models")

@@ -86,6 +86,8 @@ def changes(fields: ChangeFields) -> dict[str, Any]:
         changed["pinned"] = bool(fields["pinned"])
     if "guaranteed_until" in fields:
         changed["guaranteed_until"] = fields["guaranteed_until"]
+    if "quality" in fields:
+        changed["quality"] = fields["quality"]
     return changed
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Self, TypedDict
 
-from kvshelf.api import Timings
+from kvshelf.api import Quality, Timings
 from kvshelf.store.manifest import Judgement, Manifest, StoredRecord
 
 
@@ -69,7 +69,7 @@ class FilterFields(TypedDict, total=False):
 
 class ChangeFields(TypedDict, total=False):
     """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry. None as
-    `guaranteed_until` takes the promise back."""
+    `guaranteed_until` takes the promise back. quality: as it was measured since."""
 
     ttl_s: float | None
     expires_at: float | None
@@ -78,6 +78,7 @@ class ChangeFields(TypedDict, total=False):
     name: str
     pinned: bool
     guaranteed_until: float | None
+    quality: Quality
 
 
 class Page(StoredRecord):

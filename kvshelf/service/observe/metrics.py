@@ -24,6 +24,7 @@ USAGE_AGE_S: Final = 5.0
 _USAGE_PATIENCE_S = 2.0
 _AGREEMENTS = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1)
 _SHARES = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1)
+_NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _PLACES = ("memory", "ram", "disk", "home")
 _EVENTS = ("pinned", "released", "read_ahead", "read_ahead_used")
 
@@ -50,6 +51,13 @@ class Metrics(QuestionMetrics):
         self._turn_hits = histogram("turn_hit_share", about, "model", buckets=_SHARES)
         about = "caches in the memory of replicas that were pinned after a tool's call, released early, read by a hint"
         self._retention = counter("cache_retention", about, "model", "event")
+        about = "answers that were asked again of the full cache, by result: same or differs"
+        self._guarded = counter("guarded_answers", about, "model", "policy", "result")
+        about = "divergence of these answers' tokens from the full cache's, in nats"
+        self._guard_kl = histogram("guarded_kl", about, "model", "policy", buckets=_NATS)
+        self._guard_below = counter("guard_caches_below", "caches found below the guard's floor", "model", "policy")
+        about = "alarms that answers differ more often than the guard's floor allows"
+        self._guard_alarms = counter("guard_alarms", about, "model", "policy")
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         about = "stored entries of a KV head that the last token of each answer read, summed over answers"
         self._read_tokens = counter("read_tokens", about, "model")
@@ -115,6 +123,11 @@ class Metrics(QuestionMetrics):
                 self._turn_hits.labels(model).observe(read / max(1, read + usage.prefill_tokens))
             _observe(self._answer_s, model, answer.served.phases)
             self.remembered(model, answer.served.memory)
+            for one in answer.served.guarded:
+                self._guarded.labels(model, one.policy, "differs" if one.differs else "same").inc()
+                self._guard_kl.labels(model, one.policy).observe(one.kl)
+                self._guard_below.labels(model, one.policy).inc(one.below)
+                self._guard_alarms.labels(model, one.policy).inc(one.drifts)
 
     def remembered(self, model: str, counts: Mapping[str, int]) -> None:
         """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""

@@ -12,6 +12,7 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.guard import GuardRules
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.queues import SchedulerLimits
 
@@ -52,6 +53,7 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         quality=settings.quality_probe,
         tenant_quality=settings.tenant_quality,
         max_document_tokens=settings.max_document_tokens,
+        guard=GuardRules(settings.guard_share, settings.guard_time_share, settings.guard_floor, settings.guard_below),
         gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),
     )

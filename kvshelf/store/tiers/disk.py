@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ReadT = TypeVar("ReadT")
 
 _NOTE: Final = "tier"
-_CHANGING: Final = {"expires_at", "ttl_renew_s", "labels", "name", "pinned", "guaranteed_until"}
+_CHANGING: Final = {"expires_at", "ttl_renew_s", "labels", "name", "pinned", "guaranteed_until", "quality"}
 
 
 class DiskTier(Tier):

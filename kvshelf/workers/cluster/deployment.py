@@ -30,6 +30,7 @@ from kvshelf.model import calibration
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
+from kvshelf.workers.replica.guard import GuardRules
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
@@ -67,6 +68,7 @@ class ReplicaConfig:
     quality: How = "fast"
     tenant_quality: Mapping[str, How] = field(default_factory=dict)
     max_document_tokens: int | None = None
+    guard: GuardRules = field(default_factory=GuardRules)
     gpus: int = 1
     intensity: float | None = None
     chat_template: str | None = None
@@ -103,6 +105,7 @@ class ServedReplica(Replica):
             quality=config.quality,
             tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
+            guard=config.guard,
         )
         self.start()
         startup.end()

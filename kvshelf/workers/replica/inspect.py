@@ -25,6 +25,7 @@ from kvshelf.artifact.records import LayerRecord, Merged, Recent, entries_of, is
 from kvshelf.engine.decode.shown import built_prompt, pieces
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.encode import Document
+from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import InvalidRequest, SourceNotKept, StateConflict
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.text import EncodedDocument
@@ -77,7 +78,7 @@ def kept_tokens(
             param="cache_id",
         )
     given = _kept_source(engine, store, manifest, identity) if document is None else document
-    source = _same_document(engine, store, manifest, identity, given)
+    source = _same_document(engine, store, manifest, identity, given).document
     with store.open_cache(cache_id, tenant=tenant) as arriving:
         engine.attachments.require_own(arriving)  # the bitmaps below have the size that its header claims
         arriving.read(together=True)
@@ -140,6 +141,11 @@ def shown_prompt(
 
 def kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> DocumentView:
     """The tokens of the document that was kept beside a cache. Raises `SourceNotKept`."""
+    return source_job(engine, store, manifest, identity).document
+
+
+def source_job(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Job:
+    """The job that makes the full cache of the document that was kept beside a cache. Raises `SourceNotKept`."""
     return _same_document(engine, store, manifest, identity, _kept_source(engine, store, manifest, identity))
 
 
@@ -157,8 +163,8 @@ def _kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Ide
 
 def _same_document(
     engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document | EncodedDocument
-) -> DocumentView:
-    """The tokens of a document, which must be the cache's own."""
+) -> Job:
+    """The job that makes the full cache of a document, which must be the cache's own."""
     of_ids = not isinstance(document, str | EncodedDocument) and not (len(document) and isinstance(document[0], dict))
     layout, told = (None, None) if of_ids else (identity.layout, identity.variables)
     encoded = engine.encode_document(document, layout=layout, date=identity.date, chat_template_kwargs=told)
@@ -172,7 +178,7 @@ def _same_document(
             param="document",
             document_id=manifest.document_id,
         )
-    return job.document
+    return job
 
 
 def require_source(engine: Engine, identity: Identity, source: str) -> None:

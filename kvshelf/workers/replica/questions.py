@@ -36,6 +36,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
+from kvshelf.workers.replica.guard import Answered, Guard
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
 from kvshelf.workers.replica.memory.retention import Key
@@ -56,6 +57,7 @@ class Questions:
     residents: Residents
     conversations: Conversations
     meter: Meter
+    guard: Guard
     _housekeeping: list[asyncio.Task[NoReturn]] = field(default_factory=list, init=False)
 
     def stop(self) -> None:
@@ -225,7 +227,9 @@ class Questions:
     def _keep_house(self) -> None:
         """Begun by the first call: its event loop is the one that will run it."""
         if not self._housekeeping:
-            forever = self.residents.evict_idle_forever(), self.residents.read_ahead_forever()
+            forever = [self.residents.evict_idle_forever(), self.residents.read_ahead_forever()]
+            if self.guard.rules.share:
+                forever.append(self.guard.run_forever())
             self._housekeeping += map(asyncio.ensure_future, forever)
 
     async def _held(
@@ -368,7 +372,11 @@ class Questions:
         """The answer, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
         error of the answer."""
         self._count(loaded, answer, tenant)
-        text, answer = answer.text, loaded.served(answer, ticket)
+        if len(loaded.held) == 1 and self.guard.wants:
+            query = await self.threads.compute(self._encoded, loaded)
+            (cache_id,) = loaded.held
+            self.guard.add(Answered(cache_id, tenant, tuple(query), tuple(answer.token_ids)))
+        text, answer = answer.text, loaded.served(answer, ticket).also(guarded=self.guard.take_results())
         if not loaded.query.store:
             return answer
         document, keep, said, cache_id = (

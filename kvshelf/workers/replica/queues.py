@@ -245,13 +245,14 @@ class Queues:
         """Block until there is work; a busy thread does not wait. False once the queues are closed and either empty or
         out of time."""
         with self.changed:
-            while self.accepting and not (busy or self._waiting):
+            while self.accepting and not (busy or self.waiting):
                 self.changed.wait()
-            left = busy or self._waiting
+            left = busy or self.waiting
         return self.accepting or (left and time.monotonic() < self._stop_at)
 
     @property
-    def _waiting(self) -> bool:
+    def waiting(self) -> bool:
+        """Whether any work waits."""
         return bool(self._questions or self._batch_questions or self._documents or self._passes)
 
     def take_passes(self) -> list[Passing]:

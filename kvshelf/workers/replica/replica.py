@@ -41,6 +41,7 @@ from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.files import pieces
+from kvshelf.workers.replica.guard import Guard, GuardRules
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.questions import Questions
@@ -57,7 +58,7 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica(ReplicaApi):
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    quality, tenant_quality, max_document_tokens: see `Creations`.
+    quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Replica(ReplicaApi):
         quality: How = "fast",
         tenant_quality: Mapping[str, How] | None = None,
         max_document_tokens: int | None = None,
+        guard: GuardRules | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self.engine = engine
@@ -86,7 +88,9 @@ class Replica(ReplicaApi):
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
         conversations = Conversations(engine, store)
-        self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter)
+        rules = guard or GuardRules()
+        guarding = Guard(engine, store, scheduler, threads, meter, rules, self.creations.remake)
+        self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
         self.searches = Searches(engine, store, scheduler, threads)
 
     def start(self) -> None:

@@ -89,6 +89,16 @@ class Scheduler:
         compressing = self._compressing
         return 0.0 if compressing is None else compressing.ticket.overdue_s
 
+    @property
+    def idle(self) -> bool:
+        """Whether the model has nothing to do."""
+        return not (self.open or self._compressing or self._queues.waiting)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether documents wait to be compressed."""
+        return self._queues.has_documents
+
     def compress(
         self, work: Work[ResultT], *, tenant: str = "default", deadline_s: float | None = None
     ) -> Ticket[ResultT]:

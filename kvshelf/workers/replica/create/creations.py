@@ -25,6 +25,7 @@ from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
+from kvshelf.workers.replica.create.recreation import finer
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.reading import whole
@@ -153,6 +154,11 @@ class Creations:
             publisher = Publisher.of(self.store, tenant, spec, [level], manifest)
             levels = Levels((level,), self.tenant_quality.get(tenant, self.quality))
             return await Creation(self, levels, publisher, caller.deadline_s).run()
+
+    async def remake(self, manifest: Manifest, floor: float, caller: Caller) -> Created:
+        """The smallest cache of a cache's document that reaches a floor. Raises `SourceNotKept`, and as `create`."""
+        source = await self.threads.run(self.store.source, manifest.id, tenant=manifest.tenant)
+        return await self.create(finer(manifest, source, floor, self.store.now()), caller=caller)
 
     async def _created(self, spec: CreateCache, caller: Caller, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""

@@ -8,7 +8,7 @@ from typing import Final, cast
 from kvshelf.api import AppendCache, Certificate, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.identity import Boundary, Layout, canonical_json
+from kvshelf.artifact.identity import Layout, canonical_json
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.inputs.encode import SPLIT_IT, Document
@@ -23,17 +23,7 @@ from kvshelf.model.text import EncodedDocument
 from kvshelf.store.base import Store
 from kvshelf.store.types import Source, TokenIds
 from kvshelf.workers.replica.create.auto import MIN_QUALITY, PolicyChoice, SizeTarget, auto, under
-
-
-class Recreation(CreateCache):
-    """A creation from a kept source. No request is one: the service makes it.
-
-    Of token ids the first `protected_prefix` were written by the chat template. boundary: where the document ends.
-    """
-
-    protected_prefix: int = 0
-    boundary: Boundary = "text"
-
+from kvshelf.workers.replica.create.recreation import Recreation
 
 _MOST_OF_DOCUMENT: Final = 100
 

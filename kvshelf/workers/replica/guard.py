@@ -1,0 +1,246 @@
+"""The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work.
+
+Each check prefills the document from its kept source (`kvshelf.engine.recheck`). One answer that differs is no proof:
+the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the upper
+bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It is then
+recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by it. By
+the rule "remake" the smallest finer level that reaches the floor is made beside it.
+
+What differs over all caches of a policy is watched by adaptive conformal inference (Gibbs and Candes, 2021, eq. 2): a
+level begins at alpha = 1 - floor, and each check moves it by gamma * (alpha - differs). It is capped at where it began,
+and an alarm is raised when it falls to zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NoReturn
+
+import structlog
+
+from kvshelf.api import Quality
+from kvshelf.api.answers import Guarded
+from kvshelf.artifact.identity import Identity
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.quality import VERSION, bounds
+from kvshelf.engine.recheck import Recheck, Rechecked
+from kvshelf.errors import Cancelled, KvshelfError
+from kvshelf.store.base import Store
+from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads
+from kvshelf.workers.replica.inspect import source_job
+from kvshelf.workers.replica.reading import whole
+from kvshelf.workers.replica.scheduler import Scheduler
+
+log = structlog.get_logger("kvshelf.workers")
+
+Remake = Callable[[Manifest, float, Caller], Awaitable[Any]]
+"""Makes the smallest level of a cache's document that reaches a floor."""
+
+_WAITING: Final = 64
+"""Answers that wait to be asked again; the oldest goes for a newer one. Their tokens are in memory alone."""
+_CACHES: Final = 4096
+"""Caches whose answers are counted; the one without a check for the longest time goes for a new one."""
+_POLICIES: Final = 256
+_STEP: Final = 0.1
+"""gamma over alpha: ten answers that differ beyond their share raise an alarm."""
+_BY: Final = "measured by the guard"
+
+
+@dataclass(frozen=True)
+class GuardRules:
+    """share: of the answers that are asked again; 0: none. time_share: of the replica's life that this may take.
+    floor: of the share of what a document decides that its cache answers as the full one. below: what happens to a
+    cache that is below it."""
+
+    share: float = 0.0
+    time_share: float = 0.05
+    floor: float = 0.9
+    below: Literal["flag", "remake"] = "flag"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer that waits to be asked again: token ids of the question, as it was read behind the cache, and of the
+    answer."""
+
+    cache_id: str
+    tenant: str
+    query: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass
+class Drift:
+    """The level of adaptive conformal inference over the answers of one policy. alpha: their share that may differ."""
+
+    alpha: float
+    level: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = self.alpha
+
+    def add(self, *, differs: bool) -> bool:
+        """Whether this answer raises an alarm; the level then begins anew."""
+        self.level = min(self.alpha, self.level + _STEP * self.alpha * (self.alpha - differs))
+        if self.level > 0:
+            return False
+        self.level = self.alpha
+        return True
+
+
+class Guard:
+    """See the module. Its methods are called on the replica's event loop.
+
+    now: of `time.monotonic`. draw: a number in [0, 1) for each answer. pause_s: between two looks whether the
+    model has other work.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        scheduler: Scheduler,
+        threads: ReplicaThreads,
+        meter: Meter,
+        rules: GuardRules,
+        remake: Remake,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+        pause_s: float = 0.05,
+    ) -> None:
+        self._engine, self._store, self._scheduler = engine, store, scheduler
+        self._threads, self._meter, self._remake = threads, meter, remake
+        self.rules = rules
+        self._now, self._draw, self._pause_s = now, draw, pause_s
+        self._began, self._worked_s = now(), 0.0
+        self._waiting: deque[Answered] = deque(maxlen=_WAITING)
+        self._results: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+        self._drifts: dict[str, Drift] = {}
+        self._told: list[Guarded] = []
+        self._checking = 0
+
+    @property
+    def wants(self) -> bool:
+        """Whether the answer that has just ended is to be asked again."""
+        return self.rules.share > 0 and self._draw() < self.rules.share
+
+    def add(self, answered: Answered) -> None:
+        if answered.query and answered.answer:
+            self._waiting.append(answered)
+
+    @property
+    def open(self) -> int:
+        """Answers that wait to be asked again, with the one that is being asked."""
+        return len(self._waiting) + self._checking
+
+    def take_results(self) -> tuple[Guarded, ...]:
+        """What was found since the last call."""
+        told, self._told = tuple(self._told), []
+        return told
+
+    async def run_forever(self) -> NoReturn:
+        """Ask what waits, one answer after another, for as long as this task lives."""
+        while True:
+            if self._waiting and self._scheduler.idle and self._may_work:
+                self._checking = 1
+                await self.check(self._waiting.popleft())
+                self._checking = 0
+            else:
+                await asyncio.sleep(self._pause_s)
+
+    @property
+    def _may_work(self) -> bool:
+        return self._worked_s <= self.rules.time_share * (self._now() - self._began)
+
+    async def check(self, answered: Answered) -> None:
+        """Ask one answer again, and record what that says of its cache. A cache that has gone meanwhile, whose source
+        is not kept, or that was appended to another is left out."""
+        try:
+            manifest, work = await self._threads.compute(self._prepared, answered)
+            if work is not None and (result := await self._checked(answered, work)) is not None:
+                await self._record(manifest, result)
+        except KvshelfError as error:
+            log.info("an answer could not be asked again", cache_id=answered.cache_id, reason=error.message)
+
+    def _prepared(self, answered: Answered) -> tuple[Manifest, Recheck | None]:
+        manifest = self._store.stat(answered.cache_id, tenant=answered.tenant)
+        identity = Identity.from_dict(manifest.identity)
+        if not manifest.has_source or identity.parent:
+            return manifest, None
+        job = source_job(self._engine, self._store, manifest, identity)
+        cache = whole(self._engine, self._store, manifest.id, answered.tenant)
+        return manifest, Recheck(job, cache, answered.query, answered.answer)
+
+    async def _checked(self, answered: Answered, work: Recheck) -> Rechecked | None:
+        """None where another document came first: the answer waits for the next pause."""
+        ticket = self._scheduler.compress(work, tenant=answered.tenant)
+        future = asyncio.wrap_future(ticket.future)
+        try:
+            while not (await asyncio.wait([future], timeout=self._pause_s))[0]:
+                if self._scheduler.has_documents:
+                    ticket.cancel()
+            return await future
+        except Cancelled:
+            self._waiting.append(answered)
+            return None
+        finally:
+            ticket.cancel()
+            self._worked_s += ticket.worked_s
+            self._meter.add(answered.tenant, guard_s=ticket.worked_s)
+
+    async def _record(self, manifest: Manifest, result: Rechecked) -> None:
+        key = manifest.id, manifest.tenant
+        checked, agreed = self._results.pop(key, (0, 0))
+        self._results[key] = checked, agreed = checked + 1, agreed + (not result.differs)
+        if len(self._results) > _CACHES:
+            self._results.popitem(last=False)
+        self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
+        drifts = self._drift(manifest.policy, differs=result.differs)
+        quality = measured(result.quality, checked, agreed, result.kl)
+        below = result.differs and quality.high is not None and quality.high < self.rules.floor
+        known = manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
+        self._told.append(Guarded(manifest.policy, result.differs, result.kl, below and not known, drifts))
+        if below and not known:
+            await self._flag(manifest, quality)
+
+    def _drift(self, policy: str, *, differs: bool) -> bool:
+        if policy not in self._drifts and len(self._drifts) >= _POLICIES:
+            return False
+        drift = self._drifts.setdefault(policy, Drift(1 - self.rules.floor))
+        if alarm := drift.add(differs=differs):
+            log.warning("answers differ from the full caches' more often than the guard's floor allows", policy=policy)
+        return alarm
+
+    async def _flag(self, manifest: Manifest, quality: Quality) -> None:
+        await self._threads.run(self._store.update, manifest.id, tenant=manifest.tenant, quality=quality)
+        about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high, "floor": self.rules.floor}
+        log.warning("the guard found a cache below its floor", **about)
+        if self.rules.below == "remake":
+            await self._remake(manifest, self.rules.floor, Caller(manifest.tenant))
+
+
+def measured(quality: Quality | None, checked: int, agreed: int, kl: float) -> Quality:
+    """The quality of a cache after a check: by cues where they tell, otherwise by its own answers."""
+    if quality is not None and quality.low is not None:
+        return quality.model_copy(update={"reason": _BY})
+    low, high = bounds(agreed, checked)
+    return Quality(
+        agreement=agreed / checked,
+        low=low,
+        high=high,
+        worst=None,
+        cues=0,
+        full=False,
+        reason=f"{_BY}: {checked - agreed} of {checked} answers differ from the full cache's",
+        kl=kl,
+        probe_s=0.0,
+        version=VERSION,
+    )

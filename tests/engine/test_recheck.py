@@ -1,0 +1,93 @@
+"""An answer asked again of the full cache: whether it differs, how far, and what its cache is worth now."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvshelf.engine.recheck import MOST_TOKENS, Recheck, compared
+from kvshelf.samples.tasks import make_document
+
+
+@pytest.fixture(scope="module")
+def document():
+    return make_document("multikey", "prose", 400, 3, lambda text: len(text.split()))
+
+
+def recheck(engine, document, cache, *, question=0, max_new_tokens=16):
+    """The check of a cache's answer to one of the document's questions."""
+    prompt = document.questions[question].text
+    answer = engine.answer(cache, prompt, max_new_tokens=max_new_tokens)
+    query = engine.encode_query(cache, prompt)
+    job = engine.prepare(document.text, policy="full")
+    return Recheck(job, cache, tuple(query), tuple(answer.token_ids)).run(engine)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "klt"])
+def test_what_loses_nothing_answers_as_the_full_cache(tiny, document, codec):
+    cache = tiny.encoded(tiny.compress(document.text, policy="full"), codec)
+    for question in range(len(document.questions)):
+        result = recheck(tiny, document, cache, question=question)
+        assert (result.differs, result.quality) == (False, None)
+        assert result.kl < (1e-5 if codec == "none" else 0.2)
+
+
+def test_an_answer_that_differs_has_its_cache_measured(tiny, document):
+    """By the same figure as at its creation, of all cues."""
+    cache = tiny.compress(document.text, policy="streaming_llm", compression_ratio=0.9)
+    results = [recheck(tiny, document, cache, question=number) for number in range(len(document.questions))]
+    differing = [result for result in results if result.differs]
+    assert len(differing) > len(results) / 2
+    job = tiny.prepare(document.text, policy="streaming_llm", compression_ratio=0.9)
+    (made,) = tiny.run_levels([tiny.compressor.level(job)])
+    for result in differing:
+        assert result.kl > 0.5
+        assert result.quality is not None
+        assert result.quality.agreement == pytest.approx(made.quality.agreement, abs=0.02)
+        assert result.quality.high < 0.9
+
+
+def test_only_the_first_tokens_of_a_long_answer_are_compared(tiny, document):
+    cache = tiny.compress(document.text, policy="full")
+    query = tiny.encode_query(cache, document.questions[0].text)
+    answer = tiny.answer(cache, document.questions[0].text, max_new_tokens=16).token_ids
+    job = tiny.prepare(document.text, policy="full")
+    long = Recheck(job, cache, tuple(query), tuple(answer * 100)).run(tiny)
+    assert long.tokens == MOST_TOKENS
+
+
+def test_what_no_cue_can_measure_differs_all_the_same(tiny):
+    """A document of a few words has no cues."""
+    job = tiny.prepare("The access code of the amber falcon is 482913.", policy="full")
+    right, wrong = (tiny.compress(f"The access code of the amber falcon is {code}.") for code in (482913, 175206))
+    query = tiny.encode_query(right, "What is the access code of the amber falcon?")
+    answer = tiny.answer(right, query).token_ids
+    result = Recheck(job, wrong, tuple(query), tuple(answer)).run(tiny)
+    assert (result.differs, result.quality) == (True, None)
+
+
+def logs(*rows):
+    return torch.tensor(rows).log()
+
+
+@pytest.mark.parametrize(
+    ("full", "other", "differs"),
+    [
+        ((0.6, 0.3, 0.1), (0.4, 0.35, 0.25), False),
+        ((0.6, 0.3, 0.1), (0.3, 0.6, 0.1), True),
+        ((0.45, 0.35, 0.2), (0.3, 0.6, 0.1), False),  # the full cache is itself unsure
+        ((0.6, 0.3, 0.1), (0.45, 0.45, 0.1), False),  # rounding decides
+    ],
+)
+def test_an_answer_differs_where_the_full_cache_is_sure_of_another_token(full, other, differs):
+    same = (0.8, 0.1, 0.1)
+    told, kl = compared(logs(same, full), logs(same, other))
+    assert told == differs
+    by_hand = sum(p * math.log(p / q) for p, q in zip(full, other, strict=True)) / 2
+    assert kl == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_logits_that_are_no_numbers_differ():
+    assert compared(logs((0.8, 0.2)), torch.full((1, 2), math.nan)) == (True, math.inf)

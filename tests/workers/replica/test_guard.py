@@ -1,0 +1,231 @@
+"""The guard of a replica: what it asks again, what it finds, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshelf.api import CreateCache, Query
+from kvshelf.api.answers import Answer, Guarded
+from kvshelf.api.usage import today
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.quality import exact
+from kvshelf.samples.tasks import TaskDocument, make_document
+from kvshelf.store.disk import DiskStore
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads
+from kvshelf.workers.replica.guard import Answered, Drift, Guard, GuardRules, measured
+from kvshelf.workers.replica.replica import Replica
+from kvshelf.workers.replica.scheduler import Scheduler
+from tests.amounts import amount
+
+DEFAULT = Caller("default")
+BAD = {"policy": "streaming_llm", "compression_ratio": 0.9, "codec": "none", "quality": False}
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("kvshelf-tiny", device="cpu")
+
+
+@pytest.fixture
+async def guarded(engine: Engine, tmp_path: Path) -> AsyncIterator[Callable[..., Replica]]:
+    """Replicas of one shelf, by the rules of their guards."""
+    replicas: list[Replica] = []
+
+    def start(**rules: Any) -> Replica:
+        for replica in replicas:
+            replica.stop()
+        rules = {"share": 1.0, "time_share": 1.0} | rules
+        replicas.append(
+            Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine), guard=GuardRules(**rules))
+        )
+        replicas[-1].start()
+        return replicas[-1]
+
+    yield start
+    for replica in replicas:
+        replica.stop()
+
+
+def document(seed: int) -> TaskDocument:
+    return make_document("multikey", "prose", 220, seed, lambda text: len(text.split()))
+
+
+async def made(replica: Replica, seed: int, **options: Any) -> Manifest:
+    options = {"keep_source": True} | options
+    return (await replica.create(CreateCache(document=document(seed).text, **options), caller=DEFAULT)).manifest
+
+
+async def ask(replica: Replica, manifest: Manifest, seed: int, question: int = 0) -> Answer:
+    """An answer; and the guard has seen it, if it is to."""
+    prompt = document(seed).questions[question].text
+    answer = await replica.query(manifest.id, Query(prompt=prompt, max_tokens=12), caller=DEFAULT)
+    async with asyncio.timeout(60):
+        while replica.questions.guard.open:
+            await asyncio.sleep(0.01)
+    return answer
+
+
+async def ask_all(replica: Replica, manifest: Manifest, seed: int, questions: int) -> list[Guarded]:
+    """What the guard found, as the replica tells it with the next answer."""
+    answers = [await ask(replica, manifest, seed, question) for question in range(questions)]
+    return [*(one for answer in answers for one in answer.served.guarded), *replica.questions.guard.take_results()]
+
+
+def used(replica: Replica) -> tuple[int, int, float]:
+    """Answers that were asked again, those of them that differ, and the seconds that took."""
+    replica.meter.flush()
+    metered = replica.store.metering.days(today(), today(), tenant="default")[0].by_model["kvshelf-tiny"]
+    return metered.guarded, metered.guard_differed, metered.guard_s
+
+
+async def test_a_cache_that_answers_as_the_full_one_stays_as_it_is(guarded: Callable[..., Replica]) -> None:
+    replica = guarded()
+    manifest = await made(replica, 1)
+    told = await ask_all(replica, manifest, 1, 3)
+    checked, differed, seconds = used(replica)
+    assert (checked, differed) == (3, 0)
+    assert 0 < seconds < 60
+    assert replica.store.stat(manifest.id).quality == manifest.quality
+    assert [(one.policy, one.differs, one.below, one.drifts) for one in told] == [("full", False, False, False)] * 3
+
+
+async def test_a_bad_cache_is_recorded_as_one(guarded: Callable[..., Replica]) -> None:
+    replica = guarded()
+    manifest = await made(replica, 2, **BAD)
+    assert manifest.quality is None
+    told = await ask_all(replica, manifest, 2, 4)
+    quality = replica.store.stat(manifest.id).quality
+    assert quality is not None
+    assert quality.reason == "measured by the guard"
+    assert quality.high is not None
+    assert quality.high < 0.9
+    assert quality.cues >= 8
+    assert sum(one.below for one in told) == 1, "once"
+    assert used(replica)[1] >= 2
+    assert replica.store.stat(manifest.id).revision != manifest.revision
+
+
+async def test_by_the_rule_remake_a_finer_cache_is_made_beside_it(guarded: Callable[..., Replica]) -> None:
+    replica = guarded(below="remake")
+    manifest = await made(replica, 2, labels={"kind": "log"}, name="two", **BAD)
+    await ask_all(replica, manifest, 2, 4)
+    others = [one for one in replica.store.list(document_id=manifest.document_id).data if one.id != manifest.id]
+    (finer,) = others
+    assert finer.quality is not None
+    assert finer.quality.low is not None
+    assert finer.quality.low >= 0.9
+    assert (finer.labels, finer.name, finer.has_source) == ({"kind": "log"}, "two", True)
+
+
+async def test_off_it_asks_nothing(guarded: Callable[..., Replica]) -> None:
+    replica = guarded(share=0.0)
+    manifest = await made(replica, 2, **BAD)
+    await ask_all(replica, manifest, 2, 3)
+    assert used(replica) == (0, 0, 0.0)
+    assert replica.store.stat(manifest.id).quality is None
+
+
+async def test_what_cannot_be_asked_again_is_left_out(guarded: Callable[..., Replica]) -> None:
+    """A cache without its source, and one that has gone when its turn comes."""
+    replica = guarded()
+    sourceless = await made(replica, 3, keep_source=False)
+    answer = await ask(replica, sourceless, 3)
+    assert answer.text
+    gone = await made(replica, 4)
+    replica.store.delete(gone.id)
+    await replica.questions.guard.check(Answered(gone.id, "default", (1, 2), (3,)))
+    assert used(replica)[0] == 0
+
+
+async def test_a_share_of_the_answers_is_asked_again_within_a_share_of_the_time(
+    guarded: Callable[..., Replica],
+) -> None:
+    replica = guarded(share=0.25, time_share=1e-9)
+    manifest = await made(replica, 1)
+    wanted = sum(replica.questions.guard.wants for _ in range(4000))
+    assert 850 < wanted < 1150
+    guard = replica.questions.guard
+    query = tuple(replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text))
+    for _ in range(100):
+        guard.add(Answered(manifest.id, "default", query, (5,)))
+    assert guard.open == 64, "the oldest go"
+    guarding = asyncio.ensure_future(guard.run_forever())
+    await asyncio.sleep(1.0)
+    guarding.cancel()
+    assert used(replica)[0] == 1, "the first, and no other for a long time"
+
+
+async def test_documents_go_before_the_guard(guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that is running gives way, and is made later."""
+    replica = guarded()
+    manifest = await made(replica, 1)
+    parts = replica.engine, replica.store, replica.scheduler, ReplicaThreads(), replica.meter
+    guard = Guard(*parts, GuardRules(share=1.0), replica.creations.remake, pause_s=0.001)
+    query = replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text)
+    answered = Answered(manifest.id, "default", tuple(query), (5,))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "has_documents", True)
+        await guard.check(answered)
+    assert (guard.open, used(replica)[0]) == (1, 0)
+    await guard.check(answered)
+    assert used(replica)[0] == 1
+
+
+def test_without_cues_a_caches_own_answers_tell() -> None:
+    told = exact(100, 0.0).model_copy(update={"low": None})
+    assert measured(told, 1, 0, 2.0).high == pytest.approx(0.95)
+    quality = measured(None, 3, 1, 2.0)
+    assert (quality.agreement, quality.kl, quality.full) == (pytest.approx(1 / 3), 2.0, False)
+    assert quality.reason == "measured by the guard: 2 of 3 answers differ from the full cache's"
+    own = exact(100, 0.0)
+    assert measured(own, 3, 1, 2.0) == own.model_copy(update={"reason": "measured by the guard"})
+
+
+def test_an_alarm_is_raised_where_answers_differ_more_often_and_else_not() -> None:
+    """Half of the answers: within 60. One in fifty, where one in ten may: never in 10,000."""
+    for seed in range(20):
+        draw, drift = random.Random(seed), Drift(0.1)
+        assert not any(drift.add(differs=draw.random() < 0.02) for _ in range(10_000))
+        rounds = next(number for number in range(1, 1000) if drift.add(differs=draw.random() < 0.5))
+        assert rounds <= 60
+
+
+async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:
+    """Of 200 caches, with 300 questions (`make soak`); each question is asked again."""
+    replica, count = guarded(), amount(12, 200)
+    draw = random.Random(5)
+    planted = draw.randrange(count)
+    caches = [await made(replica, seed, **(BAD if seed == planted else {})) for seed in range(count)]
+    found, told, asked = None, list[Guarded](), 0
+    while found is None and asked < count * 3 // 2:
+        for seed in draw.sample(range(count), count):
+            answer = await ask(replica, caches[seed], seed, draw.randrange(4))
+            told += [*answer.served.guarded, *replica.questions.guard.take_results()]
+            asked += 1
+            if told[-1].below:
+                found = seed
+                break
+    print(f"\nfound after {asked} questions on {count} caches")
+    assert found == planted
+    assert asked <= count * 3 // 2
+    for number in range(amount(30, 10_000)):
+        seed = draw.choice([seed for seed in range(count) if seed != planted])
+        answer = await ask(replica, caches[seed], seed, number % 4)
+        told += [*answer.served.guarded, *replica.questions.guard.take_results()]
+    assert len(told) == asked + amount(30, 10_000)
+    assert sum(one.below for one in told) == 1
+    assert not any(one.drifts for one in told)
