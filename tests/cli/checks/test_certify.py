@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvshelf.api import Certificate
 from kvshelf.cli import app
+from kvshelf.engine.certify import grading
+from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument, grade
+from kvshelf.engine.engine import Engine
 from kvshelf.samples.tasks import make_document
 
 
@@ -18,7 +22,7 @@ def run(file: Path, *options: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def rows(count: int) -> list[dict[str, object]]:
+def rows(count: int) -> list[dict[str, Any]]:
     documents = [make_document("needle", "prose", 90, seed, lambda text: len(text.split())) for seed in range(count)]
     return [
         {"context": made.text, "question": [one.text for one in made.questions], "id": "extra"} for made in documents
@@ -32,8 +36,22 @@ def test_a_certificate_is_written_and_an_interrupted_run_goes_on(
     file, target = tmp_path / "asked.jsonl", tmp_path / "own.json"
     file.write_text("\n".join(map(json.dumps, rows(3))) + "\n")
     options = ("--alpha", "0.3", "--max-new-tokens", "4", "--output", str(target), "--json")
+    graded: list[str] = []
+
+    def counted(engine: Engine, document: QuestionedDocument, *args: Any, **options: Any) -> GradedDocument:
+        if len(graded) == 2:
+            graded.append("interrupted")
+            raise KeyboardInterrupt
+        graded.append(document.text)
+        return grade(engine, document, *args, **options)
+
+    monkeypatch.setattr(grading, "grade", counted)
+    code, _ = run(file, *options)
+    assert code != 0
+    assert not target.exists()
     code, told = run(file, *options)
     assert code == 0, told
+    assert [graded.count(row["context"]) for row in rows(3)] == [1, 1, 1]
     written = Certificate.model_validate_json(target.read_bytes())
     assert json.loads(told.splitlines()[-1])["digest"] == written.digest
     assert (written.reference, written.groups[""].documents) == ("full", 3)
