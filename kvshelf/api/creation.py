@@ -388,13 +388,14 @@ class CreateCache(CacheOptions):
         return SplitOptions() if self.split else None
 
 
-class AppendCache(RequestBody, Renewable):
+class AppendCache(Protecting, Renewable):
     """POST /v1/caches/{id}/append: more of a document, read behind its cache. Exactly one of `document` (a text, which
     goes on where the document ends), `messages` (whole turns) and `token_ids` is required.
 
     A new cache is stored; the one that it was appended to stays as it is. Policy, ratio and budget are of what is
     appended alone: by default the policy and the ratio of the cache, under whose codec all of it is stored. Without
-    `ttl_s` and `expires_at` the new cache has the lifetime of the cache that it was appended to.
+    `ttl_s` and `expires_at` the new cache has the lifetime of the cache that it was appended to. `protect` is of what
+    is appended; what was protected before stays so.
     """
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))
@@ -421,6 +422,11 @@ class AppendCache(RequestBody, Renewable):
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
     labels: Labels = Field(default_factory=dict)
     name: CacheName = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _marked(cls, data: Any) -> Any:
+        return without_marks(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

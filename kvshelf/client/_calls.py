@@ -113,7 +113,7 @@ class WatchFields(LevelFields, total=False):
     episodes: Episodes | None
 
 
-class AppendFields(ReducedFields, DocumentFields, total=False):
+class AppendFields(ReducedFields, ProtectFields, DocumentFields, total=False):
     """What is appended to a cache, and how it is reduced."""
 
 
@@ -328,9 +328,9 @@ def append_cache(id: str, **fields: Unpack[AppendFields]) -> HttpCall[api.CacheO
     """Read more of a document behind its cache, and store the cache of all as a new one; only what is new is prefilled.
 
     One of `document` (a text, which goes on where the document ends), `messages` (whole turns), `token_ids` and `file`
-    (a path), and as keywords `policy`, `policy_params`, `compression_ratio` or `budget_tokens`, which are of what is
-    appended alone, `ttl_s` or `expires_at`, `name` and `labels`. By default policy, ratio and expiry are those of the
-    cache `id`.
+    (a path), and as keywords `policy`, `policy_params`, `compression_ratio` or `budget_tokens` and `protect`, which are
+    of what is appended alone, `ttl_s` or `expires_at`, `name` and `labels`. By default policy, ratio and expiry are
+    those of the cache `id`.
 
     Raises `CacheNotFound`, `CacheExpired`, `ModelMismatch`, `DocumentTooLong`, `PolicyUnsupported`, ...
     """

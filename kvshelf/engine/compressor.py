@@ -82,13 +82,21 @@ class Compressor:
             questions=options.expected_questions,
         )
 
-    def prepare_append(self, cache: CompressedCache, more: Document | EncodedDocument, options: CompressOptions) -> Job:
+    def prepare_append(
+        self,
+        cache: CompressedCache,
+        more: Document | EncodedDocument,
+        options: CompressOptions,
+        protect: Sequence[str] = (),
+    ) -> Job:
         """Check and tokenize what is to be appended to a cache; no work of the model.
 
         The appended tokens are read behind the cache as it is stored and reduced by themselves: budget and ratio are of
         them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
-        policy's defaults. So this differs from compressing the whole text anew: what the parent's policy removed, these
-        tokens never saw; no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+        policy's defaults. protect: rules of what is appended.
+
+        So this differs from compressing the whole text anew: what the parent's policy removed, these tokens never saw;
+        no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
         policy, of the cache or of this call, that cannot go on.
@@ -96,13 +104,12 @@ class Compressor:
         self._attachments.require_own(cache)
         require_possible(Combination(facts=self._facts, verb="append", cache=cache))
         made = cache.identity
-        token_ids, boundary = self._encoder.appended(made, more)
+        encoded = self._encoder.appended(made, more, protect)
         policy = options.built(made.policy)
-        encoded = EncodedDocument(token_ids, 0, made.layout, boundary, made.date, variables=made.variables)
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
-        self._require_room(cache, len(token_ids))
+        self._require_room(cache, len(encoded.token_ids))
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
-            self._encoder.require_question(cache.num_tokens, boundary, encoded.told, len(token_ids))
+            self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.told, len(encoded.token_ids))
         same = options.policy is None or options.policy == made.policy
         return self._preparer.job(
             view,

@@ -196,19 +196,19 @@ class Engine:
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         expected_questions: Sequence[str] = (),
+        protect: Sequence[str] = (),
         **policy_params: Any,
     ) -> CompressedCache:
-        """`cache` with more text, token ids or messages appended to its document; `cache` itself stays as it is. The
-        arguments are those of `prepare_append`."""
+        """`cache` with more appended to its document, see `prepare_append`; `cache` itself stays as it is."""
         options = CompressOptions(policy, compression_ratio, budget_tokens, policy_params, expected_questions)
-        level = self.compressor.level(self.compressor.prepare_append(cache, more, options))
+        level = self.compressor.level(self.compressor.prepare_append(cache, more, options, protect))
         return self.compressor.prefill([level]).compressions[0].cache
 
     def prepare_append(
-        self, cache: CompressedCache, more: Document | EncodedDocument, **options: Unpack[CompressFields]
+        self, cache: CompressedCache, more: Document | EncodedDocument, protect: Sequence[str] = (), **options: Any
     ) -> Job:
         """Check and tokenize what is to be appended to a cache: see `Compressor.prepare_append`. Thread-safe."""
-        return self.compressor.prepare_append(cache, more, CompressOptions(**options))
+        return self.compressor.prepare_append(cache, more, CompressOptions(**options), protect)
 
     def run(self, job: Job, *, checkpoint: Checkpoint | None = None) -> Compression:
         """Prefill the document and reduce each layer as soon as its attention is done: in one pass, or chunk by chunk

@@ -44,7 +44,7 @@ class Turns:
         elif text:
             asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             turn: Any = [*asked, {"role": "assistant", "content": text}]
-            said, _ = self._encoder.appended(identity, turn)
+            said = self._encoder.appended(identity, turn).token_ids
         else:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
         return self.bounded(document, said)
@@ -86,18 +86,19 @@ class Turns:
     def identity(self, parent: Identity, codec: str, kept_tokens: int, turn: Document | EncodedDocument) -> Identity:
         """The identity of a cache after a turn, as `caches` gives it, from what a shelf knows of the cache before.
         Raises `InvalidRequest` for a turn that cannot follow."""
-        ids, boundary = self._encoder.appended(parent, turn)
+        said = self._encoder.appended(parent, turn)
         whole = everything()
         own = replace(
             parent,
-            num_tokens=len(ids),
-            boundary=boundary,
+            num_tokens=len(said.token_ids),
+            boundary=said.boundary,
             policy=whole.name,
             policy_version=whole.revision,
             policy_params=whole.parameters(),
-            budget_tokens=len(ids),
+            budget_tokens=len(said.token_ids),
             compression_ratio=0.0,
             probe="",
             expected_questions=(),
+            protect=(),
         )
-        return own.behind(parent, codec, kept_tokens, as_bytes(ids))
+        return own.behind(parent, codec, kept_tokens, as_bytes(said.token_ids))

@@ -233,11 +233,16 @@ class TextFormat:
         ]
 
     def message_spans(
-        self, messages: Sequence[Message], document: EncodedDocument, wanted: Sequence[tuple[int, int, int]]
+        self,
+        messages: Sequence[Message],
+        document: EncodedDocument,
+        wanted: Sequence[tuple[int, int, int]],
+        behind: Boundary | None = None,
     ) -> list[tuple[int, int]]:
         """For each place of a message and characters of its text, from one up to another, the tokens that hold them.
-        Raises `InvalidRequest` where the template does not tell where a message is."""
-        script = _Script(self, None, check_messages(messages), document.told, None)
+        behind: where the cache ends to which the messages are appended; None: they begin a conversation. Raises
+        `InvalidRequest` where the template does not tell where a message is."""
+        script = _Script(self, behind, check_messages(messages, TOOL_ROLES), document.told, None)
         try:
             return script.followed_by(_next(messages[-1])).spans(wanted)
         except InvalidRequest:  # nothing may follow, for all that is known

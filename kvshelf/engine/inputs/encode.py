@@ -246,13 +246,17 @@ class Encoder:
             return self.require_text("messages").encode(said)
         return self._checked_ids(prompt, "prompt")
 
-    def appended(self, made: Identity, more: Document | EncodedDocument) -> tuple[list[int], Boundary]:
-        """The token ids that `more` appends to the cache with this identity, and where it ends with them.
+    def appended(
+        self, made: Identity, more: Document | EncodedDocument, protect: Sequence[str] = ()
+    ) -> EncodedDocument:
+        """What `more` appends to the cache with this identity: its token ids, and where the document ends with them.
 
-        A text goes on where the document ends, just as it is; messages are whole turns behind it. Raises
-        `InvalidRequest`.
+        A text goes on where the document ends, just as it is; messages are whole turns behind it. protect: as of
+        `document`, of what is appended alone. Raises `InvalidRequest`.
         """
-        boundary = made.boundary
+        boundary, rules, texts, turns = made.boundary, list(protect), list[str](), None
+        if isinstance(more, list | tuple) and more and isinstance(more[0], Mapping):
+            more, rules = _without_marks(more, rules)
         if isinstance(more, EncodedDocument):
             ids, boundary = more.token_ids, more.boundary
         elif isinstance(more, str):
@@ -262,6 +266,7 @@ class Encoder:
                     param="document",
                 )
             self._require_fits([more], "document")
+            texts = [more]
             ids = self.require_text("document").encode(more)
         elif not isinstance(more, Tensor) and more and isinstance(more[0], Mapping):
             if made.layout == "plain":
@@ -269,7 +274,8 @@ class Encoder:
                     "this cache has the layout 'plain' and no turns; append a text to it", param="messages"
                 )
             turns = check_messages(more, TOOL_ROLES)  # type: ignore[arg-type]
-            self._require_fits([turn["content"] for turn in turns], "messages")
+            texts = [turn["content"] for turn in turns]
+            self._require_fits(texts, "messages")
             ids = self.require_text("messages").turns(
                 boundary,
                 more,  # type: ignore[arg-type]
@@ -282,7 +288,11 @@ class Encoder:
             ids = self._checked_ids(more, "token_ids")
         if not ids:
             raise DocumentTooShort("what is to be appended is empty; send at least one token", param="document")
-        return ids, boundary
+        encoded = EncodedDocument(ids, 0, made.layout, boundary, made.date, variables=made.variables)
+        if not rules:
+            return encoded
+        found = DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary)
+        return replace(encoded, protect=found.spans())
 
     def search(self, query: str) -> list[int]:
         """The token ids of a question that a search reads behind the coder's reference tokens.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from kvshelf.artifact.identity import MAX_PROTECTED_SPANS
+from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import EncodedDocument, Message, TextFormat
 
@@ -29,13 +29,14 @@ _FORMS: Final = "system, headings, first:N, text:..., lines:REGEX, chars:A-B, me
 @dataclass(frozen=True)
 class DocumentRules:
     """The rules of one document. texts: what it says, of a conversation that of each message; none where it is token
-    ids. messages: of a conversation."""
+    ids. messages: of a conversation. behind: where the cache ends to which the document is appended, if it is."""
 
     rules: Sequence[str]
     encoded: EncodedDocument
     form: TextFormat | None
     texts: Sequence[str]
     messages: Sequence[Message] | None
+    behind: Boundary | None = None
 
     def spans(self) -> tuple[Span, ...]:
         """The tokens that the rules are about, as of an `Identity`. Raises `InvalidRequest` that names the rule: for
@@ -84,8 +85,9 @@ class DocumentRules:
                 where = f"messages[{at}]" if self.messages is not None else "the document"
                 raise refused(rule, f"{where} has {len(self.texts[at])} characters; give some of them, as 10-90")
         if self.messages is not None:
-            return self.form.message_spans(self.messages, self.encoded, chars)
-        tokens = self.form.spans(self.texts[0], self.encoded)
+            return self.form.message_spans(self.messages, self.encoded, chars, self.behind)
+        text = self.texts[0]
+        tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text, "first")
         before = self.num_tokens - len(tokens)
         starts, ends = ([span[side] for span in tokens] for side in (0, 1))
         return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]

@@ -144,6 +144,59 @@ def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, mess
             assert torch.equal(values, same_values)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "klt"])
+@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "kvzip"])
+def test_what_is_appended_has_rules_of_its_own(
+    codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]
+) -> None:
+    """Their tokens are kept as the model makes them behind the cache; those of before stay."""
+    document, other = messages[1]["content"], "Rule: never sail on a Friday."
+    begun = prepared(tiny, document, "keydiff", [f"text:{RULE}"])
+    cache = tiny.encoded(tiny.run(begun).cache, codec)
+    more = f"{document[:900]}\n{other}\n{document[900:1800]}"
+    sizes = {"compression_ratio": 0.8}
+    grown = tiny.extend(cache, more, policy=policy, protect=[f"text:{other}"], **sizes)
+    ((first, end),) = grown.identity.protect[1:]
+    assert grown.identity.protect[:1] == begun.document.protect
+    form = tiny.encoder.require_text("protect")
+    assert form.decode(form.encode(more)[first - cache.num_tokens : end - cache.num_tokens]).strip() == other
+    whole = tiny.extend(cache, more, policy="full", protect=[f"text:{other}"])
+    places = list(range(first, end))
+    for layer in range(len(grown.layers)):
+        exact = rows_at(tiny.coders.decoded(whole), layer, places)
+        for held, true in zip(rows_at(tiny.coders.decoded(grown), layer, places), exact, strict=True):
+            for mine, theirs in zip(held, true, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+    assert grown.kept_tokens < whole.kept_tokens
+    read = CompressedCache.from_bytes(grown.to_bytes())
+    assert read.identity == grown.identity
+
+
+def test_a_turn_that_is_appended_has_marked_text(tiny: Engine, messages: list[dict[str, str]]) -> None:
+    said = [*messages, {"role": "assistant", "content": "Aye."}]
+    cache = tiny.compress(said, policy="full")
+    blocks = [{"text": f"Quay and tide. {RULE} "}, {"text": "Mind the gate.", "protect": True}, {"text": " So be it."}]
+    turn = [{"role": "user", "content": blocks}, {"role": "assistant", "content": "Yes."}]
+    job = tiny.prepare_append(cache, turn, policy="streaming_llm", compression_ratio=0.5)  # type: ignore[arg-type]
+    ((first, end),) = job.document.protect
+    assert tiny.encoder.require_text("protect").decode(job.document.token_ids[first:end]).strip() == "Mind the gate."
+    with pytest.raises(InvalidRequest, match="nothing in the document is that"):
+        tiny.prepare_append(cache, turn, policy="full", protect=["text:zebra"])  # type: ignore[arg-type]
+    plain = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}]
+    with pytest.raises(InvalidRequest, match="no system message"):
+        tiny.prepare_append(cache, plain, policy="full", protect=["system"])  # type: ignore[arg-type]
+
+
+def test_the_turn_behind_a_protected_cache_has_the_identity_by_which_it_is_found(
+    tiny: Engine, messages: list[dict[str, str]]
+) -> None:
+    cache = tiny.compress(messages, policy="full", protect=["system"])
+    turn: Any = [{"role": "assistant", "content": "Yes."}]
+    grown = tiny.extend(cache, turn, policy="full")
+    expected = tiny.turns.identity(cache.identity, cache.codec, cache.kept_tokens, turn)
+    assert expected.protect == grown.identity.protect == cache.identity.protect
+
+
 def text_of(job: Job, engine: Engine) -> list[str]:
     ids, form = job.document.token_ids, engine.encoder.require_text("protect")
     return [form.decode(ids[first:end]) for first, end in job.document.protect]

@@ -328,6 +328,21 @@ def test_protected_text_is_kept_counted_and_made_again(http: httpx.Client) -> No
     http.delete(f"/v1/caches/{marked['id']}")
     assert create(http, document=blocks, **body)["id"] == marked["id"]
     assert http.post(f"/v1/caches/{marked['id']}/query", json=asked).json()["text"] == answer
+    more = [{"text": DOCUMENT}, {"text": "Never open the window. ", "protect": True}]
+    grown = http.post(f"/v1/caches/{marked['id']}/append", json={"document": more, "policy": "streaming_llm"}).json()
+    assert 0 < grown["tokens"]["protected"] - marked["tokens"]["protected"] < 12
+    wrong = http.post(f"/v1/caches/{marked['id']}/append", json={"document": "More.", "protect": ["text:zebra"]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "protect")
+
+
+def test_the_turn_behind_a_protected_conversation_is_found(http: httpx.Client) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": DOCUMENT}]
+    cache = create(http, messages=said, protect=["system"], policy="full")
+    url, asked = f"/v1/caches/{cache['id']}/query", [{"role": "user", "content": "Which gate?"}]
+    first = http.post(url, json={"messages": asked, "max_tokens": 4, "store": True}).json()
+    again = [*asked, {"role": "assistant", "content": first["text"]}, {"role": "user", "content": "Which else?"}]
+    second = http.post(url, json={"messages": again, "max_tokens": 4}).json()
+    assert second["usage"]["cache_read_tokens"] > cache["tokens"]["document"]
 
 
 @pytest.mark.parametrize(

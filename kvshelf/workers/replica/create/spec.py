@@ -169,6 +169,7 @@ def appended_level(engine: Engine, parent: CompressedCache, spec: AppendCache) -
         budget_tokens=spec.budget_tokens,
         policy_params=spec.policy_params,
         expected_questions=spec.expected_questions,
+        protect=spec.protect,
     )
     return engine.compressor.level(job)
 
