@@ -50,10 +50,12 @@ class Piece(str):
 
 @dataclass(frozen=True)
 class Guarded:
-    """An answer that was asked again of the full cache. policy: of its cache. below: whether that is therefore known to
-    be below the floor. drifts: whether the answers of the policy raise an alarm."""
+    """An answer that was asked again of the full cache. policy: of its cache. group: by the guard's label. below:
+    whether the cache is therefore known to be below the floor. drifts: whether the answers of the policy and group
+    raise an alarm."""
 
     policy: str
+    group: str
     differs: bool
     kl: float
     below: bool

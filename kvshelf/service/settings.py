@@ -178,6 +178,9 @@ class Settings(BaseSettings):
     guard_below: Literal["flag", "remake"] = Field(
         "flag", description="a cache below the floor gets its new quality; remake: and a finer one is made beside it"
     )
+    guard_label: str = Field(
+        "", max_length=64, description="a label whose values metrics of the guard tell apart, the first 20 of them"
+    )
 
     sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
     startup_deadline_s: Seconds = Field(300.0, description="limit for loading the models")

@@ -51,13 +51,14 @@ class Metrics(QuestionMetrics):
         self._turn_hits = histogram("turn_hit_share", about, "model", buckets=_SHARES)
         about = "caches in the memory of replicas that were pinned after a tool's call, released early, read by a hint"
         self._retention = counter("cache_retention", about, "model", "event")
+        of = "model", "policy", "group"
         about = "answers that were asked again of the full cache, by result: same or differs"
-        self._guarded = counter("guarded_answers", about, "model", "policy", "result")
+        self._guarded = counter("guarded_answers", about, *of, "result")
         about = "divergence of these answers' tokens from the full cache's, in nats"
-        self._guard_kl = histogram("guarded_kl", about, "model", "policy", buckets=_NATS)
-        self._guard_below = counter("guard_caches_below", "caches found below the guard's floor", "model", "policy")
+        self._guard_kl = histogram("guarded_kl", about, *of, buckets=_NATS)
+        self._guard_below = counter("guard_caches_below", "caches found below the guard's floor", *of)
         about = "alarms that answers differ more often than the guard's floor allows"
-        self._guard_alarms = counter("guard_alarms", about, "model", "policy")
+        self._guard_alarms = counter("guard_alarms", about, *of)
         self._completion_tokens = counter("completion_tokens", "tokens of answers", "model")
         about = "stored entries of a KV head that the last token of each answer read, summed over answers"
         self._read_tokens = counter("read_tokens", about, "model")
@@ -124,10 +125,11 @@ class Metrics(QuestionMetrics):
             _observe(self._answer_s, model, answer.served.phases)
             self.remembered(model, answer.served.memory)
             for one in answer.served.guarded:
-                self._guarded.labels(model, one.policy, "differs" if one.differs else "same").inc()
-                self._guard_kl.labels(model, one.policy).observe(one.kl)
-                self._guard_below.labels(model, one.policy).inc(one.below)
-                self._guard_alarms.labels(model, one.policy).inc(one.drifts)
+                of = model, one.policy, one.group
+                self._guarded.labels(*of, "differs" if one.differs else "same").inc()
+                self._guard_kl.labels(*of).observe(one.kl)
+                self._guard_below.labels(*of).inc(one.below)
+                self._guard_alarms.labels(*of).inc(one.drifts)
 
     def remembered(self, model: str, counts: Mapping[str, int]) -> None:
         """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""

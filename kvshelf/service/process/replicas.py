@@ -53,7 +53,13 @@ def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) 
         quality=settings.quality_probe,
         tenant_quality=settings.tenant_quality,
         max_document_tokens=settings.max_document_tokens,
-        guard=GuardRules(settings.guard_share, settings.guard_time_share, settings.guard_floor, settings.guard_below),
+        guard=GuardRules(
+            settings.guard_share,
+            settings.guard_time_share,
+            settings.guard_floor,
+            settings.guard_below,
+            settings.guard_label,
+        ),
         gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),
     )

@@ -47,7 +47,8 @@ _WAITING: Final = 64
 """Answers that wait to be asked again; the oldest goes for a newer one. Their tokens are in memory alone."""
 _CACHES: Final = 4096
 """Caches whose answers are counted; the one without a check for the longest time goes for a new one."""
-_POLICIES: Final = 256
+_DRIFTS: Final = 256
+_GROUPS: Final = 20
 _STEP: Final = 0.1
 """gamma over alpha: ten answers that differ beyond their share raise an alarm."""
 _BY: Final = "measured by the guard"
@@ -57,12 +58,14 @@ _BY: Final = "measured by the guard"
 class GuardRules:
     """share: of the answers that are asked again; 0: none. time_share: of the replica's life that this may take.
     floor: of the share of what a document decides that its cache answers as the full one. below: what happens to a
-    cache that is below it."""
+    cache that is below it. label: whose values, the first `_GROUPS` of them, are groups that are told apart; "": none.
+    """
 
     share: float = 0.0
     time_share: float = 0.05
     floor: float = 0.9
     below: Literal["flag", "remake"] = "flag"
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Answered:
 
 @dataclass
 class Drift:
-    """The level of adaptive conformal inference over the answers of one policy. alpha: their share that may differ."""
+    """The level of adaptive conformal inference over the answers of one policy and group. alpha: the share of them that
+    may differ."""
 
     alpha: float
     level: float = field(init=False)
@@ -123,7 +127,8 @@ class Guard:
         self._began, self._worked_s = now(), 0.0
         self._waiting: deque[Answered] = deque(maxlen=_WAITING)
         self._results: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
-        self._drifts: dict[str, Drift] = {}
+        self._drifts: dict[tuple[str, str], Drift] = {}
+        self._groups: set[str] = set()
         self._told: list[Guarded] = []
         self._checking = 0
 
@@ -203,20 +208,30 @@ class Guard:
         if len(self._results) > _CACHES:
             self._results.popitem(last=False)
         self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
-        drifts = self._drift(manifest.policy, differs=result.differs)
+        group = self._group(manifest)
+        drifts = self._drift(manifest.policy, group, differs=result.differs)
         quality = measured(result.quality, checked, agreed, result.kl)
         below = result.differs and quality.high is not None and quality.high < self.rules.floor
         known = manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
-        self._told.append(Guarded(manifest.policy, result.differs, result.kl, below and not known, drifts))
+        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, below and not known, drifts))
         if below and not known:
             await self._flag(manifest, quality)
 
-    def _drift(self, policy: str, *, differs: bool) -> bool:
-        if policy not in self._drifts and len(self._drifts) >= _POLICIES:
+    def _group(self, manifest: Manifest) -> str:
+        """The value of the label: metrics have a series for each, so there are few."""
+        value = manifest.labels.get(self.rules.label, "")
+        if value not in self._groups and len(self._groups) >= _GROUPS:
+            return "other"
+        self._groups.add(value)
+        return value
+
+    def _drift(self, policy: str, group: str, *, differs: bool) -> bool:
+        if (key := (policy, group)) not in self._drifts and len(self._drifts) >= _DRIFTS:
             return False
-        drift = self._drifts.setdefault(policy, Drift(1 - self.rules.floor))
+        drift = self._drifts.setdefault(key, Drift(1 - self.rules.floor))
         if alarm := drift.add(differs=differs):
-            log.warning("answers differ from the full caches' more often than the guard's floor allows", policy=policy)
+            about = {"policy": policy, "group": group}
+            log.warning("answers differ from the full caches' more often than the guard's floor allows", **about)
         return alarm
 
     async def _flag(self, manifest: Manifest, quality: Quality) -> None:

@@ -195,6 +195,21 @@ def test_without_cues_a_caches_own_answers_tell() -> None:
     assert measured(own, 3, 1, 2.0) == own.model_copy(update={"reason": "measured by the guard"})
 
 
+async def test_the_values_of_a_label_are_groups_and_few(guarded: Callable[..., Replica]) -> None:
+    replica = guarded(label="kind")
+    kinds = ["law", "law", "log"]
+    told = []
+    for seed, kind in enumerate(kinds):
+        told += await ask_all(replica, await made(replica, 10 + seed, labels={"kind": kind}), 10 + seed, 1)
+    told += await ask_all(replica, await made(replica, 13), 13, 1)
+    assert [one.group for one in told] == [*kinds, ""]
+    group = replica.questions.guard._group
+    manifest = await made(replica, 13)
+    groups = {group(manifest.model_copy(update={"labels": {"kind": str(number)}})) for number in range(99)}
+    assert len(groups) == 18, "beside the three of before"
+    assert "other" in groups
+
+
 def test_an_alarm_is_raised_where_answers_differ_more_often_and_else_not() -> None:
     """Half of the answers: within 60. One in fifty, where one in ten may: never in 10,000."""
     for seed in range(20):
