@@ -127,6 +127,7 @@ READERS: Final = {
     "kvshelf/methods/info.py": "the package's own tables",
     "kvshelf/methods/policies": "headers of gates",
     "kvshelf/workers/replica/conversations.py": "a source that the store kept, checked when it came",
+    "kvshelf/workers/replica/create/recreation.py": "a source that the store kept, checked when it came",
     "kvshelf/workers/replica/inspect.py": "a kept source, or that of an export after `JsonBounds`",
 }
 """Every place that reads JSON, or a folder of them, with what it reads and what bounds it. What a caller sends is read

@@ -291,8 +291,8 @@ class Encoder:
         encoded = EncodedDocument(ids, 0, made.layout, boundary, made.date, variables=made.variables)
         if not rules:
             return encoded
-        found = DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary)
-        return replace(encoded, protect=found.spans())
+        own = DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary)
+        return replace(encoded, protect=own.spans())
 
     def search(self, query: str) -> list[int]:
         """The token ids of a question that a search reads behind the coder's reference tokens.

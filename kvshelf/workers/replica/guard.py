@@ -1,6 +1,6 @@
 """The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work.
 
-Each check prefills the document from its kept source (`kvshelf.engine.recheck`). One answer that differs is no proof:
+Each check prefills the document from its kept source (`kvshelf.engine.certify.recheck`). One answer that differs is no proof:
 the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the upper
 bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It is then
 recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by it. By
@@ -26,9 +26,9 @@ import structlog
 from kvshelf.api import Quality
 from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
+from kvshelf.engine.certify.recheck import Recheck, Rechecked
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import VERSION, bounds
-from kvshelf.engine.recheck import Recheck, Rechecked
 from kvshelf.errors import Cancelled, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
@@ -148,8 +148,8 @@ class Guard:
 
     def take_results(self) -> tuple[Guarded, ...]:
         """What was found since the last call."""
-        told, self._told = tuple(self._told), []
-        return told
+        results, self._told = tuple(self._told), []
+        return results
 
     async def run_forever(self) -> NoReturn:
         """Ask what waits, one answer after another, for as long as this task lives."""
@@ -212,9 +212,9 @@ class Guard:
         drifts = self._drift(manifest.policy, group, differs=result.differs)
         quality = measured(result.quality, checked, agreed, result.kl)
         below = result.differs and quality.high is not None and quality.high < self.rules.floor
-        known = manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
-        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, below and not known, drifts))
-        if below and not known:
+        recorded = manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
+        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, below and not recorded, drifts))
+        if below and not recorded:
             await self._flag(manifest, quality)
 
     def _group(self, manifest: Manifest) -> str:

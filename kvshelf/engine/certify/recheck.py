@@ -65,12 +65,12 @@ class Recheck:
         """Raises as `Engine.run_levels` does, and `PolicyUnsupported` where logits are not numbers."""
         compressor = engine.compressor
         full = compressor.prefill([Level(self.job)], checkpoint=checkpoint).compressions[0].cache
-        told, known = (self._predicted(engine, cache) for cache in (full, self.cache))
-        differs, kl = compared(told, known)
+        right, own = (self._predicted(engine, cache) for cache in (full, self.cache))
+        differs, kl = compared(right, own)
         quality = None
         if differs and (reference := compressor.reference(self.job, full)) is not None:
             quality = compressor.measure(self.cache, reference)
-        return Rechecked(len(told), differs, kl, quality)
+        return Rechecked(len(right), differs, kl, quality)
 
     def _predicted(self, engine: Engine, cache: CompressedCache) -> Tensor:
         """Log-probabilities of the tokens in the places of the answer's, behind a cache: `[tokens, vocabulary]`."""

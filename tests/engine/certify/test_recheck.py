@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvshelf.engine.recheck import MOST_TOKENS, Recheck, compared
+from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, compared
 from kvshelf.samples.tasks import make_document
 
 
