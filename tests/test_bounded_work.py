@@ -108,7 +108,6 @@ READERS: Final = {
     "kvshelf/service/access/keyfile.py": "the operator's file, at most 1 MiB",
     "kvshelf/service/dialects/messages.py": "a call that the model wrote: `CalledFunction` has checked it",
     "kvshelf/service/jobs/batch_files.py": "lines and ids, from our own process",
-    "kvshelf/service/questions.py": "a source that the store kept, checked when it came",
     "kvshelf/service/routes/growth.py": "a source that the store kept, checked when it came",
     "kvshelf/store": "records, manifests and headers of the store; sizes are checked before",
     "kvshelf/artifact": "headers of blobs and of files of transforms; sizes are checked before",

@@ -1,1 +1,1 @@
-"""A bound of how many of a user's questions a compressed cache answers otherwise, from graded questions."""
+"""What users' own questions say of compressed caches: a bound from graded ones, and answers asked again."""

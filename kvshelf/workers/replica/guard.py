@@ -1,10 +1,10 @@
 """The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work.
 
-Each check prefills the document from its kept source (`kvshelf.engine.certify.recheck`). One answer that differs is no proof:
-the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the upper
-bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It is then
-recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by it. By
-the rule "remake" the smallest finer level that reaches the floor is made beside it.
+Each check prefills the document from its kept source (`kvshelf.engine.certify.recheck`). One answer that differs is no
+proof: the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the
+upper bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It
+is then recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by
+it. By the rule "remake" the smallest cache of the document that reaches the floor is made beside it.
 
 What differs over all caches of a policy is watched by adaptive conformal inference (Gibbs and Candes, 2021, eq. 2): a
 level begins at alpha = 1 - floor, and each check moves it by gamma * (alpha - differs). It is capped at where it began,
