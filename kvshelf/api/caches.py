@@ -111,7 +111,9 @@ class Quality(ResponseBody):
         """The agreement with its interval, for people; with the number of cues where there is no interval."""
         if self.agreement is None:
             return f"none: {self.reason}"
-        return f"{self.agreement:.3f} ({self.interval})" if self.cues else "1, nothing is lost"
+        if self.cues:
+            return f"{self.agreement:.3f} ({self.interval})"
+        return "1, nothing is lost" if self.reason is None else f"{self.agreement:.3f}, {self.reason}"
 
     @property
     def interval(self) -> str:

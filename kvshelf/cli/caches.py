@@ -594,7 +594,7 @@ def _quality(cache: CacheObject) -> str:
     chosen = f"; chosen among {len(cache.tried)}" if cache.tried else ""
     worst = figure.worst
     if worst is None:
-        return f"no figure: {figure.reason}{chosen}"
+        return f"{figure.told}{chosen}" if figure.agreement is not None else f"no figure: {figure.reason}{chosen}"
     if not figure.cues:
         return f"the full cache{chosen}"
     return (

@@ -27,7 +27,7 @@ from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
-from kvshelf.engine.quality import CUES, Answered, Probe, Reference, ask, ask_without, exact
+from kvshelf.engine.quality import BATCH, CUES, Answered, Probe, Reference, ask, ask_without, exact
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -235,23 +235,45 @@ class Compressor:
             return None
         return probe
 
-    def reference(self, job: Job, full: CompressedCache) -> Reference | None:
+    def reference(self, job: Job, full: CompressedCache, checkpoint: Checkpoint = nothing) -> Reference | None:
         """What a full cache of the job's document, made earlier, answers to the document's cues; None where `probe`
-        makes none. A prefill that is yet to run makes its own, which is cheaper."""
+        makes none. A prefill that is yet to run makes its own, which is cheaper. `checkpoint` is called between parts
+        of the cues."""
         probe = self.probe(job)
         if probe is None:
             return None
-        started = time.perf_counter()
-        with self._answering(self._attachments.of(full), probe) as logits:
-            before = ask_without(self._facts.model, probe)
-            reference = Reference.of(job.identity.document, probe, logits, before)
+        started, document, model = time.perf_counter(), self._attachments.of(full), self._facts.model
+        cues = range(len(probe.places))
+        parts = [probe.only(cues[first : first + BATCH]) for first in cues[::BATCH]]
+
+        def behind() -> Iterator[Tensor]:
+            for part in parts:
+                with self._answering(document, part) as logits:
+                    yield from logits
+                checkpoint()
+
+        def without() -> Iterator[Tensor]:
+            for part in parts:
+                with torch.no_grad():
+                    logits = list(ask_without(model, part))
+                yield from logits
+                checkpoint()
+
+        reference = Reference.of(job.identity.document, probe, behind(), without())
         return replace(reference, probe_s=time.perf_counter() - started)
 
-    def measure(self, cache: CompressedCache, reference: Reference, floor: float | None = None) -> Quality:
+    def measure(
+        self,
+        cache: CompressedCache,
+        reference: Reference,
+        floor: float | None = None,
+        checkpoint: Checkpoint = nothing,
+    ) -> Quality:
         """How close `cache` is to the full cache of its document; `reference` is from the prefill of that document.
 
         floor: the `low` that is wanted. Asking ends early where a share as high as that is out of reach: where even
         `high` is below it. It does not where `low` is above it: a bound that is looked at after each batch is none.
+        `checkpoint` is called after each batch.
         Raises `InvalidRequest` for a cache of another document, `ModelMismatch` for one of another model, and
         `PolicyUnsupported` where the model's logits are not numbers: no policy would help.
         """
@@ -264,6 +286,7 @@ class Compressor:
             with self._answering(document, reference.probe.only(cues)) as logits:
                 answered += reference.answered(cues, logits)
             quality = reference.quality(answered)
+            checkpoint()
             if floor is not None and quality.high is not None and quality.high < floor:
                 break
         quality = quality.model_copy(update={"probe_s": reference.probe_s + time.perf_counter() - started})

@@ -82,7 +82,7 @@ _LOGITS: Final = 1 << 24
 """Logits that are in memory at a time: of 112 predictions, or 18 cues, where the vocabulary has 150,000 tokens."""
 _CHUNK: Final = 64
 """Predictions whose probabilities are computed at a time, in fp32."""
-_BATCH: Final = 24
+BATCH: Final = 24
 """Cues that are asked at a time where a floor may end the asking: of a cache that agrees on two thirds, so many show
 that it is below 0.95."""
 _PARTS: Final = 8
@@ -227,9 +227,9 @@ class Reference:
 
     def batches(self, floor: float | None) -> list[range]:
         """The cues that count in the order of asking, by number: all at once, or, where a floor may end the asking,
-        `_BATCH` at a time, each batch spread over the document."""
+        `BATCH` at a time, each batch spread over the document."""
         cues = len(self.probe.places)
-        count = 1 if floor is None else -(-cues // _BATCH)
+        count = 1 if floor is None else -(-cues // BATCH)
         return [range(first, cues, count) for first in range(count)]
 
     def answered(self, cues: Sequence[int], logits: Iterable[Tensor]) -> list[Answered]:

@@ -25,7 +25,8 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
-from kvshelf.engine.progress import Checkpoint
+from kvshelf.engine.progress import Checkpoint, nothing
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.devices import input_device
 
 MOST_TOKENS: Final = 64
@@ -34,12 +35,14 @@ MOST_TOKENS: Final = 64
 _SURE: Final = 0.5
 _TIE: Final = 1e-4
 """As in `kvshelf.engine.quality`: log-probabilities closer than this are equal."""
+_MOST_NATS: Final = 100.0
+"""A divergence is stored as JSON and summed in a metric, which have no infinite numbers."""
 
 
 @dataclass(frozen=True)
 class Rechecked:
     """How an answer compares with the full cache's. tokens: that were compared. quality: of the compressed cache,
-    measured now; None if the answer does not differ, or if its document can have no cues."""
+    measured now; None if the answer does not differ, if its document can have no cues, or the cache has no numbers."""
 
     tokens: int
     differs: bool
@@ -50,29 +53,39 @@ class Rechecked:
 @dataclass(frozen=True)
 class Recheck:
     """One answer to ask again. job: of the cache's whole document under policy `full`. query, answer: token ids as
-    they were read and said behind the cache, at least one each."""
+    they were read and said behind the cache, at least one each. floor: measuring ends where it is out of reach; None:
+    nothing is measured."""
 
     job: Job
     cache: CompressedCache
     query: tuple[int, ...]
     answer: tuple[int, ...]
+    floor: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.job.num_tokens
 
-    def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> Rechecked:
-        """Raises as `Engine.run_levels` does, and `PolicyUnsupported` where logits are not numbers."""
+    def run(self, engine: Engine, *, checkpoint: Checkpoint = nothing) -> Rechecked:
+        """`checkpoint` is called between layers of the prefill, and behind each pass of those that follow. Raises as
+        `Engine.run_levels` does, and `PolicyUnsupported` where the full cache's logits are not numbers."""
         compressor = engine.compressor
         full = compressor.prefill([Level(self.job)], checkpoint=checkpoint).compressions[0].cache
-        right, own = (self._predicted(engine, cache) for cache in (full, self.cache))
+        right, own = self._predicted(engine, full, checkpoint), self._predicted(engine, self.cache, checkpoint)
+        if right.isnan().any():
+            raise PolicyUnsupported(
+                f"behind this document the logits of {engine.name!r} are not numbers, and no answer compares with that",
+                param="model",
+            )
         differs, kl = compared(right, own)
         quality = None
-        if differs and (reference := compressor.reference(self.job, full)) is not None:
-            quality = compressor.measure(self.cache, reference)
+        if differs and self.floor is not None and not own.isnan().any():
+            reference = compressor.reference(self.job, full, checkpoint)
+            if reference is not None:
+                quality = compressor.measure(self.cache, reference, self.floor, checkpoint)
         return Rechecked(len(right), differs, kl, quality)
 
-    def _predicted(self, engine: Engine, cache: CompressedCache) -> Tensor:
+    def _predicted(self, engine: Engine, cache: CompressedCache, checkpoint: Checkpoint) -> Tensor:
         """Log-probabilities of the tokens in the places of the answer's, behind a cache: `[tokens, vocabulary]`."""
         answer = self.answer[:MOST_TOKENS]
         ids = torch.tensor([[*self.query, *answer[:-1]]], device=input_device(engine.model))
@@ -81,15 +94,16 @@ class Recheck:
                 engine.model(piece, logits_to_keep=len(answer), **{CACHE_ARGUMENT: past}).logits[0]
                 for piece in past.pieces(ids)
             ]
+        checkpoint()
         return torch.cat(rows)[-len(answer) :].float().log_softmax(dim=-1)
 
 
 def compared(full: Tensor, other: Tensor) -> tuple[bool, float]:
-    """Whether an answer differs, and its divergence, from log-probabilities `[tokens, vocabulary]` fp32 under the full
-    cache and another one. Logits that are not numbers differ, by an infinite divergence."""
-    kl = (full.exp() * (full - other)).sum(dim=-1).mean().item()
-    if not math.isfinite(kl):
-        return True, math.inf
+    """Whether an answer differs, and its divergence in nats, at most `_MOST_NATS`, from log-probabilities `[tokens,
+    vocabulary]` fp32 under the full cache and another one. Logits of the other that are not numbers differ."""
+    nats = torch.where(full > -math.inf, full.exp() * (full - other), 0.0).sum(dim=-1).mean().item()
+    if math.isnan(nats):
+        return True, _MOST_NATS
     highest, tokens = full.max(dim=-1)
     lost = other.amax(dim=-1) - other.gather(-1, tokens[:, None])[:, 0] > _TIE
-    return bool((lost & (highest >= math.log(_SURE))).any()), max(kl, 0.0)
+    return bool((lost & (highest >= math.log(_SURE))).any()), min(max(nats, 0.0), _MOST_NATS)

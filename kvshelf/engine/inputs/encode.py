@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.api.options import unmarked
 from kvshelf.artifact.identity import Boundary, Identity, Layout
-from kvshelf.engine.inputs.protect import DocumentRules
+from kvshelf.engine.inputs.protect import DocumentRules, joined_spans
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
@@ -255,10 +255,11 @@ class Encoder:
         `document`, of what is appended alone. Raises `InvalidRequest`.
         """
         boundary, rules, texts, turns = made.boundary, list(protect), list[str](), None
+        spans: tuple[tuple[int, int], ...] = ()
         if isinstance(more, list | tuple) and more and isinstance(more[0], Mapping):
             more, rules = _without_marks(more, rules)
         if isinstance(more, EncodedDocument):
-            ids, boundary = more.token_ids, more.boundary
+            ids, boundary, spans = more.token_ids, more.boundary, more.protect
         elif isinstance(more, str):
             if boundary not in ("text", "document"):
                 raise InvalidRequest(
@@ -289,10 +290,11 @@ class Encoder:
         if not ids:
             raise DocumentTooShort("what is to be appended is empty; send at least one token", param="document")
         encoded = EncodedDocument(ids, 0, made.layout, boundary, made.date, variables=made.variables)
-        if not rules:
-            return encoded
-        own = DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary)
-        return replace(encoded, protect=own.spans())
+        if rules:
+            spans = joined_spans(
+                [*spans, *DocumentRules(rules, encoded, self.text, texts, turns, behind=made.boundary).spans()]
+            )
+        return replace(encoded, protect=spans)
 
     def search(self, query: str) -> list[int]:
         """The token ids of a question that a search reads behind the coder's reference tokens.

@@ -58,7 +58,7 @@ class DocumentRules:
             if not own:
                 raise refused(rule, "nothing in the document is that")
             spans += own
-        joined = _joined(spans)
+        joined = joined_spans(spans)
         if len(joined) > MAX_PROTECTED_SPANS:
             raise InvalidRequest(
                 f"protect holds {len(joined)} spans of the document, and {MAX_PROTECTED_SPANS} are taken; protect "
@@ -85,9 +85,15 @@ class DocumentRules:
                 where = f"messages[{at}]" if self.messages is not None else "the document"
                 raise refused(rule, f"{where} has {len(self.texts[at])} characters; give some of them, as 10-90")
         if self.messages is not None:
+            if self.behind == "document" and self.messages[0]["role"] == "system":
+                raise refused(
+                    rule,
+                    "behind a document the template writes a system message into the user's text, and does not tell "
+                    "where; take first:N or tokens:A-B",
+                )
             return self.form.message_spans(self.messages, self.encoded, chars, self.behind)
         text = self.texts[0]
-        tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text, "first")
+        tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text)
         before = self.num_tokens - len(tokens)
         starts, ends = ([span[side] for span in tokens] for side in (0, 1))
         return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]
@@ -214,7 +220,7 @@ def _is_heading(line: str, following: str) -> bool:
     return len(under) > 2 and under.strip(under[0]) == "" and under[0] in "=-"
 
 
-def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+def joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Ascending, those that touch as one."""
     made: list[Span] = []
     for first, end in sorted(spans):

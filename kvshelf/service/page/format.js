@@ -55,6 +55,7 @@ export const agreement = ({ quality }) => (Number.isFinite(quality?.agreement) ?
 /** The agreement with its interval, if the document is long enough for one. */
 export const quality = ({ agreement: share, low, high, cues, kl, reason }) => {
   if (share === null) return `none: ${reason}`;
+  if (cues === 0 && reason) return `${percent(share)}, ${reason}`;
   const interval = low === null ? "" : ` (${percent(low)} to ${percent(high)})`;
   return `${percent(share)}${interval} of ${count(cues)} cues agree with the full cache, KL ${kl.toFixed(3)}`;
 };

@@ -33,7 +33,7 @@ from kvshelf.errors import Cancelled, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.inspect import source_job
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -129,6 +129,7 @@ class Guard:
         self._results: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
         self._drifts: dict[tuple[str, str], Drift] = {}
         self._groups: set[str] = set()
+        self._remade: set[tuple[str, str]] = set()  # as many as caches were found below the floor
         self._told: list[Guarded] = []
         self._checking = 0
 
@@ -156,8 +157,10 @@ class Guard:
         while True:
             if self._waiting and self._scheduler.idle and self._may_work:
                 self._checking = 1
-                await self.check(self._waiting.popleft())
-                self._checking = 0
+                try:
+                    await self.check(self._waiting.popleft())
+                finally:
+                    self._checking = 0
             else:
                 await asyncio.sleep(self._pause_s)
 
@@ -169,9 +172,10 @@ class Guard:
         """Ask one answer again, and record what that says of its cache. A cache that has gone meanwhile, whose source
         is not kept, or that was appended to another is left out."""
         try:
-            manifest, work = await self._threads.compute(self._prepared, answered)
-            if work is not None and (result := await self._checked(answered, work)) is not None:
-                await self._record(manifest, result)
+            with called_by(Caller(answered.tenant)):
+                manifest, work = await self._threads.compute(self._prepared, answered)
+                if work is not None and (result := await self._checked(answered, work)) is not None:
+                    await self._record(manifest, result)
         except KvshelfError as error:
             log.info("an answer could not be asked again", cache_id=answered.cache_id, reason=error.message)
 
@@ -182,7 +186,8 @@ class Guard:
             return manifest, None
         job = source_job(self._engine, self._store, manifest, identity)
         cache = whole(self._engine, self._store, manifest.id, answered.tenant)
-        return manifest, Recheck(job, cache, answered.query, answered.answer)
+        floor = None if _recorded(manifest) else self.rules.floor
+        return manifest, Recheck(job, cache, answered.query, answered.answer, floor)
 
     async def _checked(self, answered: Answered, work: Recheck) -> Rechecked | None:
         """None where another document came first: the answer waits for the next pause."""
@@ -190,7 +195,7 @@ class Guard:
         future = asyncio.wrap_future(ticket.future)
         try:
             while not (await asyncio.wait([future], timeout=self._pause_s))[0]:
-                if self._scheduler.has_documents:
+                if ticket.begun and self._scheduler.has_documents:  # before, it is one of them
                     ticket.cancel()
             return await future
         except Cancelled:
@@ -210,12 +215,14 @@ class Guard:
         self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
         group = self._group(manifest)
         drifts = self._drift(manifest.policy, group, differs=result.differs)
+        recorded = _recorded(manifest)
         quality = measured(result.quality, checked, agreed, result.kl)
-        below = result.differs and quality.high is not None and quality.high < self.rules.floor
-        recorded = manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
-        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, below and not recorded, drifts))
-        if below and not recorded:
-            await self._flag(manifest, quality)
+        looks = result.quality is not None or checked.bit_count() == 1  # a bound that is looked at each time is none
+        below = recorded or (looks and quality.high is not None and quality.high < self.rules.floor)
+        new = result.differs and below and not recorded
+        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
+        if result.differs and below:
+            await self._repair(manifest, None if recorded else quality)
 
     def _group(self, manifest: Manifest) -> str:
         """The value of the label: metrics have a series for each, so there are few."""
@@ -234,12 +241,28 @@ class Guard:
             log.warning("answers differ from the full caches' more often than the guard's floor allows", **about)
         return alarm
 
-    async def _flag(self, manifest: Manifest, quality: Quality) -> None:
-        await self._threads.run(self._store.update, manifest.id, tenant=manifest.tenant, quality=quality)
-        about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high, "floor": self.rules.floor}
-        log.warning("the guard found a cache below its floor", **about)
-        if self.rules.below == "remake":
+    async def _repair(self, manifest: Manifest, quality: Quality | None) -> None:
+        """Record what a cache below the floor is worth, if that is new, and have a finer one made by the rule. What
+        fails is tried again with the next answer that differs."""
+        if quality is not None:
+            await self._threads.run(self._store.update, manifest.id, tenant=manifest.tenant, quality=quality)
+            about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high}
+            log.warning("the guard found a cache below its floor", floor=self.rules.floor, **about)
+        if self.rules.below != "remake" or (key := (manifest.id, manifest.tenant)) in self._remade:
+            return
+        began = self._now()
+        try:
             await self._remake(manifest, self.rules.floor, Caller(manifest.tenant))
+            self._remade.add(key)
+        except KvshelfError as error:
+            log.warning("no finer cache could be made", cache_id=manifest.id, reason=error.message)
+        finally:
+            self._worked_s += self._now() - began
+
+
+def _recorded(manifest: Manifest) -> bool:
+    """Whether the guard has found a cache below the floor."""
+    return manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
 
 
 def measured(quality: Quality | None, checked: int, agreed: int, kl: float) -> Quality:

@@ -125,10 +125,10 @@ class Questions:
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
             async with self._loaded(caches, query, caller) as loaded:
-                ticket = await self._begun(loaded, caller, of_batch=of_batch)
+                ids, ticket = await self._begun(loaded, caller, of_batch=of_batch)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
-                    return await self._kept(loaded, answer, ticket, caller.tenant)
+                    return await self._kept(loaded, ids, answer, ticket, caller.tenant)
                 finally:
                     ticket.cancel()
 
@@ -150,7 +150,7 @@ class Questions:
 
                 thoughts = ThoughtStream(loaded.shape.thoughts, opened=loaded.shape.opened)
                 held = HeldPieces(loaded.settled)
-                ticket = await self._begun(loaded, caller, on_text=put)
+                ids, ticket = await self._begun(loaded, caller, on_text=put)
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
@@ -159,7 +159,7 @@ class Questions:
                     answer = ticket.future.result()
                     for part in held.among(thoughts.rest()):
                         yield part
-                    answer = await self._kept(loaded, answer, ticket, caller.tenant)
+                    answer = await self._kept(loaded, ids, answer, ticket, caller.tenant)
                     for part in held.rest(answer.text):
                         yield part
                     yield answer
@@ -274,8 +274,8 @@ class Questions:
         using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
         return await stack.enter_async_context(using)
 
-    async def _begun(self, loaded: _Loaded, caller: Caller, **options: Any) -> Ticket[Answer]:
-        """The queued answer. options: of `Scheduler.generate`."""
+    async def _begun(self, loaded: _Loaded, caller: Caller, **options: Any) -> tuple[list[int], Ticket[Answer]]:
+        """The token ids of the question, and the queued answer. options: of `Scheduler.generate`."""
         document, query = loaded.document, loaded.query
         ids = await self.threads.compute(self._encoded, loaded)
         passages = query.select is not None and query.select.passages
@@ -295,7 +295,7 @@ class Questions:
         generate = self.scheduler.generate  # on a thread: its grammar may have to be compiled again
         beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
         try:
-            return await asyncio.shield(beginning)
+            return ids, await asyncio.shield(beginning)
         except asyncio.CancelledError:
             beginning.add_done_callback(_abandon)
             raise
@@ -368,14 +368,15 @@ class Questions:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
         self.meter.add(tenant, conversation, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
-    async def _kept(self, loaded: _Loaded, answer: Answer, ticket: Ticket[Answer], tenant: str) -> Answer:
-        """The answer, once its turn is stored if the query asks for that. What keeps a turn from being stored is no
-        error of the answer."""
+    async def _kept(
+        self, loaded: _Loaded, ids: Sequence[int], answer: Answer, ticket: Ticket[Answer], tenant: str
+    ) -> Answer:
+        """The answer to these tokens, once its turn is stored if the query asks for that. What keeps a turn from being
+        stored is no error of the answer."""
         self._count(loaded, answer, tenant)
         if len(loaded.held) == 1 and self.guard.wants:
-            query = await self.threads.compute(self._encoded, loaded)
             (cache_id,) = loaded.held
-            self.guard.add(Answered(cache_id, tenant, tuple(query), tuple(answer.token_ids)))
+            self.guard.add(Answered(cache_id, tenant, tuple(ids), tuple(answer.token_ids)))
         text, answer = answer.text, loaded.served(answer, ticket).also(guarded=self.guard.take_results())
         if not loaded.query.store:
             return answer

@@ -187,6 +187,50 @@ def test_a_turn_that_is_appended_has_marked_text(tiny: Engine, messages: list[di
         tiny.prepare_append(cache, plain, policy="full", protect=["system"])  # type: ignore[arg-type]
 
 
+def test_where_the_template_joins_texts_their_places_are_refused(tiny: Engine) -> None:
+    """Behind a document a system message becomes a part of the user's text: offsets of the one were taken in the
+    other."""
+    cache = tiny.compress("The harbour master keeps the tide tables. " * 9, policy="full")
+    turn: Any = [
+        {"role": "system", "content": "Be kind to everyone here. "},
+        {"role": "user", "content": "The secret word is zebra today."},
+        {"role": "assistant", "content": "Aye."},
+    ]
+    for rule in ("text:zebra", "message:1:0-14", "system"):
+        with pytest.raises(InvalidRequest, match=r"does not tell where; take first:N"):
+            tiny.prepare_append(cache, turn, protect=[rule], policy="full")
+    assert tiny.prepare_append(cache, turn, protect=["first:4"], policy="full").document.protect == ((0, 4),)
+    job = tiny.prepare_append(cache, turn[1:], protect=["text:zebra"], policy="full")
+    assert [found.strip() for found in text_of(job, tiny)] == ["zebra"]
+
+
+def test_an_encoded_document_keeps_its_spans_behind_a_cache(tiny: Engine) -> None:
+    cache = tiny.compress("The harbour master keeps the tide tables. " * 9, policy="full", layout="plain")
+    more = tiny.encode_document("Nothing. " * 30 + "zebra " + "Nothing. " * 30, layout="plain", protect=["text:zebra"])
+    assert more.protect
+    assert tiny.prepare_append(cache, more, policy="full").document.protect == more.protect
+    both = tiny.prepare_append(cache, more, protect=["first:3"], policy="full")
+    assert both.document.protect == ((0, 3), *more.protect)
+
+
+def test_tokens_behind_a_cache_are_counted_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that writes a space before a text does so at its very beginning, and not behind other text."""
+    engine = Engine.load("kvshelf-tiny", device="cpu")
+    form = engine.encoder.require_text("protect")
+    places: list[str] = []
+    spans = form.tokens.spans
+
+    def noted(text: str, place: Any = "behind text") -> list[tuple[int, int]]:
+        places.append(place)
+        return spans(text, place)
+
+    monkeypatch.setattr(form.tokens, "spans", noted)
+    cache = engine.compress("The harbour master keeps the tide tables. " * 9, policy="full", layout="plain")
+    job = engine.prepare_append(cache, "zebra and more of it", protect=["chars:0-5"], policy="full")
+    assert places == ["behind text"]
+    assert job.document.protect[0][0] == 0
+
+
 def test_the_turn_behind_a_protected_cache_has_the_identity_by_which_it_is_found(
     tiny: Engine, messages: list[dict[str, str]]
 ) -> None:

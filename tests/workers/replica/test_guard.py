@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvshelf.api import CreateCache, Query
 from kvshelf.api.answers import Answer, Guarded
 from kvshelf.api.usage import today
+from kvshelf.engine.certify.recheck import Recheck
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import exact
+from kvshelf.errors import QueueFull
 from kvshelf.samples.tasks import TaskDocument, make_document
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
 from kvshelf.workers.replica.guard import Answered, Drift, Guard, GuardRules, measured
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -73,10 +76,15 @@ async def ask(replica: Replica, manifest: Manifest, seed: int, question: int = 0
     """An answer; and the guard has seen it, if it is to."""
     prompt = document(seed).questions[question].text
     answer = await replica.query(manifest.id, Query(prompt=prompt, max_tokens=12), caller=DEFAULT)
+    await settled(replica)
+    return answer
+
+
+async def settled(replica: Replica) -> None:
+    """Until the guard has asked again what it wants to."""
     async with asyncio.timeout(60):
         while replica.questions.guard.open:
             await asyncio.sleep(0.01)
-    return answer
 
 
 async def ask_all(replica: Replica, manifest: Manifest, seed: int, questions: int) -> list[Guarded]:
@@ -129,6 +137,61 @@ async def test_by_the_rule_remake_a_finer_cache_is_made_beside_it(guarded: Calla
     assert finer.quality.low is not None
     assert finer.quality.low >= 0.9
     assert (finer.labels, finer.name, finer.has_source) == ({"kind": "log"}, "two", True)
+
+
+async def test_a_remake_that_fails_is_made_with_a_later_answer(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guarded(below="remake")
+    manifest = await made(replica, 2, **BAD)
+    tries: list[str] = []
+    remake = replica.questions.guard._remake
+
+    async def failing(*args: Any) -> Any:
+        tries.append("now")
+        if len(tries) == 1:
+            raise QueueFull("full", retry_after_s=1)
+        return await remake(*args)
+
+    monkeypatch.setattr(replica.questions.guard, "_remake", failing)
+    for question in (0, 1, 2, 3, 0, 1, 2, 3):
+        await ask(replica, manifest, 2, question)
+    assert len(tries) == 2, "and not made again"
+    assert len(replica.store.list(document_id=manifest.document_id).data) == 2
+    assert replica.store.stat(manifest.id).quality is not None
+
+
+async def test_an_error_of_one_check_ends_no_other(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guarded()
+    manifest = await made(replica, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recheck, "run", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
+        await ask(replica, manifest, 1)
+    assert used(replica)[0] == 0
+    await ask(replica, manifest, 1)
+    assert (used(replica)[0], replica.questions.guard.open) == (1, 0)
+
+
+async def test_a_check_takes_the_turn_of_the_answer_s_tenant(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, seen = guarded(), []
+    prepared = Guard._prepared
+
+    def noted(guard: Guard, answered: Answered) -> Any:
+        seen.append((answered.tenant, tenant_at_work.get()))
+        return prepared(guard, answered)
+
+    monkeypatch.setattr(Guard, "_prepared", noted)
+    for tenant in ("alice", "bob"):
+        spec = CreateCache(document=document(1).text, keep_source=True)
+        manifest = (await replica.create(spec, caller=Caller(tenant))).manifest
+        query = Query(prompt=document(1).questions[0].text, max_tokens=4)
+        await replica.query(manifest.id, query, caller=Caller(tenant))
+        await settled(replica)
+    assert seen == [("alice", "alice"), ("bob", "bob")]
 
 
 async def test_off_it_asks_nothing(guarded: Callable[..., Replica]) -> None:
