@@ -57,6 +57,8 @@ class HttpServer(uvicorn.Server):
         self.lifespan.state[LEAVING] = self._leaving
         await super().startup(sockets)
         if self.started and sockets:
+            # Connections inherit it, so that the port can be bound again while they wait for their end: see `bound`.
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             host, port = sockets[0].getsockname()[:2]
             print(f"{READY}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
             with suppress(BrokenPipeError):  # the line has ended, which `_follow` notices

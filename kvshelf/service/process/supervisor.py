@@ -43,12 +43,17 @@ def supervise(settings: Settings, command: Sequence[str]) -> int:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to the port. It does not listen yet, so connections are refused until the service is ready."""
+    """A socket bound to the port. It does not listen yet, so connections are refused until the service is ready.
+
+    Reusing the address is allowed while it is bound, for a port whose old connections still wait for their end, and not
+    afterwards: another process could bind the port, too, and whoever listens first would end the other.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         raise InvalidRequest(
             f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or 0 for a free one",

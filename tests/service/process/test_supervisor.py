@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.http.place import ServerPlace
 from kvshelf.service.process.supervisor import bound
+from tests.conftest import LiveService
 
 SUPERVISOR = """
 import sys
@@ -234,3 +236,26 @@ def test_another_address_is_refused() -> None:
         for host, other in [("127.0.0.2", port), ("0.0.0.0", port), ("127.0.0.1", port % 65535 + 1)]:
             with pytest.raises(InvalidRequest, match="stop the service"):
                 place.require(host, other)
+
+
+def test_a_port_is_ones_own_before_it_listens() -> None:
+    """Another process could bind it while the models were loaded, and whoever listened first ended the other."""
+    with bound("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(InvalidRequest, match=f"cannot listen on 127.0.0.1 port {port}"), bound("127.0.0.1", port):
+            pass
+
+
+@pytest.mark.slow
+def test_a_port_whose_connections_wait_for_their_end_is_taken_again(
+    start_service: Callable[..., AbstractContextManager[LiveService]], tiny_folder: Path, tmp_path: Path
+) -> None:
+    with start_service(tmp_path, tiny_folder) as service:
+        host, port = service.url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)))
+        client.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        while client.recv(4096):
+            pass  # the service ends the connection, so it waits on the service's side
+        client.close()
+    with bound(host, int(port)):
+        pass
