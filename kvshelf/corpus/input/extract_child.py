@@ -69,16 +69,18 @@ def hide(document: Any) -> None:
 
     One walk: a collection of resiliparse makes all its elements again for each of them.
     """
+    from resiliparse.parse.html import NodeType
+
     left: list[tuple[Any, tuple[str, ...]]] = [(document, ())]
     gone = []
     while left:
         parent, by = left.pop()
         child = parent.first_child
         while child is not None:
-            if child.node_name == "#text":
+            if child.type == NodeType.TEXT:
                 gone += [child] if by else []
-            else:
-                style = child.getattr("style") if child.tag else None
+            elif child.type == NodeType.ELEMENT:
+                style = child.getattr("style")
                 if style is not None and is_hidden(style):
                     child.setattr("hidden", "")
                 left.append((child, by if style is None else inherited(style, by)))

@@ -121,7 +121,7 @@ class Guard:
         pause_s: float = 0.05,
     ) -> None:
         self._engine, self._store, self._scheduler = engine, store, scheduler
-        self._threads, self._meter, self._remake = threads, meter, remake
+        self._threads, self._meter, self.remake = threads, meter, remake
         self.rules = rules
         self._now, self._draw, self._pause_s = now, draw, pause_s
         self._began, self._worked_s = now(), 0.0
@@ -213,7 +213,7 @@ class Guard:
         if len(self._results) > _CACHES:
             self._results.popitem(last=False)
         self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
-        group = self._group(manifest)
+        group = self.group(manifest)
         drifts = self._drift(manifest.policy, group, differs=result.differs)
         recorded = _recorded(manifest)
         quality = measured(result.quality, checked, agreed, result.kl)
@@ -224,7 +224,7 @@ class Guard:
         if result.differs and below:
             await self._repair(manifest, None if recorded else quality)
 
-    def _group(self, manifest: Manifest) -> str:
+    def group(self, manifest: Manifest) -> str:
         """The value of the label: metrics have a series for each, so there are few."""
         value = manifest.labels.get(self.rules.label, "")
         if value not in self._groups and len(self._groups) >= _GROUPS:
@@ -252,7 +252,7 @@ class Guard:
             return
         began = self._now()
         try:
-            await self._remake(manifest, self.rules.floor, Caller(manifest.tenant))
+            await self.remake(manifest, self.rules.floor, Caller(manifest.tenant))
             self._remade.add(key)
         except KvshelfError as error:
             log.warning("no finer cache could be made", cache_id=manifest.id, reason=error.message)

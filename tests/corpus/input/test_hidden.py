@@ -104,7 +104,7 @@ def test_styles_take_time_in_proportion_to_their_length() -> None:
     assert least_s(lambda: read(40_000), 3) < 8 * least_s(lambda: read(10_000))
 
 
-@pytest.mark.parametrize("element", ['<i style="color:red">a</i>', '<i style="visibility:hidden">a'])
+@pytest.mark.parametrize("element", ['<!-- a --><i style="color:red">a</i>', '<i style="visibility:hidden">a'])
 def test_a_page_takes_time_in_proportion_to_its_styled_elements(element: str) -> None:
     """Beside each other and within each other: 1,600 took 6 s, and four times as many sixteen times as long."""
     assert least_s(lambda: text(element * 6400), 3) < 8 * least_s(lambda: text(element * 1600))

@@ -145,7 +145,7 @@ async def test_a_remake_that_fails_is_made_with_a_later_answer(
     replica = guarded(below="remake")
     manifest = await made(replica, 2, **BAD)
     tries: list[str] = []
-    remake = replica.questions.guard._remake
+    remake = replica.questions.guard.remake
 
     async def failing(*args: Any) -> Any:
         tries.append("now")
@@ -153,7 +153,7 @@ async def test_a_remake_that_fails_is_made_with_a_later_answer(
             raise QueueFull("full", retry_after_s=1)
         return await remake(*args)
 
-    monkeypatch.setattr(replica.questions.guard, "_remake", failing)
+    monkeypatch.setattr(replica.questions.guard, "remake", failing)
     for question in (0, 1, 2, 3, 0, 1, 2, 3):
         await ask(replica, manifest, 2, question)
     assert len(tries) == 2, "and not made again"
@@ -266,7 +266,7 @@ async def test_the_values_of_a_label_are_groups_and_few(guarded: Callable[..., R
         told += await ask_all(replica, await made(replica, 10 + seed, labels={"kind": kind}), 10 + seed, 1)
     told += await ask_all(replica, await made(replica, 13), 13, 1)
     assert [one.group for one in told] == [*kinds, ""]
-    group = replica.questions.guard._group
+    group = replica.questions.guard.group
     manifest = await made(replica, 13)
     groups = {group(manifest.model_copy(update={"labels": {"kind": str(number)}})) for number in range(99)}
     assert len(groups) == 18, "beside the three of before"

@@ -22,8 +22,8 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import TextFormat
-from kvshelf.service.questions import _spec
 from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.create.recreation import recreation
 from scripts.measure_templates import CELLS, DOCUMENT, TOOLS, Subject, on_day, row, templates, tokenizer_for
 
 DEFAULT = Caller("default")
@@ -107,7 +107,7 @@ async def test_a_document_with_a_date_is_itself_on_another_day(tmp_path: Path) -
                 source = store.source(made.id)
                 if isinstance(source, str):
                     await replica.require_source(Identity.from_dict(made.identity), source, caller=DEFAULT)
-                again = _spec(made, source, keep=False, now=time.time())
+                again = recreation(made, source, keep=False, now=time.time())
                 store.delete(made.id)
                 assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
                 asked = await subject.ask(made.id, [{"role": "user", "content": "Where?"}], store=True, max_tokens=4)
@@ -134,7 +134,7 @@ async def test_what_a_document_is_put_with_lasts(tmp_path: Path) -> None:
             source = store.source(made.id)
             if isinstance(source, str):
                 await replica.require_source(Identity.from_dict(made.identity), source, caller=DEFAULT)
-            again = _spec(made, source, keep=False, now=time.time())
+            again = recreation(made, source, keep=False, now=time.time())
             store.delete(made.id)
             assert (await replica.create(again, caller=DEFAULT)).manifest.id == made.id
             asked = await subject.ask(made.id, [question], store=True, **subject.answer(1))

@@ -18,7 +18,6 @@ from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.errors import CacheNotFound, DocumentTooLong, InvalidRequest, PolicyUnsupported, QualityBelowFloor
 from kvshelf.samples.tasks import make_document
-from kvshelf.service.questions import _spec
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
@@ -26,6 +25,7 @@ from kvshelf.store.types import TokenIds
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.create.auto import SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
+from kvshelf.workers.replica.create.recreation import recreation
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -335,7 +335,7 @@ async def test_token_ids_make_the_very_same_bytes(
         assert shelf.index.bury(entry, "evicted", time.time())
         manifest, source = shelf.original(first.id)
         assert isinstance(source, TokenIds)
-        spec = _spec(manifest, source, keep=False, now=time.time())
+        spec = recreation(manifest, source, keep=False, now=time.time())
         again = (await replica.create(spec, caller=DEFAULT)).manifest
     finally:
         torch.set_num_threads(threads)
