@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import statistics
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,10 +60,12 @@ def test_the_document_of_the_api_and_the_readiness_cost_little(attacked: Attacke
     for path in ("/openapi.json", "/readyz"):
         with httpx.Client(base_url=attacked.url) as client:
             client.get(path)
-            began = time.monotonic()
+            times = []
             for _ in range(50):
+                began = time.monotonic()
                 assert client.get(path).status_code == 200
-            took_ms = (time.monotonic() - began) / 50 * 1000
+                times.append(time.monotonic() - began)
+            took_ms = statistics.median(times) * 1000
         print(f"{path}: {took_ms:.2f} ms")
         assert took_ms < 50
 

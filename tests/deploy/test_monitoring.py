@@ -13,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvshelf import Client
+from kvshelf.api.answers import Guarded
+from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from tests.deploy.files import COMPOSE, DEPLOY, documents, environment_of
 
@@ -54,12 +56,16 @@ def grouping(query: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def live(service_url: str) -> dict[str, set[str]]:
-    """The series of /metrics and the labels of each, after one document and one question."""
+    """The series of /metrics and the labels of each, after one document and one question, and those of a guard, which
+    this service has not."""
     with Client(service_url) as client:
         cache = client.caches.create(document="The tide tables are green. " * 40, compression_ratio=0.5)
         client.caches.query(cache.id, prompt="Which colour?", max_tokens=2, conversation="tides")
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{service_url}/metrics").text):
+    guarded = Metrics()
+    guarded.guarded("model", [Guarded("full", "law", differs=False, kl=0.0, below=False, drifts=False)])
+    told = httpx.get(f"{service_url}/metrics").text + guarded.encoded("")[0].decode()
+    for family in text_string_to_metric_families(told):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

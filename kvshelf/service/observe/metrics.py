@@ -11,7 +11,7 @@ from typing import Final
 
 from prometheus_client import Histogram
 
-from kvshelf.api.answers import Answer, Phase
+from kvshelf.api.answers import Answer, Guarded, Phase
 from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import KvshelfError
 from kvshelf.service.observe.questions import QuestionMetrics, result_of
@@ -124,17 +124,21 @@ class Metrics(QuestionMetrics):
                 self._turn_hits.labels(model).observe(read / max(1, read + usage.prefill_tokens))
             _observe(self._answer_s, model, answer.served.phases)
             self.remembered(model, answer.served.memory)
-            for one in answer.served.guarded:
-                of = model, one.policy, one.group
-                self._guarded.labels(*of, "differs" if one.differs else "same").inc()
-                self._guard_kl.labels(*of).observe(one.kl)
-                self._guard_below.labels(*of).inc(one.below)
-                self._guard_alarms.labels(*of).inc(one.drifts)
+            self.guarded(model, answer.served.guarded)
 
     def remembered(self, model: str, counts: Mapping[str, int]) -> None:
         """Records what happened in a replica's memory for caches, as `Residents.take_counts`."""
         for event in _EVENTS:
             self._retention.labels(model, event).inc(counts.get(event, 0))
+
+    def guarded(self, model: str, results: Sequence[Guarded]) -> None:
+        """Records what the guard of a replica found."""
+        for one in results:
+            of = model, one.policy, one.group
+            self._guarded.labels(*of, "differs" if one.differs else "same").inc()
+            self._guard_kl.labels(*of).observe(one.kl)
+            self._guard_below.labels(*of).inc(one.below)
+            self._guard_alarms.labels(*of).inc(one.drifts)
 
     @contextmanager
     def searching(self, model: str) -> Iterator[None]:
