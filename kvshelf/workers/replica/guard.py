@@ -217,7 +217,7 @@ class Guard:
         drifts = self._drift(manifest.policy, group, differs=result.differs)
         recorded = _recorded(manifest)
         quality = measured(result.quality, checked, agreed, result.kl)
-        looks = result.quality is not None or checked.bit_count() == 1  # a bound that is looked at each time is none
+        looks = quality.cues > 0 or checked.bit_count() == 1  # a bound that is looked at each time is none
         below = recorded or (looks and quality.high is not None and quality.high < self.rules.floor)
         new = result.differs and below and not recorded
         self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
