@@ -37,7 +37,9 @@ class Attacked:
         return self.service.url
 
     def client(self, tenant: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=300)
+        # All connections may idle: httpcore can close a surplus one that another thread has just begun to use.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.Client(base_url=self.url, headers=self.headers(tenant), timeout=300, limits=limits)
 
     def headers(self, tenant: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[tenant]}"}
