@@ -101,7 +101,8 @@ class Served:
 class Answer:
     """A finished answer. `token_ids` include the end token where there is one; `text` does not. sources: the part of
     the question's attention that each document got. passages: of each document a byte for each token, as of
-    `ReadShares`, if asked for. logprobs: of each token of the text, if asked for. stop: the stop text that ended it, if
+    `ReadShares`, if asked for. likelihood: of the question's tokens behind the documents, as the logarithm of their
+    probability, if asked for. logprobs: of each token of the text, if asked for. stop: the stop text that ended it, if
     one did. thought: what the model thought before the text, and tool_calls what it calls behind it, where a replica
     told them apart."""
 
@@ -111,6 +112,7 @@ class Answer:
     usage: Usage
     sources: tuple[float, ...] = (1.0,)
     passages: tuple[bytes, ...] | None = None
+    likelihood: float | None = None
     logprobs: tuple[Logprob, ...] | None = None
     stop: str | None = None
     thought: str | None = None

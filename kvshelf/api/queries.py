@@ -166,15 +166,20 @@ class Query(Asking):
         return self
 
 
+Route = Literal["likelihood", "attention", "nearest"]
+"""How those of several caches are chosen that answer a question."""
+
+
 class JointQuery(Asking):
     """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents, or
-    with `route` one of them. One of `prompt` (one or several) and `messages`."""
+    with `route` one or two of them. One of `prompt` (one or several) and `messages`."""
 
     cache_ids: CacheIds
-    route: Literal["nearest"] | None = Field(
+    route: Route | None = Field(
         None,
-        description="nearest: of these caches of episodes only that one answers which the question is about; default: "
-        "all together",
+        description="only the one or two answer that the question is about. likelihood: behind which the model gives "
+        "the question the most; attention: to which the question attends most, read over all; nearest: the one of "
+        "these caches of episodes that has its words. Default: all together",
     )
 
     @model_validator(mode="before")
@@ -306,7 +311,7 @@ class AnswerList(ListBody):
 class Source(ResponseBody):
     """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
     mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
-    of an answer add up to 1. With `route`, that of the cache that answered is 1."""
+    of an answer add up to 1. With `route`, those of caches that did not answer are 0."""
 
     cache_id: str
     share: float

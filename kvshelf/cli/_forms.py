@@ -305,6 +305,6 @@ QUESTION: Final = FieldsOf(
     # `ask` gives the first three itself, and prints one text that nobody keeps
     without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})
     | {"store", "ttl_s", "ttl_renew"},
-    help_texts={"route": "of several caches of episodes ask only that which the question is about"},
+    help_texts={"route": "of several caches ask only the one or two that the question is about"},
 )
 """How a question is answered."""

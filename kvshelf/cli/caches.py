@@ -222,12 +222,13 @@ def ask(
 ) -> None:
     """Ask a stored document one or several independent questions. The document is not prefilled again.
 
-    Of several documents (CACHE,CACHE) each question sees all, or with --route one, and a table says what part each had
-    in its answer. With --label the questions go to each part of a document in turn, and each answer names its part.
+    Of several documents (CACHE,CACHE) each question sees all, or with --route one or two, and a table says what part
+    each had in its answer. With --label the questions go to each part of a document in turn, and each answer names
+    its part.
     With --all each question goes to the documents of the shelf that hold most of its words (see `kvshelf search`).
     """
-    if fields["route"] is not None and (of_shelf.any or "," not in cache):
-        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE", param_hint="--route")
+    if fields["route"] is not None and not of_shelf.search_all and (of_shelf.any or "," not in cache):
+        raise typer.BadParameter("it chooses among several caches: give CACHE,CACHE or --all", param_hint="--route")
     texts = [cache, *(questions or ())] if of_shelf.any else questions or []
     if not texts:
         raise typer.BadParameter("a question is missing", param_hint="QUESTION...")
@@ -246,7 +247,7 @@ def ask(
                 _show_prompt(client, _references.id_at(client, cache), question, as_json)
                 continue
             of = _best(client, question, labels, of_shelf.best) if of_shelf.search_all else named
-            _ask_together(client, of, question, fields, as_json)
+            _ask_together(client, of, question, fields if len(of) > 1 else {**fields, "route": None}, as_json)
 
 
 Named = tuple[str, str]

@@ -21,6 +21,7 @@ from kvshelf import api
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.api.options import AskFields, ProtectFields
+from kvshelf.api.queries import Route
 from kvshelf.api.strict import RequestBody, parse_request, refusal
 from kvshelf.api.usage import UsageQuery, UsageReport
 from kvshelf.client._exchange import HttpCall, parse_as
@@ -190,10 +191,10 @@ class QuestionFields(AskFields, total=False):
 
 
 class JointFields(QuestionFields, total=False):
-    """As `QuestionFields`, for several caches. `route="nearest"`: of caches of episodes only that one answers which the
-    question is about."""
+    """As `QuestionFields`, for several caches. `route`: only the one or two answer that the question is about, by
+    "likelihood" or "attention"; "nearest" is for caches of episodes."""
 
-    route: Literal["nearest"] | None
+    route: Route | None
 
 
 class QueryFields(QuestionFields, total=False):

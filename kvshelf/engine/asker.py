@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.answers import Answer
+from kvshelf.api.queries import Route
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
-from kvshelf.engine.attention.attachment import Attached
+from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.decode.logprobs import Logprobs
+from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import (
     BlockSelection,
@@ -26,7 +28,7 @@ from kvshelf.engine.decode.selection import (
     UnitSelection,
     stored_entries,
 )
-from kvshelf.engine.episodes import nearest_episode
+from kvshelf.engine.episodes import nearest_episode, require_several
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Encoder, Prompt
@@ -76,12 +78,14 @@ class Asker:
         *,
         passages: bool = False,
         reducer: SuffixReducer | None = None,
+        likelihood: bool = False,
     ) -> Generation:
         """Begin an answer to the token ids `query`. It runs when a batch steps it, not before.
 
         The answer ends early, with finish reason "length", where the model's longest sequence is reached. selection:
         as `selection` has made it for this document and this one answer. passages: whether the answer says which tokens
-        of the documents it read. reducer: as `reducer` has made it for this one answer.
+        of the documents it read. reducer: as `reducer` has made it for this one answer. likelihood: whether the answer
+        says how likely the question is.
         """
         facts = self._facts
         longest = min(facts.longest(part.num_tokens) for part in document.parts)
@@ -108,6 +112,7 @@ class Asker:
             reducer=reducer,
             constraint=None if grammar is None else self.guide.constraint(grammar, min(sampling.max_tokens, room)),
             logprobs=None if logprobs is None else Logprobs(logprobs, self.guide.bytes_of),
+            likelihood=likelihood,
         )
 
     @cached_property
@@ -187,22 +192,45 @@ class Asker:
         """
         return nearest_episode(params, self._encoder.words(prompt))
 
-    def answer(self, cache: Asked, prompt: Prompt, route: Literal["nearest"] | None, options: AnswerOptions) -> Answer:
-        """See `Engine.answer`."""
+    def answer(self, cache: Asked, prompt: Prompt, route: Route | None, options: AnswerOptions) -> Answer:
+        """See `Engine.answer`. route: only the one or two of several documents answer that the question is about,
+        "likelihood" and "attention" as of `Narrowing`; "nearest": the one of caches of episodes. The share of the
+        others among the `sources` is 0."""
         if route is None:
             return self.answers([(cache, prompt)], options)[0]
         caches = [cache] if isinstance(cache, CompressedCache) else cache
-        if route != "nearest":
-            raise InvalidRequest(f"unknown route {route!r}; there is 'nearest'", param="route")
-        for cache in caches:
-            self._attachments.require_own(cache)
-        place = self.nearest([cache.identity.policy_params for cache in caches], prompt)
-        (answer,) = self.answers([(caches[place], prompt)], options)
-        return replace(answer, sources=tuple(float(at == place) for at in range(len(caches))))
+        documents = [self._attachments.of(part) for part in caches]
+        if route == "nearest":
+            places = [self.nearest([document.identity.policy_params for document in documents], prompt)]
+            (answer,) = self.answers([(caches[places[0]], prompt)], options)
+        else:
+            narrowing = self.narrowing(route, documents)
+            query = self._encoder.behind(documents[0].identity, prompt)
+            while readings := narrowing.readings:
+                narrowing.take(self._stepped([self.reading(documents, places, query) for places in readings]))
+            places = narrowing.places
+            (answer,) = self.answers([([caches[at] for at in places], prompt)], options)
+            answer = replace(answer, usage=narrowing.counted(answer.usage))
+        shares = dict(zip(places, answer.sources, strict=True))
+        return replace(answer, sources=tuple(shares.get(at, 0.0) for at in range(len(caches))))
+
+    def narrowing(self, route: Route, documents: Sequence[Attachment]) -> Narrowing:
+        """Which of these documents answer a question, by "likelihood" or "attention". Raises `InvalidRequest` for
+        another route and one document, and as `Attachments.joined` does."""
+        if route not in get_args(Route):
+            raise InvalidRequest(f"route is {route!r}; it must be one of {', '.join(get_args(Route))}", param="route")
+        require_several(len(documents))
+        self._attachments.joined(documents)
+        return Narrowing(route, len(documents))
+
+    def reading(self, documents: Sequence[Attachment], places: Sequence[int], query: Sequence[int]) -> Generation:
+        """A reading of a `Narrowing`: one token behind some of its documents."""
+        document = self._attachments.joined([documents[place] for place in places])
+        return self.start(document, query, Sampling(max_tokens=1), likelihood=len(places) == 1)
 
     def answers(self, asked: Sequence[tuple[Asked, Prompt]], options: AnswerOptions) -> list[Answer]:
         """See `Engine.answer_all`. In the order of `asked`."""
-        batch, rows = self.batch(), []
+        rows = []
         for cache, prompt in asked:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
             document = self._attachments.joined([self._attachments.of(part) for part in caches])
@@ -210,6 +238,11 @@ class Asker:
             selection = self.selection(document, options.select, len(query))
             reducer = None if options.suffix is None else self.reducer(options.suffix, len(query))
             rows.append(self.start(document, query, options.sampling, selection, reducer=reducer))
+        return self._stepped(rows)
+
+    def _stepped(self, rows: Sequence[Generation]) -> list[Answer]:
+        """The answers, once all are finished. Raises the first error."""
+        batch = self.batch()
         with kvshelf_attention(self._facts.model):  # otherwise each step would select and restore it
             while open_ones := [row for row in rows if not row.finished]:
                 for outcome in batch.step(open_ones):

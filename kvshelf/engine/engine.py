@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.answers import Answer
 from kvshelf.api.creation import EPISODES_POLICY
 from kvshelf.api.inspect import BuiltPrompt
+from kvshelf.api.queries import Route
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Layout
 from kvshelf.artifact.opened.arriving import ArrivingCache
@@ -328,7 +329,7 @@ class Engine:
         return self.asker.selection(document, select, question_tokens)
 
     def answer(
-        self, cache: Asked, prompt: Prompt, *, route: Literal["nearest"] | None = None, **options: Unpack[AnswerFields]
+        self, cache: Asked, prompt: Prompt, *, route: Route | None = None, **options: Unpack[AnswerFields]
     ) -> Answer:
         """Ask one document, or several together (a list of caches, see `joined`), and wait.
 
@@ -337,8 +338,7 @@ class Engine:
         (see `Engine.select`). suffix: the `policy` that bounds what the answer adds in memory, its `budget` and
         `params` (see `Engine.bound`). shape: what the answer must be, as one of `response_format`, `grammar` and
         `choices` (see `Grammar.of`). logprobs: how many of the likeliest tokens to tell at each place, with the
-        logarithm of each token's probability. route: "nearest" asks only that of several caches of episodes that the
-        question is about; its share among the `sources` is 1."""
+        logarithm of each token's probability. route: which of several answer, as of `Asker.answer`."""
         return self.asker.answer(cache, prompt, route, AnswerOptions.of(**options))
 
     def answer_all(self, asked: Sequence[tuple[Asked, Prompt]], **options: Unpack[AnswerFields]) -> list[Answer]:

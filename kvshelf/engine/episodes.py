@@ -73,8 +73,7 @@ def windows_of(utterances: Sequence[str]) -> list[str]:
 def nearest_episode(params: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> int:
     """See `Asker.nearest`: the number of the centroid that has the largest dot product with the question's tokens,
     each counted once; of equal ones the first."""
-    if len(params) < 2:
-        raise InvalidRequest("route chooses among several caches, and one was given; leave route out", param="route")
+    require_several(len(params))
     for place, each in enumerate(params):
         if not each.get("centroid"):
             raise InvalidRequest(
@@ -86,6 +85,12 @@ def nearest_episode(params: Sequence[Mapping[str, Any]], token_ids: Sequence[int
     centroids = [unpacked(each["centroid"]) for each in params]
     scores = [sum(weights.get(token, 0.0) for token in asked) for weights in centroids]
     return scores.index(max(scores))
+
+
+def require_several(documents: int) -> None:
+    """Refuse a route among fewer than two documents."""
+    if documents < 2:
+        raise InvalidRequest("route chooses among several caches, and one was given; leave route out", param="route")
 
 
 def _utterances(document: Document, count: int) -> list[str]:

@@ -59,7 +59,10 @@ class DatasetOptions:
 class Sets:
     """Sets of documents that are asked together, how they are kept, and what reads a part of them."""
 
-    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 512
+    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document that is made here.")] = 512
+    dataset: Annotated[
+        Path | None, typer.Option(help="In place of documents that are made here: as of `bench quality`.")
+    ] = None
     sets: Annotated[int, typer.Option(min=1, help="Sets of documents for each number.")] = 5
     questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a set.")] = 16
     policy: Annotated[str, typer.Option(help="Of every cache.")] = "full"

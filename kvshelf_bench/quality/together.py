@@ -1,30 +1,54 @@
-"""One question about several documents, beside the same question about the one that knows, and one prefill of all."""
+"""One question about several documents, beside the same question about the one that knows, one prefill of all, and
+routes that choose among them."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any, Literal
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.rates import cost
-from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, Question, make_facts, write_document
+from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, make_facts, write_document
 from kvshelf_bench.measure import Spread, ratios, wilson
+from kvshelf_bench.quality.dataset.documents import Document, read_documents
+from kvshelf_bench.quality.dataset.measuring import score_of
+from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.options import Sets
 from kvshelf_bench.quality.retrieval import counter
 
+ROUTES: tuple[Literal["likelihood", "attention"], ...] = ("likelihood", "attention")
+
 _TIMED = 5
 """Questions of each number of documents whose first tokens are timed."""
+
+_LONGEST_ANSWER = 32
+"""Tokens of an answer of which a dataset says nothing."""
 
 _SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True)
+class Routed:
+    """exact: right answers by this route. right_first: questions of which the right document was read, and had the
+    largest share. first_token: the time to the first token over the time that it takes to prefill all documents."""
+
+    route: str
+    exact: int
+    right_first: int
+    first_token: Spread
+
+
+@dataclass(frozen=True)
 class Together:
-    """`questions` about `documents` documents together, of facts that no two documents share.
+    """`questions` about `documents` documents together.
 
     exact: right answers of all documents together; alone: of the one that has the fact; joined: of one prefill of all
     texts, None where that is too long for the model; selected: together, where a token reads `select_tokens` entries
@@ -45,15 +69,35 @@ class Together:
     selected: int
     first_source: int
     first_token: Spread
+    routed: tuple[Routed, ...]
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A question, the place of the document that has the answer, and the caches of all."""
+class _Set:
+    """Documents that are asked together. whole: one prefill of all, None where it is too long."""
+
+    caches: Sequence[CompressedCache]
+    whole: CompressedCache | None
+    prefill_s: float
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A question about a set, and the place of the document that has the answer."""
 
     question: Question
     place: int
-    caches: Sequence[CompressedCache]
+    of: _Set
+
+    def answer(self, engine: Engine, caches: Sequence[CompressedCache], **options: Any) -> Answer:
+        longest = self.question.max_new_tokens or _LONGEST_ANSWER
+        return engine.answer(caches, self.question.text, max_new_tokens=longest, **options)
+
+    def right(self, answer: Answer) -> bool:
+        return score_of(self.question, answer.text) == 1
+
+    def right_first(self, answer: Answer) -> bool:
+        return max(range(len(answer.sources)), key=lambda at: answer.sources[at]) == self.place
 
 
 def measure_together(
@@ -63,78 +107,104 @@ def measure_together(
     progress: Callable[[], None] = lambda: None,
 ) -> Together:
     """Sets of so many documents each, and questions about each set."""
-    tokens = sets.tokens
-    asked: list[_Asked] = []
-    joined: list[CompressedCache | None] = []
+    cases: list[_Case] = []
     for number in range(sets.sets):
-        texts, known = _documents(engine, documents, tokens, f"together/{documents}/{tokens}/{sets.seed}/{number}")
-        caches = [_compressed(engine, text, sets) for text in texts]
-        whole = _SEPARATOR.join(texts)
-        fits = counter(engine)(whole) + tokens <= engine.max_tokens
-        joined += [_compressed(engine, whole, sets) if fits else None] * sets.questions
-        chosen = random.Random(f"{sets.seed}/{number}").sample(known, sets.questions)
-        asked += [_Asked(question, place, caches) for place, question in chosen]
+        cases += _cases(engine, documents, sets, number)
         progress()
-    together = [_answer(engine, each.caches, each.question) for each in asked]
-    hits = sum(right for right, _ in together)
-    low, high = wilson(hits, len(asked))
-    select_tokens = max(tokens // 4, 64)
-    of_one = [each and _answer(engine, [each], ask.question)[0] for each, ask in zip(joined, asked, strict=True)]
+    together = [case.answer(engine, case.of.caches) for case in cases]
+    hits = _count(_Case.right, cases, together)
+    low, high = wilson(hits, len(cases))
+    select_tokens = max(sets.tokens // 4, 64)
+    select: dict[str, Any] = {"select": sets.select, "select_tokens": select_tokens}
+    wholes = [case.of.whole for case in cases]
+    joined = [case.right(case.answer(engine, [whole])) for case, whole in zip(cases, wholes, strict=True) if whole]
+    timed = cases[:: max(1, len(cases) // _TIMED)][:_TIMED]
     return Together(
         documents=documents,
-        tokens=tokens,
-        questions=len(asked),
+        tokens=sets.tokens,
+        questions=len(cases),
         exact=hits,
         low=low,
         high=high,
-        alone=sum(_answer(engine, [each.caches[each.place]], each.question)[0] for each in asked),
-        joined=sum(map(bool, of_one)) if None not in joined else None,
+        alone=sum(case.right(case.answer(engine, [case.of.caches[case.place]])) for case in cases),
+        joined=None if None in wholes else sum(joined),
         selector=sets.select,
         select_tokens=select_tokens,
-        selected=sum(_answer(engine, each.caches, each.question, sets.select, select_tokens)[0] for each in asked),
-        first_source=sum(first == each.place for (_, first), each in zip(together, asked, strict=True)),
-        first_token=_first_tokens(engine, asked[:: max(1, len(asked) // _TIMED)][:_TIMED]),
+        selected=sum(case.right(case.answer(engine, case.of.caches, **select)) for case in cases),
+        first_source=_count(_Case.right_first, cases, together),
+        first_token=_first_tokens(engine, timed),
+        routed=tuple(_routed(engine, route, cases, timed) for route in ROUTES),
     )
 
 
-def _documents(engine: Engine, documents: int, tokens: int, seed: str) -> tuple[list[str], list[tuple[int, Question]]]:
-    """The texts, and each question with the place of its document. No two documents have a fact about one thing."""
-    rng, count = random.Random(seed), counter(engine)
-    digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(documents * MULTIKEY_FACTS)]
+def _count(holds: Callable[[_Case, Answer], bool], cases: Sequence[_Case], answers: Sequence[Answer]) -> int:
+    return sum(map(holds, cases, answers))
+
+
+def _routed(engine: Engine, route: str, cases: Sequence[_Case], timed: Sequence[_Case]) -> Routed:
+    answers = [case.answer(engine, case.of.caches, route=route) for case in cases]
+    first_tokens = [_first_token_s(engine, case, case.of.caches, route=route) for case in timed]
+    return Routed(
+        route,
+        exact=_count(_Case.right, cases, answers),
+        right_first=_count(_Case.right_first, cases, answers),
+        first_token=ratios(first_tokens, [case.of.prefill_s for case in timed]),
+    )
+
+
+def _cases(engine: Engine, count: int, sets: Sets, number: int) -> list[_Case]:
+    """Questions about one set of documents."""
+    if sets.dataset is None:
+        documents = _made(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
+    else:
+        documents = _drawn(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
+    began = time.perf_counter()
+    caches = [_compressed(engine, document.context, sets) for document in documents]
+    prefill_s = time.perf_counter() - began
+    text = _SEPARATOR.join(document.context for document in documents)
+    fits = counter(engine)(text) + sets.tokens <= engine.max_tokens
+    made = _Set(caches, _compressed(engine, text, sets) if fits else None, prefill_s)
+    askable = [(place, question) for place, document in enumerate(documents) for question in document.questions]
+    chosen = random.Random(f"{sets.seed}/{number}").sample(askable, min(sets.questions, len(askable)))
+    return [_Case(question, place, made) for place, question in chosen]
+
+
+def _drawn(documents: Sequence[Document], count: int, seed: str) -> list[Document]:
+    """So many documents of a dataset. Raises `InvalidRequest` where it has fewer."""
+    if len(documents) < count:
+        raise InvalidRequest(
+            f"--documents is {count}, and the dataset has {len(documents)}; ask fewer together", param="documents"
+        )
+    return random.Random(seed).sample(list(documents), count)
+
+
+def _made(engine: Engine, count: int, tokens: int, seed: str) -> list[Document]:
+    """Documents of which no two have a fact about one thing."""
+    rng, tokens_of = random.Random(seed), counter(engine)
+    digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(count * MULTIKEY_FACTS)]
     facts = make_facts(rng, digits)
-    made = [
-        write_document(rng, facts[first : first + MULTIKEY_FACTS], "prose", tokens, count)
-        for first in range(0, len(facts), MULTIKEY_FACTS)
-    ]
-    known = [(place, question) for place, document in enumerate(made) for question in document.questions]
-    return [document.text for document in made], known
+    documents = []
+    for first in range(0, len(facts), MULTIKEY_FACTS):
+        made = write_document(rng, facts[first : first + MULTIKEY_FACTS], "prose", tokens, tokens_of)
+        questions = (
+            Question(one.text, (one.answer,), scorer="exact", max_new_tokens=len(one.answer) + 8)
+            for one in made.questions
+        )
+        documents.append(Document(f"{first}", made.text, tuple(questions)))
+    return documents
 
 
 def _compressed(engine: Engine, text: str, sets: Sets) -> CompressedCache:
     return engine.encoded(engine.compress(text, policy=sets.policy), sets.codec)
 
 
-def _answer(
-    engine: Engine,
-    caches: Sequence[CompressedCache],
-    question: Question,
-    select: str | None = None,
-    select_tokens: int | None = None,
-) -> tuple[bool, int]:
-    """Whether the answer is right, and the place of its first source."""
-    longest = len(question.answer) + 8
-    answer = engine.answer(caches, question.text, max_new_tokens=longest, select=select, select_tokens=select_tokens)
-    first = max(range(len(caches)), key=lambda place: answer.sources[place])
-    return answer.text.strip() == question.answer, first
+def _first_tokens(engine: Engine, cases: Sequence[_Case]) -> Spread:
+    together = [_first_token_s(engine, case, case.of.caches) for case in cases]
+    alone = [sum(_first_token_s(engine, case, [cache]) for cache in case.of.caches) for case in cases]
+    return ratios(together, alone)
 
 
-def _first_tokens(engine: Engine, asked: Sequence[_Asked]) -> Spread:
-    def seconds(caches: Sequence[CompressedCache], question: str) -> float:
-        run = partial(engine.answer, caches, question, max_new_tokens=1)
-        return median(cost(run, engine.passes.devices.inputs).seconds for _ in range(3))
-
-    both = [
-        (seconds(each.caches, each.question.text), sum(seconds([one], each.question.text) for one in each.caches))
-        for each in asked
-    ]
-    return ratios([together for together, _ in both], [alone for _, alone in both])
+def _first_token_s(engine: Engine, case: _Case, caches: Sequence[CompressedCache], **options: Any) -> float:
+    """Seconds to the first token, the median of three."""
+    run = partial(engine.answer, caches, case.question.text, max_new_tokens=1, **options)
+    return median(cost(run, engine.passes.devices.inputs).seconds for _ in range(3))

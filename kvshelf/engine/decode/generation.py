@@ -23,7 +23,7 @@ from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
-from kvshelf.engine.decode.passages import Passages, SourceShares
+from kvshelf.engine.decode.passages import Passages, QuestionLikelihood, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import SeenDocument, Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
@@ -77,14 +77,17 @@ class Generation:
         reducer: SuffixReducer | None = None,
         constraint: Constraint | None = None,
         logprobs: Logprobs | None = None,
+        likelihood: bool = False,
     ) -> None:
         """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
         whether to count what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may
-        come; None: all. logprobs: takes what the model gives the tokens."""
+        come; None: all. logprobs: takes what the model gives the tokens. likelihood: whether to tell what it gives
+        those of the question."""
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
-        made = selection, Passages(document, selection) if passages else None, sources, reducer
+        of_question = QuestionLikelihood(query) if likelihood else None
+        made = selection, Passages(document, selection) if passages else None, sources, of_question, reducer
         self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""

@@ -16,6 +16,7 @@ import structlog
 from kvshelf.api import Asking, JointQuery, Query
 from kvshelf.api.answers import Answer, Phase, Piece, Served, rounded
 from kvshelf.api.inspect import BuiltPrompt
+from kvshelf.api.queries import Route
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
@@ -23,6 +24,7 @@ from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said
 from kvshelf.engine.tools.counting import count
@@ -124,7 +126,7 @@ class Questions:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
-            async with self._loaded(caches, query, caller) as loaded:
+            async with self._loaded(caches, query, caller, of_batch=of_batch) as loaded:
                 ids, ticket = await self._begun(loaded, caller, of_batch=of_batch)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
@@ -167,13 +169,15 @@ class Questions:
                     ticket.cancel()
 
     @asynccontextmanager
-    async def _loaded(self, caches: str | Sequence[str], query: Asking, caller: Caller) -> AsyncIterator[_Loaded]:
+    async def _loaded(
+        self, caches: str | Sequence[str], query: Asking, caller: Caller, *, of_batch: bool = False
+    ) -> AsyncIterator[_Loaded]:
         self._keep_house()
         tenant, deadline_s = caller.tenant, caller.deadline_s
         started = time.monotonic()
         asked = [caches] if isinstance(caches, str) else list(caches)
-        routed = isinstance(query, JointQuery) and query.route is not None
-        cache_ids = [await self._nearest(asked, query, tenant)] if routed else asked
+        route = query.route if isinstance(query, JointQuery) else None
+        cache_ids = [await self._nearest(asked, query, tenant)] if route == "nearest" else asked
         await self.threads.compute(self._require_askable, query)
         shape = await self.threads.compute(self._shape, query)  # refused before any work
         if query.store:
@@ -189,7 +193,7 @@ class Questions:
                     "full of others that are being asked; try again"
                 ) from exc
             except KvshelfError as error:
-                if routed:
+                if route == "nearest":
                     error.details["cache_id"] = cache_ids[0]
                 raise
             cache_ids = cache_ids if line is None else [line.cache_id]
@@ -200,9 +204,11 @@ class Questions:
                 shape = await self.threads.run(self._shape, query, document.identity.variables)
             found = dict(zip(cache_ids, held, strict=True))
             found_s, counts = time.monotonic() - started, self.residents.take_counts()
-            named = asked if routed else cache_ids
+            named = cache_ids if route is None else asked
             loaded = _Loaded(named, found, document, query, shape, line, started, found_s, counts)
             try:
+                if route not in (None, "nearest"):
+                    loaded = await self._narrowed(loaded, route, caller, of_batch=of_batch)
                 yield loaded
             except KvshelfError as error:
                 if (failed := loaded.failed) is not None:
@@ -223,6 +229,26 @@ class Questions:
             return cache_ids[self.engine.asker.nearest(list(map(params, cache_ids)), prompt_of(query))]
 
         return await self.threads.compute(nearest)
+
+    async def _narrowed(self, loaded: _Loaded, route: Route, caller: Caller, *, of_batch: bool) -> _Loaded:
+        """Of several caches those that the question is about, as the model's reading of it says."""
+        documents = [resident.document for resident, _ in loaded.held.values()]
+        narrowing = self.engine.asker.narrowing(route, documents)
+        query = await self.threads.compute(self._encoded, loaded)
+
+        async def answered(places: Sequence[int]) -> Answer:
+            reading = self.engine.asker.reading(documents, places, query)
+            ticket = self.scheduler.read(reading, of_batch=of_batch, tenant=caller.tenant, deadline_s=caller.deadline_s)
+            try:
+                return await asyncio.wrap_future(ticket.future)
+            finally:
+                ticket.cancel()
+
+        while readings := narrowing.readings:
+            narrowing.take([await answered(places) for places in readings])  # one by one: a question takes one place
+        document = self.engine.joined([documents[place] for place in narrowing.places])
+        residents = dict(list(loaded.held.items())[place] for place in narrowing.places)
+        return replace(loaded, held=residents, document=document, narrowing=narrowing)
 
     def _keep_house(self) -> None:
         """Begun by the first call: its event loop is the one that will run it."""
@@ -373,6 +399,8 @@ class Questions:
     ) -> Answer:
         """The answer to these tokens, once its turn is stored if the query asks for that. What keeps a turn from being
         stored is no error of the answer."""
+        if loaded.narrowing is not None:
+            answer = replace(answer, usage=loaded.narrowing.counted(answer.usage))
         self._count(loaded, answer, tenant)
         if len(loaded.held) == 1 and self.guard.wants:
             (cache_id,) = loaded.held
@@ -424,7 +452,7 @@ class _Loaded:
     asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
     them. query: what is asked of them. shape: of it. line: the conversation behind one cache. started: the time of the
     request, of `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
-    `Residents.take_counts`.
+    `Residents.take_counts`. narrowing: which chose the caches to hold.
     """
 
     asked: Sequence[str]
@@ -436,6 +464,7 @@ class _Loaded:
     started: float
     found_s: float
     counts: dict[str, int]
+    narrowing: Narrowing | None = None
     _read: dict[str, ToolTurn] = field(default_factory=dict)
 
     def read(self, text: str) -> ToolTurn:

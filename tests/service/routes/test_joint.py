@@ -108,6 +108,7 @@ def test_prompts_messages_and_streams(http: httpx.Client, caches: list[dict[str,
         ({"on_miss": "guess"}, "on_miss", "recompute"),
         ({"route": "nearest"}, "route", "several caches"),
         ({"route": "farthest"}, "route", "nearest"),
+        ({"route": "likelihood"}, "route", "several caches"),
     ],
 )
 def test_bad_questions_name_their_field(http: httpx.Client, change: dict[str, Any], param: str, words: str) -> None:
@@ -147,6 +148,29 @@ def test_a_question_goes_to_the_nearest_of_the_caches_of_episodes(http: httpx.Cl
     assert (error["param"], "episodes" in error["message"]) == ("cache_ids[2]", True)
     together = ask(http, ids)["sources"]
     assert min(source["share"] for source in together) > 0
+
+
+@pytest.mark.parametrize("route", ["likelihood", "attention"])
+def test_a_question_goes_to_the_one_or_two_that_it_is_about(
+    http: httpx.Client, caches: list[dict[str, Any]], tiny_folder: Path, route: str
+) -> None:
+    ids = ids_of(caches)
+    answer = ask(http, ids, prompt="Who lit it?", max_tokens=12, route=route)
+    assert (answer.keys(), answer["cache_ids"]) == (FIELDS, ids)
+    read = [source["cache_id"] for source in answer["sources"] if source["share"]]
+    assert len(read) in (1, 2)
+    assert sum(source["share"] for source in answer["sources"]) == pytest.approx(1)
+    blobs = [CompressedCache.from_bytes(http.get(f"/v1/caches/{id}/blob").content) for id in ids]
+    engine = Engine.load(str(tiny_folder), device="cpu")
+    here = engine.answer(blobs, "Who lit it?", max_new_tokens=12, route=route)
+    assert answer["text"] == here.text
+    assert [source["share"] for source in answer["sources"]] == pytest.approx(here.sources, abs=1e-4)
+    assert answer["usage"]["prefill_tokens"] == here.usage.prefill_tokens
+    alone = ask(http, read, prompt="Who lit it?", max_tokens=12)
+    assert answer["text"] == alone["text"]
+    assert answer["usage"]["cache_read_tokens"] == alone["usage"]["cache_read_tokens"]
+    *_, last = events(post(http, ids, prompt="Who lit it?", max_tokens=12, route=route, stream=True))
+    assert (last["text"], last["sources"]) == (answer["text"], answer["sources"])
 
 
 def test_an_episode_that_cannot_be_read_is_made_again(http: httpx.Client, service: LiveService) -> None:
