@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 Asked = CompressedCache | Sequence[CompressedCache]
 """The cache of the document that a question is about, or those of several: see `Engine.joined`."""
 
+_LEAST_RATED = 2
+"""Tokens of a question that has a likelihood: of the first one nothing is known."""
+
 
 class Asker:
     """Begins answers of one model. Thread-safe, but for `answers`.
@@ -199,34 +202,41 @@ class Asker:
         if route is None:
             return self.answers([(cache, prompt)], options)[0]
         caches = [cache] if isinstance(cache, CompressedCache) else cache
-        documents = [self._attachments.of(part) for part in caches]
+        for part in caches:
+            self._attachments.require_own(part)
+        usage = None
         if route == "nearest":
-            places = [self.nearest([document.identity.policy_params for document in documents], prompt)]
-            (answer,) = self.answers([(caches[places[0]], prompt)], options)
+            places = [self.nearest([part.identity.policy_params for part in caches], prompt)]
         else:
-            narrowing = self.narrowing(route, documents)
-            query = self._encoder.behind(documents[0].identity, prompt)
+            documents = list(map(self._attachments.of, caches))
+            query = self._encoder.behind(documents[0].identity, prompt) if documents else []
+            narrowing = self.narrowing(route, documents, query)
             while readings := narrowing.readings:
-                narrowing.take(self._stepped([self.reading(documents, places, query) for places in readings]))
-            places = narrowing.places
-            (answer,) = self.answers([([caches[at] for at in places], prompt)], options)
-            answer = replace(answer, usage=narrowing.counted(answer.usage))
+                narrowing.take([self.read(documents, places, query) for places in readings])
+            places, usage = narrowing.places, narrowing.counted
+        (answer,) = self.answers([([caches[at] for at in places], prompt)], options)
         shares = dict(zip(places, answer.sources, strict=True))
-        return replace(answer, sources=tuple(shares.get(at, 0.0) for at in range(len(caches))))
+        sources = tuple(shares.get(at, 0.0) for at in range(len(caches)))
+        return replace(answer, sources=sources, usage=answer.usage if usage is None else usage(answer.usage))
 
-    def narrowing(self, route: Route, documents: Sequence[Attachment]) -> Narrowing:
-        """Which of these documents answer a question, by "likelihood" or "attention". Raises `InvalidRequest` for
-        another route and one document, and as `Attachments.joined` does."""
+    def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
+        """Which of these documents answer a question, by "likelihood" or "attention". query: its token ids. Raises
+        `InvalidRequest` for another route, one document and one token, and as `Attachments.joined` does."""
         if route not in get_args(Route):
             raise InvalidRequest(f"route is {route!r}; it must be one of {', '.join(get_args(Route))}", param="route")
         require_several(len(documents))
+        if len(query) < _LEAST_RATED:
+            raise InvalidRequest(
+                "a question of one token is about nothing; ask more, or leave route out", param="route"
+            )
         self._attachments.joined(documents)
         return Narrowing(route, len(documents))
 
-    def reading(self, documents: Sequence[Attachment], places: Sequence[int], query: Sequence[int]) -> Generation:
-        """A reading of a `Narrowing`: one token behind some of its documents."""
+    def read(self, documents: Sequence[Attachment], places: Sequence[int], query: Sequence[int]) -> Answer:
+        """A reading of a `Narrowing`, over some of its documents; they must have arrived. Not thread-safe."""
         document = self._attachments.joined([documents[place] for place in places])
-        return self.start(document, query, Sampling(max_tokens=1), likelihood=len(places) == 1)
+        (answer,) = self._stepped([self.start(document, query, Sampling(max_tokens=1), likelihood=len(places) == 1)])
+        return answer
 
     def answers(self, asked: Sequence[tuple[Asked, Prompt]], options: AnswerOptions) -> list[Answer]:
         """See `Engine.answer_all`. In the order of `asked`."""

@@ -403,26 +403,27 @@ def together(
     texts = f"{sets.tokens} tokens each" if sets.dataset is None else sets.dataset.name
     title = f"{loading.model}, {sets.policy}, {sets.codec}: {texts}, right answers"
     report: dict[str, Any] = {"bench": "together", "model": loading.model, "policy": sets.policy, "codec": sets.codec}
+    report["dataset"] = None if sets.dataset is None else sets.dataset.name
     publish(report | {"machine": machine(), "rows": rows}, _together_tables(rows, sets.select, title), reporting)
 
 
 def _together_tables(rows: Sequence[Together], selector: str, title: str) -> list[Table]:
     headings = ("documents", "questions", "together", "95 %", "one prefill", "the right one alone", "first source")
-    table = Table(*headings, selector, "first token", title=title)
+    table = Table(*headings, *([selector] if selector else []), "first token", title=title)
     routes = Table("documents", "route", "right", "right document first", "first token", title="one or two, by a route")
     for row in rows:
-        share = [
-            f"{100 * hits / row.questions:.1f} %" for hits in (row.exact, row.alone, row.first_source, row.selected)
-        ]
-        joined = "too long" if row.joined is None else f"{100 * row.joined / row.questions:.1f} %"
+
+        def share(hits: int | None, of: int = row.questions) -> str:
+            return "too long" if hits is None else f"{100 * hits / of:.1f} %"
+
         interval = f"{row.low:.1%} - {row.high:.1%}"
-        cells = (f"{row.documents}", f"{row.questions}", share[0], interval, joined, *share[1:3])
-        table.add_row(*cells, f"{share[3]} of {row.select_tokens}", f"{row.first_token.median:.2f} of single ones")
+        cells = [f"{row.documents}", f"{row.questions}", share(row.exact), interval, share(row.joined)]
+        cells += [share(row.alone), share(row.first_source)]
+        cells += [] if row.selected is None else [share(row.selected)]
+        table.add_row(*cells, f"{row.first_token.median:.2f} of single ones")
         for one in row.routed:
-            both = (f"{100 * hits / row.questions:.1f} %" for hits in (one.exact, one.right_first))
-            routes.add_row(
-                f"{row.documents}", one.route, *both, f"{one.first_token.median:.3f} of the documents' prefills"
-            )
+            first_token = f"{one.first_token.median:.3f} of the documents' prefills"
+            routes.add_row(f"{row.documents}", one.route, share(one.exact), share(one.right_first), first_token)
     return [table, routes]
 
 

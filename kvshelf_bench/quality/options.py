@@ -61,7 +61,7 @@ class Sets:
 
     tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document that is made here.")] = 512
     dataset: Annotated[
-        Path | None, typer.Option(help="In place of documents that are made here: as of `bench quality`.")
+        Path | None, typer.Option(help="In place of documents that are made here: a file or folder of `bench quality`.")
     ] = None
     sets: Annotated[int, typer.Option(min=1, help="Sets of documents for each number.")] = 5
     questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a set.")] = 16
@@ -69,5 +69,5 @@ class Sets:
     codec: Annotated[str, typer.Option(help="Of every cache.")] = "int4"
     select: Annotated[
         str, typer.Option(help="Also measured: a selector that reads as much as a quarter of one document.")
-    ] = "fasa"
+    ] = ""
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0

@@ -4,7 +4,6 @@ routes that choose among them."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,13 +47,13 @@ class Routed:
 
 @dataclass(frozen=True)
 class Together:
-    """`questions` about `documents` documents together.
+    """`questions` about `documents` documents together, of `tokens` tokens each on average.
 
     exact: right answers of all documents together; alone: of the one that has the fact; joined: of one prefill of all
-    texts, None where that is too long for the model; selected: together, where a token reads `select_tokens` entries
-    over all documents by `selector`. first_source: answers whose first source is the right document. low, high: bounds
-    of the share of `exact` (95 %). first_token: the time to the first token of all together over the sum of the times
-    of each alone."""
+    texts, None where that is too long for the model; selected: together, where a token reads a quarter of one
+    document's entries over all documents, None without a selector. first_source: answers whose first source is the
+    right document. low, high: bounds of the share of `exact` (95 %). first_token: the time to the first token of all
+    together over the sum of the times of each alone."""
 
     documents: int
     tokens: int
@@ -64,9 +63,7 @@ class Together:
     high: float
     alone: int
     joined: int | None
-    selector: str
-    select_tokens: int
-    selected: int
+    selected: int | None
     first_source: int
     first_token: Spread
     routed: tuple[Routed, ...]
@@ -79,6 +76,11 @@ class _Set:
     caches: Sequence[CompressedCache]
     whole: CompressedCache | None
     prefill_s: float
+
+    @property
+    def tokens(self) -> float:
+        """Of a document, on average."""
+        return sum(cache.num_tokens for cache in self.caches) / len(self.caches)
 
 
 @dataclass(frozen=True)
@@ -114,27 +116,32 @@ def measure_together(
     together = [case.answer(engine, case.of.caches) for case in cases]
     hits = _count(_Case.right, cases, together)
     low, high = wilson(hits, len(cases))
-    select_tokens = max(sets.tokens // 4, 64)
-    select: dict[str, Any] = {"select": sets.select, "select_tokens": select_tokens}
     wholes = [case.of.whole for case in cases]
     joined = [case.right(case.answer(engine, [whole])) for case, whole in zip(cases, wholes, strict=True) if whole]
     timed = cases[:: max(1, len(cases) // _TIMED)][:_TIMED]
     return Together(
         documents=documents,
-        tokens=sets.tokens,
+        tokens=round(sum(case.of.tokens for case in cases) / len(cases)),
         questions=len(cases),
         exact=hits,
         low=low,
         high=high,
         alone=sum(case.right(case.answer(engine, [case.of.caches[case.place]])) for case in cases),
         joined=None if None in wholes else sum(joined),
-        selector=sets.select,
-        select_tokens=select_tokens,
-        selected=sum(case.right(case.answer(engine, case.of.caches, **select)) for case in cases),
+        selected=_selected(engine, cases, sets.select) if sets.select else None,
         first_source=_count(_Case.right_first, cases, together),
         first_token=_first_tokens(engine, timed),
         routed=tuple(_routed(engine, route, cases, timed) for route in ROUTES),
     )
+
+
+def _selected(engine: Engine, cases: Sequence[_Case], selector: str) -> int:
+    """Right answers, where a token reads as many entries as a quarter of a document has, of all documents."""
+    answers = [
+        case.answer(engine, case.of.caches, select=selector, select_tokens=max(round(case.of.tokens / 4), 64))
+        for case in cases
+    ]
+    return _count(_Case.right, cases, answers)
 
 
 def _count(holds: Callable[[_Case, Answer], bool], cases: Sequence[_Case], answers: Sequence[Answer]) -> int:
@@ -158,9 +165,9 @@ def _cases(engine: Engine, count: int, sets: Sets, number: int) -> list[_Case]:
         documents = _made(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
     else:
         documents = _drawn(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
-    began = time.perf_counter()
+    prefills = [partial(engine.compress, document.context, policy="full") for document in documents]
+    prefill_s = sum(cost(prefill, engine.passes.devices.inputs).seconds for prefill in prefills)
     caches = [_compressed(engine, document.context, sets) for document in documents]
-    prefill_s = time.perf_counter() - began
     text = _SEPARATOR.join(document.context for document in documents)
     fits = counter(engine)(text) + sets.tokens <= engine.max_tokens
     made = _Set(caches, _compressed(engine, text, sets) if fits else None, prefill_s)

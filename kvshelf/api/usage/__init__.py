@@ -156,7 +156,9 @@ class UsageQuery(QueryString):
 
     @property
     def first_day(self) -> datetime.date:
-        return self.from_ or self.last_day - datetime.timedelta(days=_DEFAULT_DAYS - 1)
+        if self.from_ is not None:
+            return self.from_
+        return datetime.date.fromordinal(max(1, self.last_day.toordinal() - _DEFAULT_DAYS + 1))  # no day is before 1
 
     @property
     def groups(self) -> list[str]:

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
 
-_MOST_LOGITS = 128
+_MOST_RATED = 128
 """Tokens whose logits are made at once: of 150,000 tokens each they take 77 MB in fp32."""
-_OWN_PASS = Wants.MASSES | Wants.LOGITS
+_OWN_PASS = Wants.MASSES | Wants.LIKELIHOOD
 
 
 class DecodeBatch:
@@ -109,7 +109,7 @@ class DecodeBatch:
             assert generation.pending, "an answer that had an error is over"
             wants = generation.wants
             alone = bool(wants & _OWN_PASS) or (Wants.QUERIES in wants and not generation.token_ids)
-            room = min(most, _MOST_LOGITS) if Wants.LOGITS in wants else most
+            room = min(most, _MOST_RATED) if Wants.LIKELIHOOD in wants else most
             more = min(len(generation.pending) - 1, max(0, room - 1) if alone else left)
             left -= 0 if alone else more
             admitted.append(_Admitted(generation, 1 + more, wants, id(generation) if alone else 0))
@@ -129,8 +129,9 @@ class DecodeBatch:
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
-            if step.telling:
-                step.logits, logits = logits, logits[len(logits) - len(step.asking) :]
+            if step.rating:
+                step.rate(logits)
+                logits = logits[len(logits) - len(step.asking) :].clone()
             return _Out(_Choices.of(logits, step.asking), [], plan.weights)
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
@@ -229,11 +230,11 @@ class _Step:
         ids = [token for p in places for token in p.generation.pending[: p.count]]
         positions = [p.generation.next_position + i for p in places for i in range(p.count)]
         self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
-        self.telling = Wants.LOGITS in places[0].wants
-        """Whether the logits of all its tokens are wanted; it then has one row."""
-        self.logits: Tensor | None = None
+        self.rating = Wants.LIKELIHOOD in places[0].wants
+        """Whether it tells how likely its tokens are; it then has one row."""
+        self.log_probs: Tensor | None = None
         last = [p.first + p.count - 1 for p in places if p.complete]
-        last = list(range(len(ids))) if self.telling else last
+        last = list(range(len(ids))) if self.rating else last
         self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.asking = [place.generation for place in places if place.complete]
         """Whose next token can be chosen behind it."""
@@ -280,9 +281,17 @@ class _Step:
                         of_rows.setdefault(id(place), {})[layer] = own
         for place in self.places:
             if place.wants:
-                yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete, self.logits)
+                yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete, self.log_probs)
             else:
                 yield NOTHING_SHOWN if place.complete else NOT_COMPLETE
+
+    def rate(self, logits: Tensor) -> None:
+        """Keep what logits `[T, vocabulary]` give the tokens that follow, and not the logits: other steps come."""
+        (place,) = self.places
+        following = torch.tensor(place.generation.pending[1 : place.count + 1], device=logits.device)
+        rows = logits[: len(following)].float()
+        chosen = rows.gather(-1, following[:, None])[:, 0] if len(following) else rows.new_zeros(0)
+        self.log_probs = chosen - rows.logsumexp(dim=-1)
 
     def _weigh(self, masses: Tensor) -> None:
         self.masses.append(masses[:, -1].mean(1))  # of [documents, N, q_heads]

@@ -86,7 +86,7 @@ class Generation:
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
-        of_question = QuestionLikelihood(query) if likelihood else None
+        of_question = QuestionLikelihood() if likelihood else None
         made = selection, Passages(document, selection) if passages else None, sources, of_question, reducer
         self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
         self.pending = list(query)

@@ -27,8 +27,8 @@ class Wants(Flag):
     """The queries, keys and values of each layer."""
     MASSES = auto()
     """How much attention the last token of a question gave to each document. It has a pass of its own."""
-    LOGITS = auto()
-    """Those of all tokens of a question. It has a pass of its own."""
+    LIKELIHOOD = auto()
+    """What the model gives each token of a question. It has a pass of its own."""
     WEIGHTS = auto()
     """What the pending token gave to each entry of the suffix."""
 
@@ -37,13 +37,13 @@ class Wants(Flag):
 class Shown:
     """What a pass showed of one row. states: by layer. masses: `[documents]` of each layer. weights: by layer,
     `[q_heads, S]` fp32 over the suffix with the row's tokens; their memory is used again. complete: whether no token is
-    left for a later step. logits: `[T, vocabulary]` of the tokens that ran."""
+    left for a later step. log_probs: `[T]` fp32 of the tokens that follow those that ran; one fewer at the end."""
 
     states: Mapping[int, Attended] = field(default_factory=dict)
     masses: Sequence[Tensor] = ()
     weights: Mapping[int, Tensor] = field(default_factory=dict)
     complete: bool = True
-    logits: Tensor | None = None
+    log_probs: Tensor | None = None
 
 
 NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)

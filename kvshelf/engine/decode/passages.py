@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,13 +17,16 @@ from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import SuffixRow
+from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.prefix_attention import SelectedPrefix
 
 _MOST_READ = 2
 """Documents that answer: a comparison is about two."""
 _NARROWS_BY = 8
-"""By 2 it finds the same among 32 documents, with five readings where this takes three."""
+"""By 2 it found as many of 48 questions' documents among 32, on kvshelf-tiny and on `tests/models/second`."""
 _ALONE = 2 / 3
+_LEAST_NATS = -1e4
+"""For tokens that a model never writes: a likelihood of 0 would be the same behind each document."""
 
 
 class SourceShares(RowHook):
@@ -48,21 +52,22 @@ class QuestionLikelihood(RowHook):
     """What the model gives a question behind its documents: the sum of the logarithms of its tokens' probabilities, but
     for the first token, of which nothing is known."""
 
-    def __init__(self, query: Sequence[int]) -> None:
-        self._query = torch.tensor(query)
+    def __init__(self) -> None:
         self._nats = 0.0
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
-        return Wants.NOTHING if answering else Wants.LOGITS
+        return Wants.NOTHING if answering else Wants.LIKELIHOOD
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
-        if shown.logits is not None:
-            first = row.logical - len(shown.logits)
-            following = self._query[first + 1 : row.logical + 1].to(shown.logits.device)
-            log_probs = shown.logits[: len(following)].float().log_softmax(dim=-1)
-            self._nats += log_probs.gather(-1, following[:, None]).sum().item()
+        if shown.log_probs is not None:
+            self._nats += shown.log_probs.clamp(min=_LEAST_NATS).sum().item()
 
     def close(self, answer: Answer) -> Answer:
+        if math.isnan(self._nats):
+            raise CacheUnusable(
+                "the model's logits after this cache are not numbers, so the likelihood of a question is none; ask "
+                "this cache by itself to learn more, or make it again"
+            )
         return replace(answer, likelihood=self._nats)
 
 
@@ -102,14 +107,17 @@ class Narrowing:
         self._spent += [answer.usage for answer in answers]
 
     def counted(self, usage: Usage) -> Usage:
-        """What the answer over `places` took, with the readings before it."""
-        everything = [usage, *self._spent]
-        costs = [one.prefill_token_equivalents for one in everything if one.prefill_token_equivalents is not None]
-        both = {
-            "prefill_tokens": sum(one.prefill_tokens for one in everything),
-            "prefill_token_equivalents": sum(costs) if len(costs) == len(everything) else None,
+        """What the answer over `places` took, with the readings before it: they cost, and save nothing."""
+        tokens = usage.prefill_tokens + sum(reading.prefill_tokens for reading in self._spent)
+        cost, saved = usage.prefill_token_equivalents, usage.prefill_token_equivalents_saved
+        costs = [reading.prefill_token_equivalents for reading in self._spent]
+        more = None if None in costs else sum(filter(None, costs))
+        update = {
+            "prefill_tokens": tokens,
+            "prefill_token_equivalents": None if cost is None or more is None else cost + more,
+            "prefill_token_equivalents_saved": None if saved is None or more is None else saved - more,
         }
-        return usage.model_copy(update=both)
+        return usage.model_copy(update=update)
 
 
 def _posterior(answers: Sequence[Answer]) -> list[float]:

@@ -126,7 +126,7 @@ class Questions:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
-            async with self._loaded(caches, query, caller, of_batch=of_batch) as loaded:
+            async with self._loaded(caches, query, caller) as loaded:
                 ids, ticket = await self._begun(loaded, caller, of_batch=of_batch)
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
@@ -169,9 +169,7 @@ class Questions:
                     ticket.cancel()
 
     @asynccontextmanager
-    async def _loaded(
-        self, caches: str | Sequence[str], query: Asking, caller: Caller, *, of_batch: bool = False
-    ) -> AsyncIterator[_Loaded]:
+    async def _loaded(self, caches: str | Sequence[str], query: Asking, caller: Caller) -> AsyncIterator[_Loaded]:
         self._keep_house()
         tenant, deadline_s = caller.tenant, caller.deadline_s
         started = time.monotonic()
@@ -184,9 +182,13 @@ class Questions:
             self.engine.turns.require()
             await self.threads.run(self.store.admit, tenant)
         async with AsyncExitStack() as stack:
+            narrowed_by = None if route == "nearest" else route
+            # The tool is of those that answer.
+            loading = query if narrowed_by is None else query.model_copy(update={"tool": None})
+            of_all = await stack.enter_async_context(AsyncExitStack())  # left once a route has chosen among them
             try:
                 async with asyncio.timeout(deadline_s):
-                    line, held = await self._held(stack, cache_ids, query, shape, tenant)
+                    line, held = await self._held(of_all, cache_ids, loading, shape, tenant)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -207,8 +209,9 @@ class Questions:
             named = cache_ids if route is None else asked
             loaded = _Loaded(named, found, document, query, shape, line, started, found_s, counts)
             try:
-                if route not in (None, "nearest"):
-                    loaded = await self._narrowed(loaded, route, caller, of_batch=of_batch)
+                if narrowed_by is not None:
+                    loaded = await self._narrowed(stack, loaded, narrowed_by, caller)
+                    await of_all.aclose()
                 yield loaded
             except KvshelfError as error:
                 if (failed := loaded.failed) is not None:
@@ -230,25 +233,48 @@ class Questions:
 
         return await self.threads.compute(nearest)
 
-    async def _narrowed(self, loaded: _Loaded, route: Route, caller: Caller, *, of_batch: bool) -> _Loaded:
-        """Of several caches those that the question is about, as the model's reading of it says."""
+    async def _narrowed(self, stack: AsyncExitStack, loaded: _Loaded, route: Route, caller: Caller) -> _Loaded:
+        """Of several caches those that the question is about, as the model's reading of it says. They are in use until
+        the stack is closed."""
         documents = [resident.document for resident, _ in loaded.held.values()]
-        narrowing = self.engine.asker.narrowing(route, documents)
-        query = await self.threads.compute(self._encoded, loaded)
-
-        async def answered(places: Sequence[int]) -> Answer:
-            reading = self.engine.asker.reading(documents, places, query)
-            ticket = self.scheduler.read(reading, of_batch=of_batch, tenant=caller.tenant, deadline_s=caller.deadline_s)
-            try:
-                return await asyncio.wrap_future(ticket.future)
-            finally:
-                ticket.cancel()
-
+        ids = await self.threads.compute(self._encoded, loaded)
+        narrowing = self.engine.asker.narrowing(route, documents, ids)
+        await self.threads.run(_wait_for, documents)
         while readings := narrowing.readings:
-            narrowing.take([await answered(places) for places in readings])  # one by one: a question takes one place
-        document = self.engine.joined([documents[place] for place in narrowing.places])
-        residents = dict(list(loaded.held.items())[place] for place in narrowing.places)
-        return replace(loaded, held=residents, document=document, narrowing=narrowing)
+            narrowing.take([await self._read(loaded, documents, places, ids, caller) for places in readings])
+        residents: dict[str, tuple[Resident, bool]] = {}
+        for place in narrowing.places:  # not `using_all`: who is taking several may wait for the room that these are in
+            cache_id = list(loaded.held)[place]
+            using = self.residents.using(cache_id, caller.tenant, tool=loaded.query.tool)
+            resident, _ = await stack.enter_async_context(using)
+            residents[cache_id] = resident, loaded.held[cache_id][1]
+        return replace(
+            loaded,
+            held=residents,
+            document=self.engine.joined([resident.document for resident, _ in residents.values()]),
+            narrowing=narrowing,
+            route_s=time.monotonic() - loaded.started - loaded.found_s,
+        )
+
+    async def _read(
+        self,
+        loaded: _Loaded,
+        documents: Sequence[Attachment],
+        places: Sequence[int],
+        ids: Sequence[int],
+        caller: Caller,
+    ) -> Answer:
+        """One reading of a `Narrowing`: a pass between the steps of answers. An error of one cache names it."""
+        run = partial(self.engine.asker.read, documents, places, ids)
+        ticket = self.scheduler.pass_of(run, tenant=caller.tenant, deadline_s=loaded.left_s(caller))
+        try:
+            return await asyncio.wrap_future(ticket.future)
+        except KvshelfError as error:
+            if len(places) == 1:
+                error.details.setdefault("cache_id", list(loaded.held)[places[0]])
+            raise
+        finally:
+            ticket.cancel()
 
     def _keep_house(self) -> None:
         """Begun by the first call: its event loop is the one that will run it."""
@@ -307,7 +333,7 @@ class Questions:
         passages = query.select is not None and query.select.passages
         options |= {
             "tenant": caller.tenant,
-            "deadline_s": caller.deadline_s,
+            "deadline_s": caller.deadline_s if loaded.narrowing is None else loaded.left_s(caller),
             "passages": passages,
             "reducer": None if query.suffix is None else self.engine.asker.reducer(query.suffix, len(ids)),
         }
@@ -449,10 +475,10 @@ class _Loaded:
     """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
     for all of them.
 
-    asked: the ids in the answer, of which a route may have chosen one to hold. document: they, as the question sees
+    asked: the ids in the answer, of which a route may have chosen some to hold. document: they, as the question sees
     them. query: what is asked of them. shape: of it. line: the conversation behind one cache. started: the time of the
     request, of `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
-    `Residents.take_counts`. narrowing: which chose the caches to hold.
+    `Residents.take_counts`. narrowing: which chose the caches to hold, in `route_s` seconds.
     """
 
     asked: Sequence[str]
@@ -465,7 +491,12 @@ class _Loaded:
     found_s: float
     counts: dict[str, int]
     narrowing: Narrowing | None = None
+    route_s: float = 0.0
     _read: dict[str, ToolTurn] = field(default_factory=dict)
+
+    def left_s(self, caller: Caller) -> float | None:
+        """Seconds that are left of the caller's, at least 0."""
+        return None if caller.deadline_s is None else max(0.0, self.started + caller.deadline_s - time.monotonic())
 
     def read(self, text: str) -> ToolTurn:
         """What an answer says: its thoughts, its text, and the calls behind it. The same each time: calls get their ids
@@ -507,6 +538,7 @@ class _Loaded:
         begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
         phases = (
             Phase("load", 0.0, load_s),
+            *([Phase("route", self.found_s, self.route_s)] if self.narrowing is not None else []),
             Phase("queue", asked_s, ticket.queue_s),
             Phase("prefill", begun_s, first_s - begun_s),
             Phase("decode", first_s, time.monotonic() - self.started - first_s),
@@ -579,6 +611,13 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
     except KvshelfError as error:
         log.info("what a cache saves is known in part", cache_id=cache_id, reason=error.message)
     return seconds
+
+
+def _wait_for(documents: Sequence[Attachment]) -> None:
+    """Until all layers have arrived. Raises the error of one that could not be read."""
+    for document in documents:
+        for layer in range(document.num_layers):
+            document.outlines(layer)
 
 
 def _abandon(beginning: asyncio.Future[Ticket[Answer]]) -> None:

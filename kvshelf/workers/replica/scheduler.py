@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvshelf.api.answers import Answer, Piece
     from kvshelf.artifact.cache import CompressedCache
     from kvshelf.engine.attention.attachment import Attached, Wait
-    from kvshelf.engine.decode.generation import Generation, Sampling
+    from kvshelf.engine.decode.generation import Sampling
     from kvshelf.engine.engine import Engine
 
 __all__ = ["Scheduler", "SchedulerLimits", "Work"]
@@ -143,15 +143,6 @@ class Scheduler:
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch)
-        self._queues.add_question(work)
-        return work.ticket
-
-    def read(
-        self, reading: Generation, *, of_batch: bool = False, tenant: str = "default", deadline_s: float | None = None
-    ) -> Ticket[Answer]:
-        """Queue an answer of one token, for what it tells of its question. Raises as `generate`."""
-        suffix_bytes = self._suffix_bytes(len(reading.pending) + 1, None)
-        work = Answering(Ticket(deadline_s), reading, lambda _: None, suffix_bytes, tenant, of_batch=of_batch)
         self._queues.add_question(work)
         return work.ticket
 
