@@ -166,6 +166,8 @@ CHOSEN: Final = {
     "mikv": Chosen(
         "mikv", frozenset({x.BLIND, x.KEEPS_ALL, x.REDUCES}), {}, sized=True, entries=frozenset({"no index"})
     ),
+    "pyramidinfer": chosen("pyramidinfer", x.BLIND),
+    "sirllm": chosen("sirllm", x.BLIND),
     "pressed": chosen("pressed", x.BLIND, x.CALLS),
 }
 

@@ -38,8 +38,8 @@ class Surprise:
         started, turns, job = time.perf_counter(), _Turns(checkpoint), jobs[0]
         ids = torch.tensor(job.document.token_ids, device=passes.devices.inputs)
         with torch.no_grad(), kvshelf_attention(passes.model):
-            whole = job.parent is None
-            logits = _read(passes, job, turns) if whole else _appended(passes, job.parent, ids, turns)
+            parent = job.parent
+            logits = _read(passes, job, turns) if parent is None else _appended(passes, parent, ids, turns)
             values = surprisals(logits, ids)
         return cls(values, time.perf_counter() - started - turns.paused_s)
 
