@@ -22,8 +22,8 @@ class SirLLM(ScoringPolicy):
     A token's score is what the paper calls its entropy, -log p by the model itself after all tokens before it. The
     first token has none and counts as much as the largest, as in the authors' code. The first `sink` tokens always
     stay, and so do the last `recent`, of which there are none in the authors' runs. The probabilities are known when
-    the model has read the document to its end, so it reads it twice, once to score and once to reduce layer by layer:
-    the time of a second prefill, and the memory of one layer.
+    the model has read the document to its end, so it reads it twice, once to score and once to reduce layer by layer.
+    That takes the time of a second prefill, with the logits behind every token, and the memory of one layer.
 
     Departures: after each round of a dialogue the paper multiplies all earlier scores by a ratio. Here a document is
     compressed once, and a turn that is appended is scored by itself. The paper's model reads on over what it has kept;
