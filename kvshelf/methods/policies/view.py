@@ -213,7 +213,8 @@ class LayerView:
     queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
     has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
-    before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first.
+    before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first,
+    and where layers share a budget.
     """
 
     layer_idx: int
