@@ -59,7 +59,8 @@ def surprisals(logits: Iterable[Tensor], token_ids: Tensor) -> Tensor:
     values, done = torch.zeros(len(token_ids), device=token_ids.device), 1
     for part in logits:
         rows, end = part.float(), done + len(part)
-        values[done:end] = rows.logsumexp(dim=-1) - rows.gather(-1, token_ids[done:end, None])[:, 0]
+        own = token_ids[done:end, None].to(rows.device)  # a head may be on another device than the embedding
+        values[done:end] = rows.logsumexp(dim=-1) - rows.gather(-1, own)[:, 0]
         done = end
     values[0] = values.max()
     return values
