@@ -45,7 +45,8 @@ class Needs(Flag):
     Of a prefill: QUERIES. ROPE: to undo the rotation, also at the question. TEXT: of the document; of a selector, that
     of answers. WEIGHTS: of the output projection. CALIBRATION: of the heads. GATES: trained ones, see
     `Policy.gate_file`. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps; without it the last
-    layer's attention is not computed. CALL: the arguments of the attention module's call, and the model.
+    layer's attention is not computed. CALL: the arguments of the attention module's call, and the model. BEFORE: which
+    tokens the layer before keeps. SURPRISALS: of the document's tokens, for which the model reads it once more.
 
     At the question: SENTENCES, of which the cache says where they end. INDEX: that the cache has one. CHUNKS: of the
     model's frequencies, measured by `kvshelf calibrate`. ATTENTION: the weights that tokens of the answer give.
@@ -64,6 +65,8 @@ class Needs(Flag):
     INDEX = auto()
     CHUNKS = auto()
     ATTENTION = auto()
+    BEFORE = auto()
+    SURPRISALS = auto()
 
 
 def parameter(

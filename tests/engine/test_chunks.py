@@ -82,7 +82,9 @@ def engine() -> Engine:
     return Engine(made(), name="m")
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova"])
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm"]
+)
 def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> None:
     document = ids(100)
     cache = engine.compress(document, policy=policy, compression_ratio=0.5)

@@ -166,6 +166,8 @@ CHOSEN: Final = {
     "mikv": Chosen(
         "mikv", frozenset({x.BLIND, x.KEEPS_ALL, x.REDUCES}), {}, sized=True, entries=frozenset({"no index"})
     ),
+    "pyramidinfer": chosen("pyramidinfer", x.BLIND, decay=1.0),  # of two layers none keeps fewer, of four some do
+    "sirllm": chosen("sirllm", x.BLIND),
     "pressed": chosen("pressed", x.BLIND, x.CALLS),
 }
 

@@ -81,7 +81,9 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return Engine(made(request.param), name="m")
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova"])
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm"]
+)
 def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> None:
     """The budget is that of these layers, and what they keep is what the policy chooses among them."""
     document = ids(100)

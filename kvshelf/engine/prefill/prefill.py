@@ -21,6 +21,7 @@ from kvshelf.engine.prefill import stateful
 from kvshelf.engine.prefill.appending import continued
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
+from kvshelf.engine.prefill.surprise import Surprise, surprises
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
@@ -72,6 +73,7 @@ def run_prefill(
     jobs = list({id(level.job): level.job for level in group}.values())
     absorber = jobs[0].absorber
     rounds = 1 if absorber is None else len(absorber.chunks)
+    surprise = Surprise.of(passes, jobs, checkpoint)
     checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     summary = SummaryMaker(coder, jobs[0].num_tokens, jobs[0].document.first_position)
@@ -83,7 +85,7 @@ def run_prefill(
             chunked.run(passes.model, jobs[0].document.token_ids)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:
-            reducers = [_reducer(passes, job) for job in jobs]
+            reducers = [_reducer(passes, job, surprise) for job in jobs]
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
@@ -105,7 +107,8 @@ def run_prefill(
         ends = job.document.stored_sentence_ends
         made_of = (job.num_tokens, next_position, job.identity)
         cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
-        made[id(job)] = Compression(cache, prefill_s, reducer.compress_s)
+        read_again_s = surprise.seconds if surprises(job) else 0.0
+        made[id(job)] = Compression(cache, prefill_s, reducer.compress_s + read_again_s)
     return Prefill([_finished(level, made[id(level.job)], encode) for level in group], reference)
 
 
@@ -133,8 +136,9 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
 
 def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
-    kinds, lengths = passes.kinds, tuple(len(found.token_ids) for found in job.passes)
-    scorer = Scorer(job.policy, job.document, job.budget, kinds, lengths, passes.facts.rope, passes.ranks)
+    kinds, lengths = passes.kinds, tuple(len(probe.token_ids) for probe in job.passes)
+    document = Surprise.of(passes, [job], checkpoint).told(job.document)
+    scorer = Scorer(job.policy, document, job.budget, kinds, lengths, passes.facts.rope, passes.ranks)
     if any(kind.states for kind in kinds):
         for attended in stateful.Read.of(passes, job, checkpoint, queries=True).probed(job.passes):
             scorer.after_attention(attended)
@@ -187,13 +191,13 @@ def _apart(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer
     return reference
 
 
-def _reducer(passes: Passes, job: Job) -> LayerReducer:
+def _reducer(passes: Passes, job: Job, surprise: Surprise) -> LayerReducer:
     return LayerReducer(
         job.policy if job.policy.has_work(job.budget, job.num_tokens) else everything(),
-        job.document,
+        surprise.told(job.document),
         job.budget,
         passes.kinds,
-        tuple(len(found.token_ids) for found in job.passes),
+        tuple(len(probe.token_ids) for probe in job.passes),
         passes.facts.rope,
         passes.ranks,
         () if job.parent is None else job.parent.plain.layers,

@@ -62,6 +62,8 @@ class LayerReducer:
         self._budget = (
             self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
         )
+        self._nests = Needs.BEFORE in self._chooser.needs
+        self._before: Tensor | None = None
         self._cascade: Cascade | None = None
         self._scorer = self._chooser.scorer
         if self._scorer is not None and self._scorer.sharing is not None:
@@ -92,6 +94,8 @@ class LayerReducer:
         if self._parts:
             self._aside[layer.layer_idx] = aside(layer if latents is None else latents)
             layer, latents = layer.judged, None if latents is None else latents.judged
+        if self._before is not None:
+            layer = replace(layer, before=self._before.to(layer.keys.device))
         self._notes[layer.layer_idx] = self.policy.noted(layer)
         if self._cascade is None:
             tokens = self._budget.tokens
@@ -100,6 +104,8 @@ class LayerReducer:
                 if latents is None
                 else reduce_together(self._chooser, layer, latents, tokens)
             )
+            if self._nests:
+                self._before = _kept_tokens(self._records[layer.layer_idx], layer.num_tokens)
         else:
             assert self._scorer is not None, "the one that shares"
             weight = self._scorer.weight(layer)
@@ -236,6 +242,14 @@ class SharedReducer(ForwardContext):
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
+
+
+def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:
+    """The tokens that some head keeps, `[N]` bool."""
+    assert isinstance(entries, Kept), "a policy that merges keeps no tokens"
+    kept = torch.zeros(num_tokens, dtype=torch.bool, device=entries.entry_positions.device)
+    kept[entries.entry_positions.long()] = True
+    return kept
 
 
 def _beside(states: States, entries: Entries | None) -> LayerRecord:

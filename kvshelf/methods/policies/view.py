@@ -78,6 +78,7 @@ class DocumentView:
     which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
     KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
     tokens among the `whole_tokens` of the document that these are a part of (`judged`); None: these are all.
+    `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
     """
 
     token_ids: Sequence[int]
@@ -94,6 +95,7 @@ class DocumentView:
     protect: tuple[tuple[int, int], ...] = ()
     places: tuple[int, ...] | None = None
     whole_tokens: int | None = None
+    surprisals: Tensor | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +119,7 @@ class DocumentView:
             protect=(),
             places=places,
             whole_tokens=self.num_tokens,
+            surprisals=None if self.surprisals is None else self.surprisals[list(places)],
         )
 
     @cached_property
@@ -210,6 +213,8 @@ class LayerView:
     queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
     has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
+    before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first,
+    and where layers share a budget.
     """
 
     layer_idx: int
@@ -226,6 +231,7 @@ class LayerView:
     module: nn.Module | None = field(default=None, repr=False)
     ranks: Ranks | None = None
     call: Call | None = field(default=None, repr=False)
+    before: Tensor | None = field(default=None, repr=False)
 
     @property
     def kv_heads(self) -> int:

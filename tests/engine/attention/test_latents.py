@@ -127,7 +127,7 @@ def test_two_rows_of_a_call_continue_the_document_each(one: Engine) -> None:
 
 POLICIES = [
     "keydiff", "knorm", "snapkv", "pyramidkv", "cake", "kvzip", "kvcues", "tova", "streaming_llm", "h2o",
-    "layer_defensivekv", "defensivekv",
+    "layer_defensivekv", "defensivekv", "pyramidinfer", "sirllm",
 ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def view(tokens, *, kv_heads=2, group=2, dim=8, protected=0, seed=0, dtype=torch
     generator = torch.Generator().manual_seed(seed)
     make = lambda heads: torch.randn(tokens, heads, dim, generator=generator).to(dtype).transpose(0, 1)  # noqa: E731
     source = DocumentView(range(tokens), protected, text=bundled_text(), calibration=calibration(kv_heads * group))
+    source = replace(source, surprisals=torch.rand(tokens, generator=torch.Generator().manual_seed(seed)))
     rope, module = attention(kv_heads * group, dim)
     return LayerView(
         0, make(kv_heads), make(kv_heads), make(kv_heads * group), dim**-0.5, source, rope=rope, module=module

@@ -1,0 +1,102 @@
+"""How much each token of a document surprises the model, for policies that need it (`Needs.SURPRISALS`): known when the
+document has been read to its end, and wanted from the first layer on. So the model reads it once more, before the
+prefill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.attention.function import Attended, ForwardContext, kvshelf_attention
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.inputs.job import Job, Parent
+from kvshelf.engine.progress import Checkpoint
+from kvshelf.engine.quality import rows_at_once
+from kvshelf.methods.method import Needs
+from kvshelf.methods.policies.view import DocumentView
+
+
+@dataclass(frozen=True, eq=False)
+class Surprise:
+    """values: of a document's tokens, `[N]` fp32, in nats; None where no policy needs them. seconds: that the reading
+    took, without the turns of other work."""
+
+    values: Tensor | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, passes: Passes, jobs: Sequence[Job], checkpoint: Checkpoint) -> Surprise:
+        """Of the document of these jobs, which share it. `checkpoint` is called between layers, or, where the document
+        is appended to a cache, between parts of it."""
+        if not any(surprises(job) for job in jobs):
+            return cls()
+        started, turns, job = time.perf_counter(), _Turns(checkpoint), jobs[0]
+        ids = torch.tensor(job.document.token_ids, device=passes.devices.inputs)
+        with torch.no_grad(), kvshelf_attention(passes.model):
+            parent = job.parent
+            logits = _read(passes, job, turns) if parent is None else _appended(passes, parent, ids, turns)
+            values = surprisals(logits, ids)
+        return cls(values, time.perf_counter() - started - turns.paused_s)
+
+    def told(self, document: DocumentView) -> DocumentView:
+        """The document with them."""
+        return document if self.values is None else replace(document, surprisals=self.values)
+
+
+def surprises(job: Job) -> bool:
+    """Whether the policy of a job has work and needs them."""
+    return Needs.SURPRISALS in job.policy.needs and job.policy.has_work(job.budget, job.num_tokens)
+
+
+def surprisals(logits: Iterable[Tensor], token_ids: Tensor) -> Tensor:
+    """-log p of each token, `[N]` fp32, from the logits behind each but the last, in order and in parts `[n,
+    vocabulary]`. Nothing foretells the first, which has the largest of the others."""
+    values, done = torch.zeros(len(token_ids), device=token_ids.device), 1
+    for part in logits:
+        rows, end = part.float(), done + len(part)
+        own = token_ids[done:end, None].to(rows.device)  # a head may be on another device than the embedding
+        values[done:end] = rows.logsumexp(dim=-1) - rows.gather(-1, own)[:, 0]
+        done = end
+    values[0] = values.max()
+    return values
+
+
+class _Turns(ForwardContext):
+    """Gives other work a turn after each layer."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.paused_s = 0.0
+        self._checkpoint = checkpoint
+
+    def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
+        self.take()
+
+    def take(self) -> None:
+        started = time.perf_counter()
+        self._checkpoint()
+        self.paused_s += time.perf_counter() - started
+
+
+def _read(passes: Passes, job: Job, turns: _Turns) -> Iterator[Tensor]:
+    """Logits of a document from its beginning: of as many tokens at a time as quality has in memory."""
+    device = passes.devices.inputs
+    logits = passes.causal(replace(job, passes=()).inputs(device), turns, logits=True)
+    assert logits is not None
+    for rows in torch.split(torch.arange(job.num_tokens - 1, device=device), rows_at_once(passes.model)):
+        if len(rows):
+            yield logits(rows)[0]
+
+
+def _appended(passes: Passes, parent: Parent, token_ids: Tensor, turns: _Turns) -> Iterator[Tensor]:
+    """Logits of tokens that continue a stored cache."""
+    past = passes.attached(parent.document)
+    with past.begun_by(passes.model.base_model):
+        for rows in torch.split(token_ids[None, :-1], rows_at_once(passes.model), dim=1):
+            for piece in past.pieces(rows) if rows.shape[1] else ():
+                yield passes.model(piece, **{CACHE_ARGUMENT: past}).logits[0]
+            turns.take()

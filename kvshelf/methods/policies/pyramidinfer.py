@@ -1,0 +1,127 @@
+"""PyramidInfer: of what the layer before keeps, what recent tokens attend to (Yang et al., 2024, arXiv 2405.12532)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import ClassVar, Final, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.records import Kept
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import keep_best
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.sharing import fill, largest_remainders
+from kvshelf.methods.policies.view import DocumentView, LayerView
+
+_ROWS_AT_ONCE: Final = 64
+
+
+@dataclass(frozen=True)
+class PyramidInfer(Policy):
+    """In part, as every layer still reads all tokens: keep what the last tokens attend to, of what the layer before
+    keeps; the same tokens in every head, and fewer in deeper layers.
+
+    The last `recent` of the document, R tokens, and the first `sink` stay. Another token's score is an average of the
+    attention that the R rows give it, the mean over all heads of the layer. Rows weigh from 1 for the first to
+    `last_weight` for the last, in equal steps. The softmax is over the tokens that the layer before keeps: what a layer
+    drops, no later one holds. Beside what always stays, layer l of L gets a part of the budget in proportion to the
+    product of r_i over the layers i < l, r_i = decay + (1 - decay) (1 + cos(pi i / L)) / 2.
+
+    Departures from the authors' code: there a dropped token is computed in no later layer, which is what makes the
+    prefill faster. Here all layers compute all tokens, so that rows of later layers have read what earlier ones
+    dropped, and nothing is saved but what is stored. There the first layer keeps all and `decay` alone says how much
+    the others keep; here a budget does: no layer gets more than the document, the others take what it cannot hold in
+    proportion, and shares are rounded by largest remainders, so that the total is exact. There a layer's attention
+    decides about the next layer; here it decides about its own. No entry leaves while decoding, because a stored cache
+    never changes. Where half of the budget is less than R, R is that half.
+    """
+
+    name: ClassVar[str] = "pyramidinfer"
+    source: ClassVar[str] = "PyramidInfer, arXiv 2405.12532, and the authors' code"
+    advice: ClassVar[str] = "as a baseline: what one layer drops, all deeper layers drop."
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.BEFORE
+    shared_by_heads: ClassVar[bool] = True
+
+    recent: float = parameter(0.2, "part of the document, at its end, that stays and judges", minimum=0, maximum=1)
+    last_weight: float = parameter(1.2, "weight of the last row's attention; the first row has 1", minimum=0)
+    decay: float = parameter(
+        0.9, "part that the deepest layers hand on to the next; the first hands on all", minimum=0, maximum=1
+    )
+    sink: int = parameter(4, "first tokens always kept", minimum=0)
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        super().fitted(document, budget, given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        rows, room = self._rows(document.num_tokens), budget.tokens - max(sink, document.protected_prefix)
+        if rows > room and "recent" in given:
+            raise PolicyUnsupported(
+                f"recent {self.recent:g} is {rows} of {document.num_tokens} tokens, and the budget of {budget.tokens} "
+                f"entries per KV head has room for {room}; lower recent or raise the budget",
+                param="policy_params.recent",
+            )
+        fewer = min(rows, room, max(1, budget.tokens // 2))
+        if "recent" in given or fewer == rows:
+            return replace(self, sink=sink)
+        return replace(self, sink=sink, recent=fewer / document.num_tokens)
+
+    def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
+        scores, protected = self.score(layer), self.protected(layer)
+        counts = self.counts(layer, protected, budget)
+        keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
+        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
+
+    def score(self, layer: LayerView) -> Tensor:
+        """`[kv_heads, N]` fp32, the same for each head: below zero for what the layer before dropped."""
+        rows, candidates = self._rows(layer.num_tokens), self._candidates(layer)
+        keys = layer.keys[:, candidates].float().unsqueeze(1).transpose(2, 3)  # [kv_heads, 1, D, C]
+        queries = layer.grouped(layer.all_queries)[:, :, -rows:]  # [kv_heads, group, R, D]
+        weights = torch.linspace(1, self.last_weight, rows, device=keys.device)
+        columns = torch.arange(len(candidates), device=keys.device)
+        total = torch.zeros(len(candidates), device=keys.device)
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            of_rows = weights[start : start + _ROWS_AT_ONCE]
+            logits = torch.matmul(queries[:, :, start : start + len(of_rows)].float(), keys) * layer.scaling
+            own = torch.arange(start, start + len(of_rows), device=keys.device) + len(candidates) - rows
+            attention = logits.masked_fill_(columns > own.unsqueeze(1), -torch.inf).softmax(dim=3)
+            total += torch.einsum("hgrn,r->n", attention, of_rows)
+        of_all = layer.all_heads(total.unsqueeze(0))  # [ranks, C]
+        scores = torch.full((layer.num_tokens,), -1.0, device=keys.device)  # below any average of attention
+        scores[candidates] = of_all.sum(dim=0) / (len(of_all) * len(layer.all_queries) * weights.sum())
+        return scores.expand(layer.kv_heads, -1).contiguous()
+
+    def protected(self, layer: LayerView) -> Tensor:
+        """`[N]` bool: tokens kept whatever their score."""
+        late = layer.positions >= layer.num_tokens - self._rows(layer.num_tokens)
+        return layer.protected | late | (layer.positions < self.sink)
+
+    def counts(self, layer: LayerView, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
+        """Entries each head of this layer keeps. protected: `[N]` bool."""
+        always, heads = int(protected.sum()), len(budget.per_head)
+        total = (budget.total // heads - always) * layer.num_layers
+        shares = largest_remainders(fill(self._parts(layer.num_layers), total, layer.num_tokens - always))
+        return (always + shares[layer.place],) * heads
+
+    def _parts(self, num_layers: int) -> list[float]:
+        """How much each layer keeps in proportion to the others; it never rises."""
+        turns = ((1 + math.cos(math.pi * place / num_layers)) / 2 for place in range(num_layers - 1))
+        handed_on = (self.decay + (1 - self.decay) * turn for turn in turns)
+        return list(accumulate(handed_on, lambda part, ratio: part * ratio, initial=1.0))
+
+    def _rows(self, num_tokens: int) -> int:
+        """Recent tokens of a document of so many."""
+        return max(1, round(self.recent * num_tokens))
+
+    def _candidates(self, layer: LayerView) -> Tensor:
+        """The tokens that the layer may keep, `[C]` int64, ascending."""
+        if layer.before is None:
+            return layer.positions
+        return (layer.before | self.protected(layer)).nonzero()[:, 0]
