@@ -113,7 +113,8 @@ class Combination:
         """The longest sequence with the frequencies of the first pass, under a LongRoPE; None: any."""
         if self.facts is None or self.document is None or self.at_work is None:
             return None
-        return reach(self.facts.model.config, self.document.end if self.absorber is None else self.absorber.chunks[0])
+        first = None if self.absorber is None else self.document.judged.behind(self.absorber.chunks[0])
+        return reach(self.facts.model.config, self.document.end if first is None else first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,17 +398,10 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     *_beside(CALLS, "sees the calls of attention modules in one pass", (STATES,)),
     *_beside(CALIBRATED, "needs a calibration over layers that all see the whole document", (WINDOWS, CHUNKS, NO_KEYS)),
     # How a document is read.
-    *_each(
-        PROTECT,
-        [
-            (
-                MOVES,
-                "positions=cache rotates every key to its place in the cache, and protected tokens stay as the model "
-                "makes them; take positions=absolute",
-            ),
-            (IN_CHUNKS, "prefill=chunked reduces a document before all of it is read; take prefill=whole"),
-        ],
-        "{why}, or leave protect out",
+    Exclusion(
+        (PROTECT, MOVES),
+        "positions=cache rotates every key to its place in the cache, and protected tokens stay as the model makes "
+        "them; take positions=absolute, or leave protect out",
         "protect",
         InvalidRequest,
     ),

@@ -65,7 +65,10 @@ class CompressOptions:
     def budget(self, policy: Policy, document: DocumentView, default_ratio: float | None = None) -> Budget:
         """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed."""
         if policy.sizes_itself:
-            return policy.own_budget(document)
+            protected = document.num_protected
+            if protected == document.num_tokens:  # which is refused, and of no tokens nothing has a size
+                return Budget.full(protected)
+            return policy.own_budget(document.judged).with_protected(protected, document.num_tokens)
         ratio = self.compression_ratio
         if ratio is None and self.budget_tokens is None:
             ratio = default_ratio

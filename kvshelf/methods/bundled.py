@@ -29,6 +29,7 @@ BUNDLED: Final = {
         "ems": "kvshelf.methods.policies.ems:EMS",
         "epicache": "kvshelf.methods.policies.epicache:EpiCache",
         "expected_attention": "kvshelf.methods.policies.expected_attention:ExpectedAttention",
+        "fair": "kvshelf.methods.policies.fair:Fair",
         "h2o": "kvshelf.methods.policies.h2o:H2O",
         "headkv": "kvshelf.methods.policies.headkv:HeadKV",
         "infllm": "kvshelf.methods.policies.infllm:InfLLM",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, Self, cast
 
 from tokenizers import Tokenizer
@@ -407,6 +407,13 @@ class TextFormat:
             before = (texts[token_ids[at - 1]] if at else "") + texts[token_ids[at]]
             flags[at] = not (before[-2:-1].isdigit() and texts[token_ids[at + 1]][:1].isdigit())
         return flags
+
+    def lines(self, token_ids: Sequence[int]) -> list[tuple[int, str]]:
+        """The lines of these tokens: the first token of each, and its text with what ends it. Of one token that ends
+        several, as behind a paragraph, the first."""
+        ends = {i: "\n" in self._token_text(i) for i in set(token_ids)}
+        edges = [0, *(at + 1 for at, i in enumerate(token_ids[:-1]) if ends[i]), len(token_ids)]
+        return [(first, self.decode(token_ids[first:end])) for first, end in pairwise(edges)]
 
     def number_starts(self, token_ids: Sequence[int]) -> list[bool]:
         """Which tokens have a digit behind a token without one."""

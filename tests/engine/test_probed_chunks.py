@@ -25,6 +25,10 @@ from tests.engine.test_windows import made as with_windows
 TOKENS, CHUNK, BUDGET, SINK, LEAD = 230, 64, 50, 4, 8
 EPISODE = 64
 """Tokens of a pass of epicache without a tokenizer."""
+SPANS = (0, 7), (30, 33), (100, 131)
+PROTECTED = [at for first, end in SPANS for at in range(first, end)]
+"""In a document of as many more tokens: before the sinks, within a block, and over the ends of two."""
+RULES = [f"tokens:{first}-{end}" for first, end in SPANS]
 
 
 def chunked(engine: Engine, document: list[int], policy: str, **changes: Any) -> CompressedCache:
@@ -35,13 +39,16 @@ def chunked(engine: Engine, document: list[int], policy: str, **changes: Any) ->
 class ByHand:
     """The same prefill in float64 with transformers' own cache, which drops nothing: what was let go of is hidden.
 
-    The probe is a pass of its own behind each block, on a copy of the cache.
+    The probe is a pass of its own behind each block, on a copy of the cache. Tokens that are protected are read with
+    the others, seen by all that follows, and judged by nothing.
     """
 
-    def __init__(self, model: Any, policy: str, across: str) -> None:
+    def __init__(self, model: Any, policy: str, across: str, protected: list[int]) -> None:
         self.model, self.policy, self.across = copy.deepcopy(model).double(), policy, across
-        config = model.config
-        shape = config.num_hidden_layers, config.num_key_value_heads, TOKENS
+        config, self.protected = model.config, protected
+        self.num_tokens = TOKENS + len(protected)
+        self.others = torch.tensor([at for at in range(self.num_tokens) if at not in protected])
+        shape = config.num_hidden_layers, config.num_key_value_heads, self.num_tokens
         self.visible = torch.ones(shape, dtype=torch.bool)
         self.scores = torch.zeros(shape, dtype=torch.float64)
         self.past, self.rows = DynamicCache(), {}
@@ -52,7 +59,7 @@ class ByHand:
         group, (length, width) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
         logits = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
         shown = torch.ones(length, width, dtype=torch.bool).tril(width - length).expand(logits.shape[1], -1, -1).clone()
-        own = min(TOKENS, width)
+        own = min(self.num_tokens, width)
         shown[:, :, :own] &= self.visible[module.layer_idx, :, None, :own].repeat_interleave(group, 0)
         self.rows[module.layer_idx] = logits[0], shown, group
         weights = torch.softmax(logits.masked_fill(~shown, -torch.inf), dim=-1)
@@ -64,31 +71,34 @@ class ByHand:
             self.model(torch.tensor([tokens]), **{CACHE_ARGUMENT: past}, position_ids=places)
 
     def run(self, document: list[int]) -> ByHand:
+        judged, read = [document[at] for at in self.others], 0
         for start in range(0, TOKENS, CHUNK):
             end = min(start + CHUNK, TOKENS)
-            self.forward(document[start:end], start, self.past)
-            lead = document[max(0, start - LEAD) : start]
-            probe = document[-EPISODE:] if self.policy == "epicache" else [*lead, *document[start:end]]
-            self.forward(probe, end, copy.deepcopy(self.past))
+            behind = [*self.others.tolist(), self.num_tokens][end]
+            self.forward(document[read:behind], read, self.past)
+            lead = judged[max(0, start - LEAD) : start]
+            probe = judged[-EPISODE:] if self.policy == "epicache" else [*lead, *judged[start:end]]
+            self.forward(probe, behind, copy.deepcopy(self.past))
             for layer in range(len(self.visible)):
-                self.judge(layer, start, end)
+                self.judge(layer, start, end, behind)
+            read = behind
         return self
 
-    def judge(self, layer: int, start: int, end: int) -> None:
+    def judge(self, layer: int, start: int, end: int, behind: int) -> None:
         logits, shown, group = self.rows[layer]
+        counted = shown.clone()
+        counted[:, :, [at for at in self.protected if at < behind]] = False
         if self.policy == "epicache":  # no column of the pass itself
-            counted = shown.clone()
-            counted[:, :, end:] = False
-            judged = slice(0, end)
+            counted[:, :, behind:] = False
+            judged = self.others[:end]
         else:  # sinks, the block and the pass
-            counted = shown.clone()
-            counted[:, :, SINK:start] = False
-            judged = slice(start, end)
+            counted[:, :, self.others[SINK:start]] = False
+            judged = self.others[start:end]
         weights = torch.softmax(logits.masked_fill(~counted, -torch.inf), dim=-1)
         largest = weights.reshape(-1, group, *weights.shape[1:]).amax(dim=(1, 2))
         self.scores[layer, :, judged] = largest[:, judged]
-        heads = len(largest)
-        scores = self.scores[layer, :, :end].masked_fill(~self.visible[layer, :, :end], -1)
+        heads, read = len(largest), self.others[:end]
+        scores = self.scores[layer, :, read].masked_fill(~self.visible[layer, :, read], -1)
         scores[:, :SINK] = torch.inf
         together = scores.reshape(1, -1) if self.across == "layer" else scores
         most = BUDGET * (heads if self.across == "layer" else 1)
@@ -96,19 +106,21 @@ class ByHand:
         for row, kept in zip(together, stays, strict=True):
             best = row.sort(descending=True, stable=True).indices[:most]
             kept[best] = True
-        self.visible[layer, :, :end] &= stays.reshape(heads, end)
+        self.visible[layer, :, read] &= stays.reshape(heads, end)
 
 
+@pytest.mark.parametrize("protected", [[], PROTECTED], ids=["", "protect"])
 @pytest.mark.parametrize("across", ["layer", "head"])
 @pytest.mark.parametrize("policy", ["epicache", "kvzip"])
-def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str) -> None:
+def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str, protected: list[int]) -> None:
     """Hidden states depend on every choice before them: one wrong entry or position and all later keys are others."""
-    document = oracle.ids[:TOKENS]
-    cache = chunked(oracle.engine, document, policy, across=across)
-    by_hand = ByHand(oracle.model, policy, across).run(document)
+    document, budget = oracle.ids[: TOKENS + len(protected)], BUDGET + len(protected)
+    more: dict[str, Any] = {"across": across, "budget_tokens": budget, "protect": RULES if protected else []}
+    cache = chunked(oracle.engine, document, policy, **more)
+    by_hand = ByHand(oracle.model, policy, across, protected).run(document)
     assert cache.identity.prefill == f"chunked:chunk={CHUNK},probed"
     for index, record in enumerate(cache.layers):
-        assert record.entries == BUDGET * len(record.lengths)
+        assert record.entries == budget * len(record.lengths)
         for head, positions in enumerate(record.positions):
             expected = by_hand.visible[index, head].nonzero().flatten()
             assert positions.tolist() == expected.tolist()
@@ -118,12 +130,13 @@ def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str) -> Non
         assert any(len(set(record.lengths)) > 1 for record in cache.layers)
 
 
+@pytest.mark.parametrize("protect", [[], ["first:9", "chars:700-801", "chars:2500-2600"]])
 @pytest.mark.parametrize("across", ["layer", "head"])
 @pytest.mark.parametrize("policy", ["epicache", "kvzip"])
-def test_one_block_is_the_whole_document(tiny: Engine, policy: str, across: str) -> None:
+def test_one_block_is_the_whole_document(tiny: Engine, policy: str, across: str, protect: list[str]) -> None:
     """The choice of a pass over the whole document, which no block came before."""
     text = "A ledger of the harbour: the crane was tested, the grain was stored. " * 40
-    fields: dict[str, Any] = {"policy": policy, "compression_ratio": 0.8, "across": across}
+    fields: dict[str, Any] = {"policy": policy, "compression_ratio": 0.8, "across": across, "protect": protect}
     if policy == "epicache":
         fields["probe"] = "Who tested the crane?"
     whole = tiny.compress(text, prefill="whole", **fields)
@@ -136,9 +149,10 @@ def test_one_block_is_the_whole_document(tiny: Engine, policy: str, across: str)
         torch.testing.assert_close(one.importance, other.importance, atol=5e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("protected", [[], PROTECTED], ids=["", "protect"])
 @pytest.mark.parametrize("policy", ["epicache", "kvzip"])
 def test_no_layer_holds_more_than_budget_block_and_probe(
-    llama: Any, policy: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any, policy: str, protected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[tuple[float, int]] = []
     before = ProbedLayer.reduce
@@ -149,12 +163,14 @@ def test_no_layer_holds_more_than_budget_block_and_probe(
         before(self, attended, probe)
 
     monkeypatch.setattr(ProbedLayer, "reduce", watched)
-    cache = chunked(llama.engine, llama.ids[:TOKENS], policy)
+    budget, tokens = BUDGET + len(protected), TOKENS + len(protected)
+    more: dict[str, Any] = {"budget_tokens": budget, "protect": RULES if protected else []}
+    cache = chunked(llama.engine, llama.ids[:tokens], policy, **more)
     probe = EPISODE if policy == "epicache" else LEAD + CHUNK
     blocks = -(-TOKENS // CHUNK)
     assert len(held) == blocks * len(cache.layers)
-    assert max(entries for entries, _ in held) == BUDGET
-    assert max(entries + call for entries, call in held) == BUDGET + CHUNK + probe < TOKENS
+    assert max(entries for entries, _ in held) == budget
+    assert max(entries + call for entries, call in held) == budget + CHUNK + probe < tokens
 
 
 def test_equal_requests_give_equal_bytes_and_the_mode_is_part_of_the_identity(llama: Any) -> None:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from pydantic_core import SchemaError, SchemaValidator, core_schema
-
 from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary
 from kvshelf.errors import InvalidRequest
+from kvshelf.model.lines import is_heading, matching
 from kvshelf.model.text import EncodedDocument, Message, TextFormat
 
 Span = tuple[int, int]
 Chars = tuple[int, int, int]
 """The place of a message, 0 for a text, and characters of it: from the first up to the one behind the last."""
 
-_MAX_PATTERN: Final = 512
 MAX_PLACES: Final = 20_000
 """Places of a document that one rule may be about, before those that touch are joined."""
 _MAX_READINGS: Final = 16
@@ -108,7 +106,7 @@ def _system(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noq
 
 
 def _headings(document: DocumentRules, rule: str, rest: str) -> list[Span]:  # noqa: ARG001
-    return document.of_chars(rule, _lines(document.texts, _is_heading))
+    return document.of_chars(rule, _lines(document.texts, is_heading))
 
 
 def _first(document: DocumentRules, rule: str, rest: str) -> list[Span]:
@@ -128,18 +126,11 @@ def _text(document: DocumentRules, rule: str, rest: str) -> list[Span]:
 
 def _matching(document: DocumentRules, rule: str, rest: str) -> list[Span]:
     """Lines, because the engine of patterns that takes time in proportion to the text says whether, and not where."""
-    if not 0 < len(rest) <= _MAX_PATTERN:
-        raise refused(rule, f"a pattern has from 1 to {_MAX_PATTERN} characters")
     try:
-        pattern = SchemaValidator(core_schema.str_schema(pattern=rest, regex_engine="rust-regex"))
-    except SchemaError as error:
-        why = " ".join(str(error).split())
-        raise refused(rule, f"the pattern cannot be read, or is too large: {why:.300}") from error
-
-    def matches(line: str, following: str) -> bool:  # noqa: ARG001
-        return pattern.isinstance_python(line)
-
-    return document.of_chars(rule, _lines(document.texts, matches))
+        matches = matching(rest)
+    except ValueError as error:
+        raise refused(rule, str(error)) from error
+    return document.of_chars(rule, _lines(document.texts, lambda line, _: matches(line)))
 
 
 def _chars(document: DocumentRules, rule: str, rest: str) -> list[Span]:
@@ -208,16 +199,6 @@ def _lines(texts: Sequence[str], wanted: Callable[[str, str], bool]) -> Iterator
             if line.strip() and wanted(line, following):
                 yield at, first, first + len(line)
             first += len(line) + 1
-
-
-def _is_heading(line: str, following: str) -> bool:
-    """Whether a line of Markdown is a heading: behind one to six number signs, or over a line of = or -."""
-    text = line.strip()
-    level = len(text) - len(text.lstrip("#"))
-    if 1 <= level <= 6:
-        return text[level : level + 1] in (" ", "")
-    under = following.strip()
-    return len(under) > 2 and under.strip(under[0]) == "" and under[0] in "=-"
 
 
 def joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -1,28 +1,36 @@
 """Chunked prefill: each chunk sees the entries kept from earlier chunks, so that the KV cache never exceeds the budget
-plus the policy's buffer: tokens that wait for the next partition, or a block and the probe that judges it."""
+plus the policy's buffer: tokens that wait for the next partition, or a block and the probe that judges it.
+
+Protected tokens are read with the chunk that they stand in, set aside once each layer has read them, and seen by every
+later chunk. No absorber sees them; they are a part of the budget.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from kvshelf.artifact.records import Kept
+from kvshelf.artifact.records import Entries, Kept
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.inputs.job import Job
+from kvshelf.engine.prefill.protecting import protected_entries, put_back
 from kvshelf.engine.prefill.reducing import require_finite_scores
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.methods.policies.base import Absorber
 from kvshelf.methods.policies.blocks import BlockAbsorber, Past
 from kvshelf.methods.policies.partitions import PartitionAbsorber
+from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.devices import input_device
 
 if TYPE_CHECKING:
@@ -45,9 +53,10 @@ class ChunkedPrefill(ForwardContext):
         absorber = job.absorber
         assert absorber is not None
         self._policy = absorber.policy
+        self._document = job.document
         self._chunks = list(absorber.chunks)
         self._probes = [probe.token_ids for probe in job.passes] or [()] * len(self._chunks)
-        self._layers = [_layer(absorber, job.budget.tokens) for _ in range(num_layers)]
+        self._layers = [_layer(absorber) for _ in range(num_layers)]
         self._checkpoint = checkpoint
         self.compress_s = 0.0
         self.paused_s = 0.0
@@ -56,35 +65,81 @@ class ChunkedPrefill(ForwardContext):
         """One forward pass per chunk and the probe behind it, at the tokens' true positions."""
         cache = Cache(layers=self._layers)
         device = input_device(model)
-        starts = accumulate(self._chunks, initial=0)
-        for start, length, probe in zip(starts, self._chunks, self._probes, strict=False):
-            ids = torch.tensor([[*token_ids[start : start + length], *probe]], device=device)
+        ends = map(self._document.judged.behind, accumulate(self._chunks))
+        for (start, end), probe in zip(pairwise([0, *ends]), self._probes, strict=True):
+            ids = torch.tensor([[*token_ids[start:end], *probe]], device=device)
             at = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
             self._rows = len(probe)
+            self._protected = pad(self._document.protected[start:end], (0, len(probe)))
             model.base_model(input_ids=ids, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
-        self._layers[layer.layer_idx].reduce(layer, self._rows)
+        own = self._layers[layer.layer_idx]
+        own.set_aside(self._protected)
+        own.reduce(layer, self._rows)
+        del own.given  # all states of this pass, which no other layer reads
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
         self.paused_s += time.perf_counter() - absorbed
 
-    def records(self) -> tuple[Kept, ...]:
-        """All layers, in order. Tokens that are still in the buffer at the end are all kept.
+    def records(self) -> tuple[Entries, ...]:
+        """All layers, in order. Tokens that are still in the buffer at the end are all kept. To be called once: each
+        layer is freed as its record is made, which for protected tokens is a copy.
 
         Raises `PolicyUnsupported` where a layer was not observed, or scores that are not finite chose entries.
         """
         require_every_layer(
             [i for i, layer in enumerate(self._layers) if layer.is_initialized], range(len(self._layers))
         )
-        records = tuple(layer.record() for layer in self._layers)
+        records = []
+        while self._layers:
+            records.append(self._layers.pop(0).whole(self._document))
         require_finite_scores(records, self._policy)
-        return records
+        return tuple(records)
 
 
-class ProbedLayer(AttachedLayer):
+class ReadLayer(AttachedLayer):
+    """One layer while the document is read: what stays is the prefix, the tokens of a pass the suffix."""
+
+    def __init__(self) -> None:
+        super().__init__((), 0)
+        self._aside: tuple[StackedPrefix, ...] = ()
+
+    @property
+    def judged(self) -> int:
+        """Tokens before the suffix that the absorber has seen."""
+        return self.start - sum(aside.keys.shape[1] for aside in self._aside)
+
+    def set_aside(self, protected: Tensor) -> None:
+        """Take protected tokens out of the suffix. protected: which of the last pass's tokens are, `[T]` bool."""
+        if not protected.any():
+            return
+        of_suffix = pad(protected, (self._length - len(protected), 0))
+        inside, left = (mask.nonzero()[:, 0].to(self.keys.device) for mask in (of_suffix, ~of_suffix))
+        before = [[aside.keys, aside.values] for aside in self._aside]
+        own = [states[0][:, inside] for states in (self.keys, self.values)]
+        self._aside = (StackedPrefix(*(torch.cat(parts, dim=1) for parts in zip(*before, own, strict=True))),)
+        self.keys, self.values = self.keys[:, :, left], self.values[:, :, left]
+        self.start += len(inside)
+        self._length = len(left)
+
+    @abstractmethod
+    def record(self) -> Kept:
+        """The entries kept of what the absorber has seen, by their places in it."""
+
+    def whole(self, document: DocumentView) -> Entries:
+        """The entries of the whole document that stay."""
+        record, places = self.record(), document.judged.places
+        if places is None:
+            return record
+        (aside,) = self._aside
+        at = document.protected.nonzero()[:, 0].to(aside.keys.device)
+        return put_back(record, protected_entries(aside.keys, aside.values, at), places)
+
+
+class ProbedLayer(ReadLayer):
     """One layer while the document is read: kept entries are the prefix, a block and the probe behind it the suffix.
 
     Heads may keep different numbers of entries. While a layer is reduced, what it kept before and what it will keep are
@@ -92,7 +147,7 @@ class ProbedLayer(AttachedLayer):
     """
 
     def __init__(self, absorber: BlockAbsorber) -> None:
-        super().__init__((), 0)
+        super().__init__()
         self._absorber = absorber
         self._kept: Kept | None = None
 
@@ -108,14 +163,14 @@ class ProbedLayer(AttachedLayer):
         many entries as the budget has room for."""
         block = self._length - probe
         old = _by_head(self._kept or _nothing(self.keys[0], self.values[0]))
-        queries = attended.queries[0, :, block:]
+        queries = attended.queries[0, :, attended.queries.shape[2] - probe :]
         grouped = queries.reshape(len(old), -1, *queries.shape[1:])
         importance = [
             self._absorber.importance(
                 Past(
                     keys=torch.cat([head.keys, self.keys[0, h, :block]]),
                     importance=head.importance,
-                    sinks=self._absorber.sinks(self.start + block),
+                    sinks=self._absorber.sinks(self.judged + block),
                     queries=grouped[h],
                     own_keys=self.keys[0, h, block:],
                     scaling=attended.scaling,
@@ -124,7 +179,7 @@ class ProbedLayer(AttachedLayer):
             for h, head in enumerate(old)
         ]
         self._kept = self._best(old, block, importance)
-        self.prefix = self._kept.prefixes()
+        self.prefix = (*self._kept.prefixes(), *self._aside)
         del self.keys, self.values
         self.start += block
         self._length = 0
@@ -132,7 +187,7 @@ class ProbedLayer(AttachedLayer):
     def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor]) -> Kept:
         """The most important of the kept entries and the block's; equal ones by the smaller position."""
         counts = self._absorber.counts(importance)
-        positions = torch.arange(self.start, self.start + block, dtype=torch.int32, device=self.keys.device)
+        positions = torch.arange(self.judged, self.judged + block, dtype=torch.int32, device=self.keys.device)
         chosen = []
         for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):
             rows = scores.sort(descending=True, stable=True).indices[:count].sort().values
@@ -143,7 +198,6 @@ class ProbedLayer(AttachedLayer):
         return Kept(keys=keys, values=values, entries_at=entries_at, offsets=offsets, importance=of_entries)
 
     def record(self) -> Kept:
-        """The entries kept from the whole document."""
         assert self._kept is not None, "the document has a block"
         return self._kept
 
@@ -180,35 +234,37 @@ def _rows(first: Tensor, second: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([first[rows[:before]], second[rows[before:] - len(first)]])
 
 
-def _layer(absorber: Absorber, budget_tokens: int) -> ChunkedLayer | ProbedLayer:
+def _layer(absorber: Absorber) -> ChunkedLayer | ProbedLayer:
     if absorber.probed:
         return ProbedLayer(cast(BlockAbsorber, absorber))
-    return ChunkedLayer(cast(PartitionAbsorber, absorber), budget_tokens)
+    return ChunkedLayer(cast(PartitionAbsorber, absorber))
 
 
-class ChunkedLayer(AttachedLayer):
+class ChunkedLayer(ReadLayer):
     """One layer while the document is read: kept entries are the prefix, tokens not yet reduced the suffix.
 
     Kept entries stand in buffers `[kv_heads, capacity, ...]` of the final size, which become the record without a copy.
-    The suffix buffers hold as many tokens as the policy waits for, because reduced tokens make room at once.
+    The suffix is never longer than what the policy waits for and a chunk.
     """
 
-    def __init__(self, absorber: PartitionAbsorber, capacity: int) -> None:
-        super().__init__((), 0)
+    def __init__(self, absorber: PartitionAbsorber) -> None:
+        super().__init__()
         self._absorber = absorber
-        self._capacity = capacity
+        self._capacity = absorber.entries
         self._kept = 0
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
-        # The first chunk is the longest, and what is absorbed makes room for the next: the buffers never grow.
-        self.keys = key_states.new_empty(key_states.shape)
-        self.values = value_states.new_empty(value_states.shape)
+        self.keys, self.values = (states.new_empty(states[:, :, :0].shape) for states in (key_states, value_states))
         self.is_initialized = True
         shape = key_states.shape[1], self._capacity
         self._kept_keys = key_states.new_empty(*shape, key_states.shape[-1])
         self._kept_values = value_states.new_empty(*shape, value_states.shape[-1])
         self._positions = torch.empty(shape, dtype=torch.int32, device=key_states.device)
         self._importance = torch.empty(shape, dtype=torch.float32, device=key_states.device)
+
+    def _write(self, end: int, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
+        self.keys = torch.cat([self.keys, key_states], dim=2)
+        self.values = torch.cat([self.values, value_states], dim=2)
 
     def reduce(self, attended: Attended, probe: int) -> None:  # noqa: ARG002
         """Absorb what this pass brought: it has no probe, and nothing asks for queries."""
@@ -217,17 +273,14 @@ class ChunkedLayer(AttachedLayer):
     def absorb(self) -> None:
         """Reduce the oldest tokens of the suffix while the policy has enough of them."""
         while self._length:
-            chosen = self._absorber.absorb(
-                self.start, self.keys[0, :, : self._length], self.values[0, :, : self._length]
-            )
+            chosen = self._absorber.absorb(self.judged, self.keys[0], self.values[0])
             if chosen is None:
                 break
             self._take(*chosen)
-        if self._kept:
-            self.prefix = (StackedPrefix(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept]),)
+        kept = StackedPrefix(self._kept_keys[:, : self._kept], self._kept_values[:, : self._kept])
+        self.prefix = (*([kept] if self._kept else []), *self._aside)
 
     def record(self) -> Kept:
-        """The entries kept from the whole document."""
         if self._length:
             rest = torch.ones(self._kept_keys.shape[0], self._length, dtype=torch.bool, device=self._kept_keys.device)
             self._take(rest, torch.full(rest.shape, torch.inf, device=rest.device))
@@ -249,11 +302,9 @@ class ChunkedLayer(AttachedLayer):
         keys, values, positions, _ = pack(self.keys[0, :, :taken], self.values[0, :, :taken], mask, [count] * heads)
         self._kept_keys[:, new] = keys.view(heads, count, keys.shape[-1])
         self._kept_values[:, new] = values.view(heads, count, values.shape[-1])
-        self._positions[:, new] = positions.view(heads, count) + self.start
+        self._positions[:, new] = positions.view(heads, count) + self.judged
         self._importance[:, new] = importance.gather(1, positions.view(heads, count).long())
-        left = self._length - taken
-        for buffer in (self.keys, self.values):
-            buffer[:, :, :left] = buffer[:, :, taken : self._length].clone()  # the two ranges may overlap
+        self.keys, self.values = self.keys[:, :, taken:].clone(), self.values[:, :, taken:].clone()
         self._kept += count
         self.start += taken
-        self._length = left
+        self._length -= taken

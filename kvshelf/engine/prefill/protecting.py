@@ -15,13 +15,19 @@ from kvshelf.methods.policies.view import LayerView
 def aside(layer: LayerView) -> Kept:
     """The entries of a layer's protected tokens. layer: as it is stored."""
     rows = layer.document.protected.nonzero()[:, 0].to(layer.keys.device)
-    heads, entries = layer.kv_heads, layer.kv_heads * len(rows)
+    return protected_entries(layer.keys[:, rows], layer.values[:, rows], rows)
+
+
+def protected_entries(keys: Tensor, values: Tensor, places: Tensor) -> Kept:
+    """The record of protected tokens at these places of the document, `[P]`. keys: `[kv_heads, P, D]`; values:
+    `[kv_heads, P, Dv]`."""
+    heads = len(keys)
     return Kept(
-        keys=layer.keys[:, rows].flatten(0, 1),
-        values=layer.values[:, rows].flatten(0, 1),
-        entries_at=rows.to(torch.int32).repeat(heads),
-        offsets=offsets_of([len(rows)] * heads),
-        importance=torch.full((entries,), torch.inf, device=rows.device),
+        keys=keys.flatten(0, 1),
+        values=values.flatten(0, 1),
+        entries_at=places.to(torch.int32).repeat(heads),
+        offsets=offsets_of([len(places)] * heads),
+        importance=torch.full((heads * len(places),), torch.inf, device=keys.device),
     )
 
 

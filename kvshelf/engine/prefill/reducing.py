@@ -111,10 +111,10 @@ class LayerReducer:
             weight = self._scorer.weight(layer)
             if not math.isfinite(weight):  # shares need a finite weight now, so this cannot wait for the end
                 raise _not_finite(self._chooser, f"the weight of layer {layer.layer_idx}")
-            if latents is None:
-                self._cascade.add(layer, self._scorer.importance(layer), weight)
-            else:
-                self._cascade.add(latents, importance_together(self._scorer, layer), weight)
+            together = latents is not None
+            importance = importance_together(self._scorer, layer) if together else self._scorer.importance(layer)
+            decides = self._scorer.precedence(layer, importance)
+            self._cascade.add(layer if latents is None else latents, importance, weight, decides)
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
@@ -291,21 +291,23 @@ class Cascade:
         self._layers: dict[int, LayerStats] = {}  # with the numbers of all heads, as far as they are kept
         self.records: dict[int, Kept] = {}
 
-    def add(self, layer: LayerView, importance: Tensor, weight: float) -> None:
-        """Take a layer with the importance of its entries, `[kv_heads, N]` fp32."""
+    def add(self, layer: LayerView, importance: Tensor, weight: float, decides: Tensor | None = None) -> None:
+        """Take a layer with the importance of its entries, by which layers and heads share, `[kv_heads, N]` fp32.
+        decides: who stays in a head, likewise; default: the importance."""
+        decides = importance if decides is None else decides
         device = importance.device
         joined = LayerStats(list(layer.all_heads(importance)), weight)
-        stats = [*(held.on(device) for held in self._layers.values()), joined]  # of layers that are compared
+        stats = [*(other.on(device) for other in self._layers.values()), joined]  # of layers that are compared
         *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
-        held = sum(own) + sum(len(head) for each in self._layers.values() for head in each.importance)
+        entries = sum(own) + sum(len(head) for other in self._layers.values() for head in other.importance)
         last = len(stats) == self._num_layers
-        if last or held > _SLACK * self._budget.tokens * len(own) * self._num_layers:
+        if last or entries > _SLACK * self._budget.tokens * len(own) * self._num_layers:
             for index, of_all in zip(self.records, earlier, strict=True):
                 self._layers[index] = self._layers[index].best(of_all)
                 self.records[index] = shrunk(self.records[index], layer.own_heads(of_all))
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
         counts = layer.own_heads(own)
-        self.records[layer.layer_idx] = keep(layer, select(importance, free, counts), importance, counts)
+        self.records[layer.layer_idx] = keep(layer, select(decides, free, counts), decides, counts)
         self._layers[layer.layer_idx] = joined.best(own)
 
 

@@ -236,6 +236,11 @@ class ScoringPolicy(Policy):
         also where the view has those of one process (`LayerView.ranks`)."""
         return budget.per_head
 
+    def precedence(self, layer: LayerView, scores: Tensor) -> Tensor:  # noqa: ARG002
+        """What decides who stays among the tokens of a head, `[heads, N]` fp32, by their scores: these. A score that is
+        not finite stays so, but where a token is protected."""
+        return scores
+
     @property
     def sharing(self) -> Sharing | None:
         """How the layers share one budget; None if each has its own. If shared, layers are reduced in cascade."""
@@ -263,7 +268,8 @@ class ScoringPolicy(Policy):
         of_all = layer.all_heads(scores)
         whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
         counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
-        keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
+        decides = self.precedence(layer, scores)
+        keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
         return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
 
 

@@ -48,6 +48,13 @@ class Budget:
         tokens = self.tokens - protected
         return Budget(tokens, 1 - tokens / (num_tokens - protected))
 
+    def with_protected(self, protected: int, num_tokens: int) -> Budget:
+        """Undoes `beside`."""
+        if not protected:
+            return self
+        tokens = self.tokens + protected
+        return Budget(tokens, 1 - tokens / num_tokens)
+
     @classmethod
     def _from_tokens(cls, num_tokens: int, budget_tokens: int) -> Budget:
         if isinstance(budget_tokens, bool) or not isinstance(budget_tokens, int) or budget_tokens < 1:

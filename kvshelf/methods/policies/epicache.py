@@ -58,7 +58,7 @@ class EpiCache(BlockPolicy):
         ids = self._pass(document)
         if self.prefill == "whole":
             return [ProbePass(ids, document.end)]
-        return [ProbePass(ids, end) for _, end in self.blocks(document)]
+        return [ProbePass(ids, document.behind(end)) for _, end in self.blocks(document)]
 
     def probe_text(self, document: DocumentView) -> str:
         return "" if document.text is None else document.text.decode(self._pass(document))

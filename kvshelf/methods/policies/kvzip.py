@@ -63,7 +63,7 @@ class KVzip(BlockPolicy):
         lead: tuple[int, ...] | None = None
         for start, end in self.blocks(document):
             tokens = tuple(document.token_ids[start:end])
-            behind = document.end if self.prefill == "whole" else end
+            behind = document.end if self.prefill == "whole" else document.behind(end)
             passes.append(ProbePass((*self._ask(document, lead), *tokens), behind))
             lead = tokens[-_LEAD:]
         return passes

@@ -176,7 +176,8 @@ class PartitionPolicy(Policy):
         if self.prefill == "whole":
             return None
         cut = self._cut(document)
-        return PartitionAbsorber(self, cut, tuple(cut.shares(budget.tokens)))
+        entries = budget.tokens if self.r is None else cut.retained(self.r)
+        return PartitionAbsorber(self, cut, tuple(cut.shares(entries)))
 
     def _cut(self, document: DocumentView) -> Cut:
         return Cut(document.num_tokens, max(self.sink, document.protected_prefix), self.lag)
@@ -199,6 +200,11 @@ class PartitionAbsorber:
     @property
     def mode(self) -> str:
         return f"chunked:lag={self.cut.lag}"
+
+    @property
+    def entries(self) -> int:
+        """Of each KV head, that stay."""
+        return self.cut.whole + sum(self.shares)
 
     @property
     def chunks(self) -> list[int]:

@@ -46,7 +46,8 @@ def reduce_together(policy: Policy, layer: LayerView, stored: LayerView, tokens:
     scores, protected = scores_together(policy, layer), policy.protected(layer)
     counts = policy.counts(layer, scores.expand(layer.kv_heads, -1), protected, budget)
     count = sum(counts) // layer.kv_heads
-    keys, values, positions, importance = keep_best(stored.keys, stored.values, scores, protected, [count])
+    decides = policy.precedence(layer, scores)
+    keys, values, positions, importance = keep_best(stored.keys, stored.values, decides, protected, [count])
     return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of([count]), importance=importance)
 
 

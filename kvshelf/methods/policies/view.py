@@ -77,7 +77,7 @@ class DocumentView:
     `gates` likewise. `first_position`: of its first token, above 0 where the tokens are appended to a stored cache,
     which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
     KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
-    tokens among the `whole_tokens` of the document that these are a part of (`judged`); None: these are all.
+    tokens among `whole_ids`, those of the document that these are a part of (`judged`); None: these are all.
     `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
     """
 
@@ -94,7 +94,7 @@ class DocumentView:
     group: int | None = None
     protect: tuple[tuple[int, int], ...] = ()
     places: tuple[int, ...] | None = None
-    whole_tokens: int | None = None
+    whole_ids: Sequence[int] | None = None
     surprisals: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -104,7 +104,13 @@ class DocumentView:
     @property
     def end(self) -> int:
         """Position of what follows its last token."""
-        return self.first_position + (self.num_tokens if self.whole_tokens is None else self.whole_tokens)
+        return self.first_position + len(self.token_ids if self.whole_ids is None else self.whole_ids)
+
+    def behind(self, count: int) -> int:
+        """Position of what follows its first `count` tokens, and those of `protect` behind them."""
+        if self.places is None:
+            return self.first_position + count
+        return self.end if count == self.num_tokens else self.first_position + self.places[count]
 
     @cached_property
     def judged(self) -> DocumentView:
@@ -118,7 +124,7 @@ class DocumentView:
             protected_prefix=sum(place < self.protected_prefix for place in places),
             protect=(),
             places=places,
-            whole_tokens=self.num_tokens,
+            whole_ids=self.token_ids,
             surprisals=None if self.surprisals is None else self.surprisals[list(places)],
         )
 

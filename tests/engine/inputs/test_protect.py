@@ -16,6 +16,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs import protect
 from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import InvalidRequest
+from kvshelf.methods.method import parameter_fields
 from kvshelf.methods.policies import POLICIES
 from kvshelf.samples.tasks import make_document
 from kvshelf_bench.models.small import small_model
@@ -23,6 +24,12 @@ from kvshelf_bench.models.small import small_model
 NEWER = pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for recurrent states")
 LATENTS = pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="older transformers cache expanded keys")
 CODECS = ("int8", "int4", "int2:residual=0", "mixed", "klt", "klt:steps=kl,classes=1.5/4,shares=10/10")
+CHUNKED = [
+    name
+    for name, policy in POLICIES.items()
+    if any(field.name == "prefill" and "chunked" in field.metadata["choices"] for field in parameter_fields(policy))
+]
+"""The policies that read a document in chunks."""
 RULE = "Rule: call every ship by her name."
 RULES = ["system", "headings", f"text:{RULE}"]
 
@@ -50,6 +57,13 @@ def rows_at(cache: CompressedCache, layer: int, places: list[int]) -> list[tuple
         for head, positions in enumerate(part.positions):
             found[head] |= {int(at): (keys[head][row], values[head][row]) for row, at in enumerate(positions)}
     return [tuple(torch.stack([each[at][side] for at in places]) for side in (0, 1)) for each in found]  # type: ignore[misc]
+
+
+def all_keys(cache: CompressedCache, layer: int) -> torch.Tensor:
+    """Of a layer, each channel sorted, as records may have the entries in another order."""
+    entries = entries_of(cache.layers[layer])
+    assert entries is not None
+    return torch.cat([row for part in parts_of(entries) for row in part.plain_heads()[0]]).sort(0).values
 
 
 def inside(job: Job) -> list[int]:
@@ -94,12 +108,80 @@ def test_no_codec_rounds_what_is_protected(
         for held, exact in zip(rows_at(cache, layer, places), rows_at(plain, layer, places), strict=True):
             assert torch.equal(held[0], exact[0])
             assert torch.equal(held[1], exact[1])
-        mine, theirs = (
-            torch.cat([row for part in parts_of(entries_of(each.layers[layer])) for row in part.plain_heads()[0]])  # type: ignore[arg-type]
-            for each in (cache, plain)
-        )
-        rounded |= not torch.equal(mine.sort(0).values, theirs.sort(0).values)
+        rounded |= not torch.equal(all_keys(cache, layer), all_keys(plain, layer))
     assert rounded, "the others are"
+
+
+def in_chunks(policy: str) -> dict[str, Any]:
+    blocks = {"chunk": 128} if "chunk" in POLICIES[policy].build({}, POLICIES).parameters() else {}
+    return {"prefill": "chunked", **blocks}
+
+
+@pytest.mark.parametrize("codec", ["none", *CODECS])
+@pytest.mark.parametrize("policy", CHUNKED)
+def test_a_prefill_in_chunks_keeps_them_and_no_codec_rounds_them(
+    codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]
+) -> None:
+    job = prepared(tiny, messages, policy, RULES, policy_params=in_chunks(policy))
+    assert job.absorber is not None
+    assert len(job.absorber.chunks) > 3
+    plain = tiny.run(job).cache
+    assert plain.identity.prefill == job.absorber.mode
+    assert plain.identity.protect == job.document.protect
+    cache = tiny.coders.decoded(CompressedCache.from_bytes(tiny.encoded(plain, codec).to_bytes()))
+    places, rounded = inside(job), False
+    for before, after in zip(plain.layers, cache.layers, strict=True):
+        assert isinstance(before, Packed)
+        assert before.entries == job.budget.tokens * before.kv_heads
+        for one, other in zip(before.positions, after.positions, strict=True):
+            assert one.equal(other)
+            assert set(places) <= set(one.tolist())
+            assert one.tolist() == sorted({*one.tolist()})
+    for layer in range(len(plain.layers)):
+        for held, exact in zip(rows_at(cache, layer, places), rows_at(plain, layer, places), strict=True):
+            assert all(map(torch.equal, held, exact))
+        rounded |= not torch.equal(all_keys(cache, layer), all_keys(plain, layer))
+    assert rounded == (codec != "none"), "the others are"
+
+
+@pytest.mark.parametrize("policy", CHUNKED)
+def test_in_chunks_a_budget_of_everything_is_the_whole_document(
+    policy: str, tiny: Engine, messages: list[dict[str, str]]
+) -> None:
+    """To the last bit, as there is one pass."""
+    both = [
+        tiny.compress(messages, policy=policy, compression_ratio=0.0, protect=RULES, **params)
+        for params in ({}, in_chunks(policy))
+    ]
+    for one, other in zip(*(cache.layers for cache in both), strict=True):
+        assert isinstance(one, Packed)
+        assert isinstance(other, Packed)
+        assert torch.equal(one.keys, other.keys)  # type: ignore[arg-type]
+        assert torch.equal(one.values, other.values)  # type: ignore[arg-type]
+        assert torch.equal(one.entry_positions, other.entry_positions)
+    assert both[0].identity.protect == both[1].identity.protect
+
+
+@pytest.mark.parametrize("prefill", ["whole", "chunked"])
+def test_a_policy_that_sizes_itself_counts_them(prefill: str, tiny: Engine, messages: list[dict[str, str]]) -> None:
+    job = tiny.prepare(
+        messages, policy="lagkv", policy_params={"r": 0.25, "lag": 32, "prefill": prefill}, protect=RULES
+    )
+    cache = tiny.run(job).cache
+    assert {layer.entries for layer in cache.reduced} == {job.budget.tokens * cache.reduced[0].kv_heads}
+    assert cache.identity.budget_tokens == job.budget.tokens < job.num_tokens
+
+
+@pytest.mark.parametrize("policy", CHUNKED)
+def test_in_chunks_more_than_the_budget_is_refused_before_any_work(policy: str, tiny: Engine) -> None:
+    text = "The mill has 12 wheels. " * 90
+    with pytest.raises(InvalidRequest, match="and the budget is") as refused:
+        prepared(tiny, text, policy, ["first:300"], policy_params=in_chunks(policy))
+    assert refused.value.param == "protect"
+    with pytest.raises(InvalidRequest, match="leaves none to compress"):
+        tiny.prepare(
+            text, policy="lagkv", policy_params={"r": 0.5, "prefill": "chunked"}, protect=["tokens:0-99", "lines:."]
+        )
 
 
 def test_an_index_keeps_them_as_they_are_or_says_why_not(tiny: Engine, messages: list[dict[str, str]]) -> None:
@@ -305,11 +387,10 @@ def test_what_is_not_there_or_too_much_is_refused_by_name(protect: list[str], to
     assert error.value.param == "protect"
 
 
-def test_where_tokens_move_or_go_before_the_end_it_is_refused(tiny: Engine) -> None:
-    text = "The mill has 12 wheels. " * 60
-    for policy, params in (("streaming_llm", {"positions": "cache"}), ("lagkv", {"prefill": "chunked"})):
-        with pytest.raises(InvalidRequest, match="or leave protect out"):
-            tiny.prepare(text, policy=policy, policy_params=params, compression_ratio=0.5, protect=["first:8"])
+def test_where_tokens_move_it_is_refused(tiny: Engine) -> None:
+    fields: dict[str, Any] = {"policy": "streaming_llm", "policy_params": {"positions": "cache"}}
+    with pytest.raises(InvalidRequest, match="or leave protect out"):
+        tiny.prepare("The mill has 12 wheels. " * 60, compression_ratio=0.5, protect=["first:8"], **fields)
 
 
 def test_records_under_no_codec_are_those_of_any_cache(tiny: Engine, messages: list[dict[str, str]]) -> None:

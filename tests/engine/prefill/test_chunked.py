@@ -10,13 +10,17 @@ from transformers import AttentionInterface, DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.engine.prefill.chunked import ChunkedPrefill
+from kvshelf.engine.prefill.chunked import ChunkedPrefill, ReadLayer
 from kvshelf.errors import Cancelled, PolicyUnsupported
 from tests.methods.policies.test_lagkv import naive_scores
 
 TOKENS, SINK, LAG, SHARE = 230, 6, 32, 8
 PARTITIONS = (TOKENS - SINK) // LAG - 1
 BUDGET = TOKENS - PARTITIONS * (LAG - SHARE)
+SPANS = (3, 9), (70, 75), (150, 171)
+PROTECTED = [at for first, end in SPANS for at in range(first, end)]
+"""In a document of as many more tokens: among the sinks, within a partition, and over the ends of two chunks."""
+RULES = [f"tokens:{first}-{end}" for first, end in SPANS]
 
 
 def chunked(name, **changes):
@@ -30,13 +34,15 @@ def prepared(engine, document, name="lagkv", **changes):
 
 
 class ByHand:
-    """The same prefill with transformers' own cache, which drops nothing: what was let go of is hidden instead."""
+    """The same prefill with transformers' own cache, which drops nothing: what was let go of is hidden instead. Tokens
+    that are protected are read with the others, and counted among none of them."""
 
-    def __init__(self, model, name):
+    def __init__(self, model, name, protected=()):
         self.model, self.name = copy.deepcopy(model).double(), name
         self.past = DynamicCache()
+        self.others = [at for at in range(TOKENS + len(protected)) if at not in protected]
         heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
-        self.visible = torch.ones(layers, heads, TOKENS, dtype=torch.bool)
+        self.visible = torch.ones(layers, heads, TOKENS + len(protected), dtype=torch.bool)
         self.start = SINK
         AttentionInterface.register("test_chunked", self.attention)
         self.model.set_attn_implementation("test_chunked")
@@ -50,15 +56,14 @@ class ByHand:
         return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
     def run(self, ids):
-        seen = 0
-        while seen < len(ids):
-            length = SINK + 2 * LAG if seen == 0 else min(LAG, len(ids) - seen)
-            places = torch.arange(seen, seen + length)[None]
+        seen = read = 0
+        while seen < TOKENS:
+            seen += SINK + 2 * LAG if seen == 0 else min(LAG, TOKENS - seen)
+            end = [*self.others, len(ids)][seen]
+            places = torch.arange(read, end)[None]
             with torch.no_grad():
-                self.model(
-                    torch.tensor([ids[seen : seen + length]]), **{CACHE_ARGUMENT: self.past}, position_ids=places
-                )
-            seen += length
+                self.model(torch.tensor([ids[read:end]]), **{CACHE_ARGUMENT: self.past}, position_ids=places)
+            read = end
             if seen - self.start >= 2 * LAG:
                 self.hide()
         return self
@@ -66,17 +71,22 @@ class ByHand:
     def hide(self):
         for layer, states in enumerate(self.past.layers):
             for head in range(self.visible.shape[1]):
-                scores = naive_scores(self.name, states.keys[0, head], states.values[0, head], self.start, LAG)
+                own = [rows for rows in self.others if rows < states.keys.shape[2]]
+                keys, values = states.keys[0, head, own], states.values[0, head, own]
+                scores = naive_scores(self.name, keys, values, self.start, LAG)
                 order = sorted(range(LAG), key=lambda token, scores=scores: (-scores[token], token))
-                self.visible[layer, head, [self.start + token for token in order[SHARE:]]] = False
+                self.visible[layer, head, [self.others[self.start + token] for token in order[SHARE:]]] = False
         self.start += LAG
 
 
+@pytest.mark.parametrize("protected", [(), PROTECTED], ids=["", "protect"])
 @pytest.mark.parametrize("name", ["lagkv", "localkv"])
-def test_it_is_the_prefill_of_the_paper(oracle, name):
+def test_it_is_the_prefill_of_the_paper(oracle, name, protected):
     """Hidden states depend on every choice before them: one wrong entry or position and all later keys are others."""
-    cache = oracle.engine.compress(oracle.ids[:TOKENS], **chunked(name))
-    by_hand = ByHand(oracle.model, name).run(oracle.ids[:TOKENS])
+    ids, rules = oracle.ids[: TOKENS + len(protected)], RULES if protected else []
+    cache = oracle.engine.compress(ids, **chunked(name, budget_tokens=BUDGET + len(protected)), protect=rules)
+    by_hand = ByHand(oracle.model, name, protected).run(ids)
+    assert {record.entries for record in cache.layers} == {(BUDGET + len(protected)) * by_hand.visible.shape[1]}
     for index, record in enumerate(cache.layers):
         states = by_hand.past.layers[index]
         for head, ((keys, values), positions) in enumerate(zip(record.heads(), record.positions, strict=True)):
@@ -171,18 +181,29 @@ def test_it_can_be_abandoned_between_layers(llama, after):
     assert llama.model.config._attn_implementation == before
 
 
-def test_no_more_is_held_than_the_budget_and_two_partitions(llama, monkeypatch):
-    """Every tensor of every layer is counted, after each layer of each pass; the document is as long as it gets."""
-    held, after = [], ChunkedPrefill.after_attention
+@pytest.mark.parametrize("rules", [[], RULES, ["tokens:300-370", "tokens:690-700"]])
+def test_no_more_is_held_than_the_budget_and_two_partitions(llama, monkeypatch, rules):
+    """Every tensor of every layer is counted, after each layer of each pass, and what a layer attends to in it; the
+    document is as long as it gets."""
+    held, seen = [], []
+    after, before = ChunkedPrefill.after_attention, ReadLayer.set_aside
 
     def counted(self, *args):
         after(self, *args)
-        states = [value for layer in self._layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        held.append(sum(tensor.nbytes for tensor in states if tensor.dim() > 2))
+        own = [value for layer in self._layers for value in vars(layer).values()]
+        prefixes = [prefix for value in own if isinstance(value, tuple) for prefix in value]
+        states = [*own, *(tensor for prefix in prefixes for tensor in vars(prefix).values())]
+        stored = [value.untyped_storage() for value in states if isinstance(value, torch.Tensor) and value.dim() > 2]
+        held.append(sum({memory.data_ptr(): memory.nbytes() for memory in stored}.values()))  # views are of others
+
+    def watched(self, protected):
+        seen.append(sum(prefix.lengths[0] for prefix in self.prefix) + self.keys.shape[2])
+        before(self, protected)
 
     monkeypatch.setattr(ChunkedPrefill, "after_attention", counted)
-    record = llama.engine.compress(llama.ids, **chunked("lagkv", budget_tokens=200)).layers[0]
+    monkeypatch.setattr(ReadLayer, "set_aside", watched)
+    record = llama.engine.compress(llama.ids, **chunked("lagkv", budget_tokens=200), protect=rules).layers[0]
     row = record.kv_heads * (record.key_dim + record.value_dim) * record.keys.element_size()
     whole = llama.model.config.num_hidden_layers * row * len(llama.ids)
-    assert max(held) == whole * (200 + SINK + 2 * LAG) / len(llama.ids)
-    assert max(held) < whole / 2
+    assert max(held) <= whole * (200 + SINK + 2 * LAG) / len(llama.ids) < whole / 2
+    assert 200 < max(seen) <= 200 + SINK + 2 * LAG

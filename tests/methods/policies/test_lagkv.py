@@ -35,7 +35,7 @@ def one_shot(policy, keys, values, budget, protected=0):
 def streamed(policy, keys, values, budget, chunks, protected=0):
     """The product's cache layer, fed chunk by chunk as a prefill feeds it."""
     source = DocumentView(range(keys.shape[1]), protected)
-    layer = ChunkedLayer(policy.absorber(source, Budget(budget, 0.5)), budget)
+    layer = ChunkedLayer(policy.absorber(source, Budget(budget, 0.5)))
     held = []
     for some_keys, some_values in zip(keys.split(chunks, 1), values.split(chunks, 1), strict=True):
         layer.update(some_keys[None], some_values[None])

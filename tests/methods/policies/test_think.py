@@ -275,7 +275,9 @@ def test_parameters_of_both_stand_side_by_side():
         assert build("think", made.parameters()) == made
         assert made.needs == made.inner.needs | Needs.QUERIES
         assert not own.keys() - {"base"} & {f.name for f in parameter_fields(POLICIES[base])}
-    assert set(POLICIES) - set(Think.bases(POLICIES)) == {"arkv", "d2o", "ems", "infllm", "kvmerger", "mikv", "think"}
+    assert set(POLICIES) - set(Think.bases(POLICIES)) == {
+        *("arkv", "d2o", "ems", "fair", "infllm", "kvmerger", "mikv", "think")
+    }
 
 
 def test_a_new_version_of_the_base_is_a_new_policy():
