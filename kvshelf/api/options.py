@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Self, TypedDict, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvshelf.api.strict import RequestBody, Seed, Stops, Temperature, TopP, misuse
 
@@ -49,7 +49,55 @@ class AskFields(TypedDict, total=False):
 MAX_RULE: Final = 4096
 """Characters of a rule of `protect`."""
 
-ProtectRules = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_RULE)]], Field(max_length=256)]
+Rules = Sequence[str | Mapping[str, Any]]
+"""Rules of `protect`, as texts or as objects; see `written_rule`."""
+
+_RULE_OBJECTS: Final[Mapping[str, tuple[str, type]]] = {
+    "first": ("first", int),
+    "text": ("text", str),
+    "regex": ("lines", str),
+}
+"""The rules of `protect` that may be objects: their field, and the name and type of what stands behind it."""
+
+
+def written_rule(rule: Any) -> Any:
+    """A rule of `protect` as a text: {"first": 64} as first:64, {"text": "..."} likewise, and {"regex": "..."} as
+    lines:...; whatever is no such object stays as it is."""
+    if isinstance(rule, Mapping) and len(rule) == 1:
+        ((field, value),) = rule.items()
+        name, kind = _RULE_OBJECTS.get(field, ("", object))
+        if name and type(value) is kind:
+            return f"{name}:{value}"
+    return rule
+
+
+_RULE_TEXT: Final = {"type": "string", "minLength": 1, "maxLength": MAX_RULE}
+_RULE_SCHEMA: Final = {
+    "anyOf": [
+        _RULE_TEXT,
+        *(
+            {
+                "type": "object",
+                "properties": {field: {"type": "integer", "minimum": 1} if kind is int else _RULE_TEXT},
+                "required": [field],
+                "additionalProperties": False,
+            }
+            for field, (_, kind) in _RULE_OBJECTS.items()
+        ),
+    ]
+}
+
+ProtectRules = Annotated[
+    list[
+        Annotated[
+            str,
+            Field(min_length=1, max_length=MAX_RULE),
+            BeforeValidator(written_rule),
+            WithJsonSchema(_RULE_SCHEMA),
+        ]
+    ],
+    Field(max_length=256),
+]
 
 
 class Protecting(RequestBody):
@@ -59,14 +107,15 @@ class Protecting(RequestBody):
         default_factory=list,
         description="what every policy keeps and no codec rounds: system (the system message), first:64 (tokens), "
         "headings (of Markdown), text:... (each time it occurs), lines:... (those that a regular expression finds), "
-        "chars:10-90, message:2, message:2:10-90 or tokens:0-64; budgets count it",
+        'chars:10-90, message:2, message:2:10-90 or tokens:0-64; also {"first": 64}, {"text": ...} and '
+        '{"regex": ...}, which is lines:...; budgets count it',
     )
 
 
 class ProtectFields(TypedDict, total=False):
     """What every policy keeps and no codec rounds, see `Protecting`."""
 
-    protect: Sequence[str] | None
+    protect: Rules | None
 
 
 def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.api import Quality
+from kvshelf.api.options import Rules
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.engine.attachments import Attachments
@@ -87,7 +88,7 @@ class Compressor:
         cache: CompressedCache,
         more: Document | EncodedDocument,
         options: CompressOptions,
-        protect: Sequence[str] = (),
+        protect: Rules = (),
     ) -> Job:
         """Check and tokenize what is to be appended to a cache; no work of the model.
 

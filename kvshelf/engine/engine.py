@@ -11,6 +11,7 @@ from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.answers import Answer
 from kvshelf.api.creation import EPISODES_POLICY
 from kvshelf.api.inspect import BuiltPrompt
+from kvshelf.api.options import Rules
 from kvshelf.api.queries import Route
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Layout
@@ -133,7 +134,7 @@ class Engine:
         layout: Layout | None = None,
         expected_questions: Sequence[str] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        protect: Sequence[str] = (),
+        protect: Rules = (),
         **policy_params: Any,
     ) -> CompressedCache:
         """Prefill `document` and reduce its KV cache. The arguments are those of `prepare`."""
@@ -148,7 +149,7 @@ class Engine:
         layout: Layout | None = None,
         date: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        protect: Sequence[str] = (),
+        protect: Rules = (),
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
@@ -162,7 +163,7 @@ class Engine:
         *,
         layout: Layout | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        protect: Sequence[str] = (),
+        protect: Rules = (),
         **options: Unpack[CompressFields],
     ) -> Job:
         """Check and tokenize; no work of the model. Thread-safe.
@@ -181,9 +182,8 @@ class Engine:
     def episodes(
         self, document: Document, count: int = 4, *, prefill: str = "chunked", **options: Any
     ) -> list[CompressedCache]:
-        """One cache of the whole document for each of its episodes, by policy `epicache`: `compress`
-        for each with these options. Each cache has the whole budget: `count` of them take `count` times the
-        bytes. `answer` with route "nearest" asks the one that a question is about."""
+        """One cache of the whole document for each of its episodes: `compress` with these options and policy
+        `epicache`. Each has the whole budget. `answer` with route "nearest" asks the one that a question is about."""
         options = {"policy": EPISODES_POLICY, "prefill": prefill, **options}
         episodes = self.compressor.episodes(document, count)
         return [self.compress(document, probe=one.text, centroid=one.centroid, **options) for one in episodes]
@@ -197,7 +197,7 @@ class Engine:
         compression_ratio: float | None = None,
         budget_tokens: int | None = None,
         expected_questions: Sequence[str] = (),
-        protect: Sequence[str] = (),
+        protect: Rules = (),
         **policy_params: Any,
     ) -> CompressedCache:
         """`cache` with more appended to its document, see `prepare_append`; `cache` itself stays as it is."""
@@ -206,7 +206,7 @@ class Engine:
         return self.compressor.prefill([level]).compressions[0].cache
 
     def prepare_append(
-        self, cache: CompressedCache, more: Document | EncodedDocument, protect: Sequence[str] = (), **options: Any
+        self, cache: CompressedCache, more: Document | EncodedDocument, protect: Rules = (), **options: Any
     ) -> Job:
         """Check and tokenize what is to be appended to a cache: see `Compressor.prepare_append`. Thread-safe."""
         return self.compressor.prepare_append(cache, more, CompressOptions(**options), protect)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import typer
+from pydantic import ValidationError
 
 from kvshelf.api import JointQuery, Query
 from kvshelf.api.openai import ChatCompletionRequest
-from kvshelf.api.options import Ask, AskFields
+from kvshelf.api.options import Ask, AskFields, Protecting, written_rule
 from kvshelf.api.responses import ResponsesRequest
 from kvshelf.cli import app
 from kvshelf.client._calls import JointFields, QueryFields
@@ -34,6 +37,21 @@ def test_clients_and_engine_take_the_options(fields: type) -> None:
 def test_clients_take_every_field_of_a_question(body: type[Ask], fields: type) -> None:
     of_the_call = {"prompt", "messages", "stream", "cache_ids"}
     assert fields.__annotations__.keys() == body.model_fields.keys() - of_the_call
+
+
+def test_rules_of_protect_may_be_objects() -> None:
+    rules = [{"first": 64}, {"text": "never lie: not once"}, {"regex": "^Rule"}, "headings"]
+    written = ["first:64", "text:never lie: not once", "lines:^Rule", "headings"]
+    assert Protecting(protect=rules).protect == written  # type: ignore[arg-type]
+    assert list(map(written_rule, rules)) == written
+
+
+@pytest.mark.parametrize(
+    "rule", [{"first": "64"}, {"first": True}, {"last": 3}, {"first": 1, "text": "a"}, {}, {"text": 3}]
+)
+def test_other_objects_are_no_rules(rule: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Protecting.model_validate({"protect": [rule]})
 
 
 def test_a_completion_asks_with_all_options_of_its_body() -> None:

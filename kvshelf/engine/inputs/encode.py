@@ -9,7 +9,7 @@ from typing import Any, TypedDict, cast
 
 from torch import Tensor
 
-from kvshelf.api.options import unmarked
+from kvshelf.api.options import Rules, unmarked, written_rule
 from kvshelf.artifact.identity import Boundary, Identity, Layout
 from kvshelf.engine.inputs.protect import DocumentRules, joined_spans
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
@@ -34,7 +34,7 @@ class EncodingFields(TypedDict, total=False):
 
     layout: Layout | None
     chat_template_kwargs: Mapping[str, Any] | None
-    protect: Sequence[str]
+    protect: Rules
 
 
 Prompt = Document
@@ -90,12 +90,17 @@ class Encoder:
         layout: Layout | None,
         date: str = "",
         variables: Mapping[str, Any] | None = None,
-        protect: Sequence[str] = (),
+        protect: Rules = (),
     ) -> EncodedDocument:
         """The token ids of a document; those of an encoded one are checked, and no layout counts. date: for a template
         that writes it; "": today. variables: that the template is told. protect: see `DocumentRules`. Raises
         `InvalidRequest`, `DocumentTooLong` or `DocumentTooShort`."""
-        told, rules, texts, turns = self.options(layout, date, variables), list(protect), list[str](), None
+        told, rules, texts, turns = (
+            self.options(layout, date, variables),
+            list(map(written_rule, protect)),
+            list[str](),
+            None,
+        )
         if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
             document, rules = _without_marks(document, rules)
         if isinstance(document, EncodedDocument):
@@ -246,15 +251,13 @@ class Encoder:
             return self.require_text("messages").encode(said)
         return self._checked_ids(prompt, "prompt")
 
-    def appended(
-        self, made: Identity, more: Document | EncodedDocument, protect: Sequence[str] = ()
-    ) -> EncodedDocument:
+    def appended(self, made: Identity, more: Document | EncodedDocument, protect: Rules = ()) -> EncodedDocument:
         """What `more` appends to the cache with this identity: its token ids, and where the document ends with them.
 
         A text goes on where the document ends, just as it is; messages are whole turns behind it. protect: as of
         `document`, of what is appended alone. Raises `InvalidRequest`.
         """
-        boundary, rules, texts, turns = made.boundary, list(protect), list[str](), None
+        boundary, rules, texts, turns = made.boundary, list(map(written_rule, protect)), list[str](), None
         spans: tuple[tuple[int, int], ...] = ()
         if isinstance(more, list | tuple) and more and isinstance(more[0], Mapping):
             more, rules = _without_marks(more, rules)

@@ -196,7 +196,7 @@ def _lines(texts: Sequence[str], wanted: Callable[[str, str], bool]) -> Iterator
     for at, text in enumerate(texts):
         lines, first = text.split("\n"), 0
         for line, following in zip(lines, [*lines[1:], ""], strict=True):
-            if line.strip() and wanted(line, following):
+            if line.strip() and wanted(line.rstrip("\r"), following):
                 yield at, first, first + len(line)
             first += len(line) + 1
 

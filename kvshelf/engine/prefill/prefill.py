@@ -25,6 +25,7 @@ from kvshelf.engine.prefill.surprise import Surprise, surprises
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.registry import everything
 from kvshelf.model.layers import attending, reducible
 
@@ -73,8 +74,12 @@ def run_prefill(
     jobs = list({id(level.job): level.job for level in group}.values())
     absorber = jobs[0].absorber
     rounds = 1 if absorber is None else len(absorber.chunks)
-    surprise = Surprise.of(passes, jobs, checkpoint)
-    checkpoint = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
+    surprising = sum(map(surprises, jobs))
+    if surprising and jobs[0].parent is None:
+        rounds += 1
+    counted = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
+    surprise = Surprise.of(passes, jobs[0], checkpoint, counted) if surprising else Surprise()
+    checkpoint = counted
     reduced: Sequence[LayerReducer | ChunkedPrefill]
     summary = SummaryMaker(coder, jobs[0].num_tokens, jobs[0].document.first_position)
     started = time.perf_counter()
@@ -107,7 +112,7 @@ def run_prefill(
         ends = job.document.stored_sentence_ends
         made_of = (job.num_tokens, next_position, job.identity)
         cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
-        read_again_s = surprise.seconds if surprises(job) else 0.0
+        read_again_s = surprise.seconds / surprising if surprises(job) else 0.0  # their sum is what it took
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s + read_again_s)
     return Prefill([_finished(level, made[id(level.job)], encode) for level in group], reference)
 
@@ -137,7 +142,9 @@ def _counted(checkpoint: Checkpoint, progress: Progress, total: int) -> Checkpoi
 def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]:
     """The scores of the job's policy, a `ScoringPolicy`, for each layer that policies reduce: `[kv_heads, N]` fp32."""
     kinds, lengths = passes.kinds, tuple(len(probe.token_ids) for probe in job.passes)
-    document = Surprise.of(passes, [job], checkpoint).told(job.document)
+    document = job.document
+    if Needs.SURPRISALS in job.policy.needs:
+        document = Surprise.of(passes, job, checkpoint).told(document)
     scorer = Scorer(job.policy, document, job.budget, kinds, lengths, passes.facts.rope, passes.ranks)
     if any(kind.states for kind in kinds):
         for attended in stateful.Read.of(passes, job, checkpoint, queries=True).probed(job.passes):

@@ -5,7 +5,7 @@ prefill."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,12 +30,10 @@ class Surprise:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, passes: Passes, jobs: Sequence[Job], checkpoint: Checkpoint) -> Surprise:
-        """Of the document of these jobs, which share it. `checkpoint` is called between layers, or, where the document
-        is appended to a cache, between parts of it."""
-        if not any(surprises(job) for job in jobs):
-            return cls()
-        started, turns, job = time.perf_counter(), _Turns(checkpoint), jobs[0]
+    def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint, between_layers: Checkpoint | None = None) -> Surprise:
+        """Of the document of a job. `checkpoint` is called between parts of its logits, and between layers, unless
+        `between_layers` is; a document that is appended to a cache is read part by part."""
+        started, turns = time.perf_counter(), _Turns(checkpoint, between_layers or checkpoint)
         ids = torch.tensor(job.document.token_ids, device=passes.devices.inputs)
         with torch.no_grad(), kvshelf_attention(passes.model):
             parent = job.parent
@@ -67,18 +65,22 @@ def surprisals(logits: Iterable[Tensor], token_ids: Tensor) -> Tensor:
 
 
 class _Turns(ForwardContext):
-    """Gives other work a turn after each layer."""
+    """Gives other work a turn after each layer, and after each part of the logits."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, between_layers: Checkpoint) -> None:
         self.paused_s = 0.0
         self._checkpoint = checkpoint
+        self._between_layers = between_layers
 
     def after_attention(self, layer: Attended) -> None:  # noqa: ARG002
-        self.take()
+        self._take(self._between_layers)
 
-    def take(self) -> None:
+    def after_part(self) -> None:
+        self._take(self._checkpoint)
+
+    def _take(self, turn: Checkpoint) -> None:
         started = time.perf_counter()
-        self._checkpoint()
+        turn()
         self.paused_s += time.perf_counter() - started
 
 
@@ -90,6 +92,7 @@ def _read(passes: Passes, job: Job, turns: _Turns) -> Iterator[Tensor]:
     for rows in torch.split(torch.arange(job.num_tokens - 1, device=device), rows_at_once(passes.model)):
         if len(rows):
             yield logits(rows)[0]
+            turns.after_part()
 
 
 def _appended(passes: Passes, parent: Parent, token_ids: Tensor, turns: _Turns) -> Iterator[Tensor]:
@@ -99,4 +102,4 @@ def _appended(passes: Passes, parent: Parent, token_ids: Tensor, turns: _Turns) 
         for rows in torch.split(token_ids[None, :-1], rows_at_once(passes.model), dim=1):
             for piece in past.pieces(rows) if rows.shape[1] else ():
                 yield passes.model(piece, **{CACHE_ARGUMENT: past}).logits[0]
-            turns.take()
+            turns.after_part()

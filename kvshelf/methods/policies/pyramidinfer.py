@@ -22,7 +22,8 @@ from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import fill, largest_remainders
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
-_ROWS_AT_ONCE: Final = 64
+_LOGITS: Final = 1 << 24
+"""That are in memory at a time, of all heads: 64 MB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,17 @@ class PyramidInfer(Policy):
     def score(self, layer: LayerView) -> Tensor:
         """`[kv_heads, N]` fp32, the same for each head: below zero for what the layer before dropped."""
         rows, candidates = self._rows(layer.num_tokens), self._candidates(layer)
-        keys = layer.keys[:, candidates].float().unsqueeze(1).transpose(2, 3)  # [kv_heads, 1, D, C]
+        keys = layer.keys[:, candidates].float().transpose(1, 2)  # [kv_heads, D, C]
         queries = layer.grouped(layer.all_queries)[:, :, -rows:]  # [kv_heads, group, R, D]
+        at_once = max(1, _LOGITS // (len(layer.all_queries) * len(candidates)))
         weights = torch.linspace(1, self.last_weight, rows, device=keys.device)
         columns = torch.arange(len(candidates), device=keys.device)
         total = torch.zeros(len(candidates), device=keys.device)
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            of_rows = weights[start : start + _ROWS_AT_ONCE]
-            logits = torch.matmul(queries[:, :, start : start + len(of_rows)].float(), keys) * layer.scaling
+        for start in range(0, rows, at_once):
+            of_rows = weights[start : start + at_once]
+            asking = queries[:, :, start : start + len(of_rows)].float()
+            # The group is folded into the rows: a product that is broadcast over it would copy all keys for each head.
+            logits = torch.matmul(asking.flatten(1, 2), keys).view(*asking.shape[:3], -1) * layer.scaling
             own = torch.arange(start, start + len(of_rows), device=keys.device) + len(candidates) - rows
             attention = logits.masked_fill_(columns > own.unsqueeze(1), -torch.inf).softmax(dim=3)
             total += torch.einsum("hgrn,r->n", attention, of_rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
+from kvshelf.artifact.identity import MAX_PROTECTED_SPANS
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.lines import is_heading, is_numbered, matching
@@ -52,7 +53,7 @@ def _begun(name: str, rest: str, lines: Sequence[tuple[int, str]]) -> Iterator[i
     """The first token of each line that begins a section."""
     if name == "lines":
         matches = matching(rest)
-        yield from (first for first, line in lines if matches(line.strip("\n")))
+        yield from (first for first, line in lines if matches(line.strip("\r\n")))
         return
     headings = [
         first for first, line, following in _followed(lines) if is_heading(line, following) or is_numbered(line)
@@ -77,6 +78,8 @@ def _followed(lines: Sequence[tuple[int, str]]) -> Iterator[tuple[int, str, str]
 def _spans(by: str, rest: str) -> list[tuple[int, int]]:
     """Spans of tokens, as A-B,C-D: ascending and apart."""
     spans = []
+    if rest.count(",") >= MAX_PROTECTED_SPANS:
+        raise _refused(by, f"it has {rest.count(',') + 1} spans, and {MAX_PROTECTED_SPANS} are taken; give fewer")
     for part in rest.split(","):
         first, _, end = part.partition("-")
         if not all(text.isascii() and text.isdigit() and len(text) < 10 for text in (first, end)):

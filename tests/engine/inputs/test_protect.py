@@ -346,6 +346,18 @@ def test_the_rules_find_their_tokens(tiny: Engine) -> None:
     assert first.document.protect == ((0, first.document.protected_prefix + 5),)
 
 
+def test_objects_say_the_same_as_texts(tiny: Engine) -> None:
+    text = "Rule one: never lie.\r\nThe quay is long.\r\n" * 9
+    for one, other in (
+        ({"first": 6}, "first:6"),
+        ({"text": "never lie"}, "text:never lie"),
+        ({"regex": "lie.$"}, "lines:lie.$"),
+    ):
+        assert tiny.encode_document(text, protect=[one]).protect == tiny.encode_document(text, protect=[other]).protect
+    with pytest.raises(InvalidRequest, match="it is none of"):
+        tiny.encode_document(text, protect=[{"last": 6}])
+
+
 def test_marks_in_messages_and_what_spells_a_mark(tiny: Engine) -> None:
     said = "Say <|user|> twice, then stop. " + "Nothing to see. " * 60
     turns: list[Any] = [

@@ -23,7 +23,7 @@ def by_the_model(model, ids):
 
 
 def of(engine, job):
-    return surprise.Surprise.of(engine.passes, [job], nothing).values
+    return surprise.Surprise.of(engine.passes, job, nothing).values
 
 
 @pytest.mark.parametrize("parts", [[7], [1] * 7, [3, 4]])
@@ -60,9 +60,8 @@ def test_appended_tokens_surprise_as_they_do_behind_the_whole_document(kind):
     torch.testing.assert_close(values[1:].double(), expected, rtol=1e-4, atol=1e-4)
     assert values[0] == values[1:].max()
     cache = engine.run(job).cache
-    kept = expected.topk(10).indices + 61
-    positions = {*cache.layers[-1].positions[0].tolist()} if kind == "llama" else {*kept.tolist()}
-    assert {*kept.tolist()} <= positions
+    if kind == "llama":
+        assert {*(expected.topk(10).indices + 61).tolist()} <= {*cache.layers[-1].positions[0].tolist()}
 
 
 def test_logits_are_never_all_in_memory(monkeypatch):
@@ -96,14 +95,38 @@ def test_the_model_reads_twice_for_all_levels_together_and_once_for_others(llama
         return count
 
     once = turns(("keydiff", 0.5))
-    assert turns(("sirllm", 0.5)) == 2 * once
+    assert turns(("sirllm", 0.5)) == 2 * once + 1, "and a turn behind the logits"
     assert (
-        turns(("sirllm", 0.5), ("sirllm", 0.75), ("keydiff", 0.5)) - turns(("keydiff", 0.5), ("keydiff", 0.75)) <= once
+        turns(("sirllm", 0.5), ("sirllm", 0.75), ("keydiff", 0.5)) - turns(("keydiff", 0.5), ("keydiff", 0.75))
+        <= once + 1
     )
     assert turns(("sirllm", 0.0)) == once, "there is no work"
 
 
 def test_the_second_reading_is_time_of_compression(llama):
-    job = llama.engine.prepare(llama.ids, policy="sirllm")
-    compression = llama.engine.run(job)
-    assert compression.compress_s > 0.2 * compression.prefill_s
+    jobs = [llama.engine.prepare(llama.ids, policy="sirllm", compression_ratio=ratio) for ratio in (0.5, 0.75)]
+    told = []
+    levels = [Level(job) for job in jobs]
+    both = llama.engine.run_levels(levels, cues=0, progress=lambda *step: told.append(step))
+    assert min(compression.compress_s for compression in both) > 0.1 * both[0].prefill_s
+    assert [step for step in told if step[0] == "prefill"] == [
+        ("prefill", done, 2 * len(llama.engine.facts.kinds)) for done in range(2 * len(llama.engine.facts.kinds) + 1)
+    ]
+
+
+def test_scores_need_them_whatever_stays(llama):
+    job = llama.engine.prepare(llama.ids[:60], policy="sirllm", compression_ratio=0.0)
+    assert len(llama.engine.compressor.scores(job)) == len(llama.engine.facts.kinds)
+
+
+def test_a_protected_span_stays_whatever_surprises(llama):
+    document = llama.ids[:120]
+    options = {"policy": "sirllm", "compression_ratio": 0.75}
+    plain = llama.engine.compress(document, **options)
+    cache = llama.engine.compress(document, **options, protect=["first:10"])
+    values = of(llama.engine, llama.engine.prepare(document, **options))
+    judged = values[10:].topk(15).indices + 10
+    positions = {*cache.layers[0].positions[0].tolist()}
+    assert {*range(10)} <= positions
+    assert {*judged.tolist()} <= positions
+    assert not {*range(10)} <= {*plain.layers[0].positions[0].tolist()}
