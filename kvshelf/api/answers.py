@@ -112,11 +112,11 @@ class Answer:
     usage: Usage
     sources: tuple[float, ...] = (1.0,)
     passages: tuple[bytes, ...] | None = None
-    likelihood: float | None = None
     logprobs: tuple[Logprob, ...] | None = None
     stop: str | None = None
     thought: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    likelihood: float | None = None
     served: Served = field(default_factory=Served, repr=False)
 
     @property

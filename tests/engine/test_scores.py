@@ -33,7 +33,7 @@ def test_what_is_kept_has_the_largest_scores(tiny, prose, policy):
             importance = record.importance[record.offsets[head] : record.offsets[head + 1]]
             free = importance.isfinite()
             assert torch.equal(layer[head, positions.long()][free], importance[free])
-            if free.any() and not kept.all() and policy != "sablock":  # which keeps whole blocks
+            if free.any() and not kept.all() and policy not in ("sablock", "fair"):  # whole blocks; a share of sections
                 assert importance[free].min() >= layer[head, ~kept].max()
 
 

@@ -270,6 +270,8 @@ class ScoringPolicy(Policy):
         counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
         decides = self.precedence(layer, scores)
         keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
+        if decides is not scores:  # codecs compare entries of all layers and heads by their scores
+            importance = of_entries(importance_of(scores, protected), positions, counts)
         return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
 
 
