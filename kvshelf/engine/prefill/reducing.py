@@ -21,7 +21,7 @@ from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.prefill.protecting import aside, put_back
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.kernels.select import select
+from kvshelf.kernels.select import of_entries, select
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
@@ -290,6 +290,8 @@ class Cascade:
         self._num_layers = num_layers
         self._layers: dict[int, LayerStats] = {}  # with the numbers of all heads, as far as they are kept
         self.records: dict[int, Kept] = {}
+        self._precedence: dict[int, Tensor] = {}
+        """Of the entries of each record, `[entries]` fp32: those with the smallest leave first."""
 
     def add(self, layer: LayerView, importance: Tensor, weight: float, decides: Tensor | None = None) -> None:
         """Take a layer with the importance of its entries, by which layers and heads share, `[kv_heads, N]` fp32.
@@ -304,31 +306,46 @@ class Cascade:
         if last or entries > _SLACK * self._budget.tokens * len(own) * self._num_layers:
             for index, of_all in zip(self.records, earlier, strict=True):
                 self._layers[index] = self._layers[index].best(of_all)
-                self.records[index] = shrunk(self.records[index], layer.own_heads(of_all))
+                best = best_rows(self.records[index], self._precedence[index], layer.own_heads(of_all))
+                if best is not None:
+                    self._precedence[index] = self._precedence[index][best[0]]
+                    self.records[index] = only_rows(self.records[index], *best)
         free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
         counts = layer.own_heads(own)
-        self.records[layer.layer_idx] = keep(layer, select(decides, free, counts), decides, counts)
+        record = keep(layer, select(decides, free, counts), importance, counts)
+        self.records[layer.layer_idx] = record
+        assert record.importance is not None
+        same = decides is importance
+        self._precedence[layer.layer_idx] = (
+            record.importance if same else of_entries(decides, record.entry_positions, counts)
+        )
         self._layers[layer.layer_idx] = joined.best(own)
 
 
-def shrunk(record: Kept, counts: Sequence[int]) -> Kept:
-    """The most important `counts[h]` entries of each head; equal ones by the smaller position."""
-    assert record.importance is not None
-    assert isinstance(record.keys, Tensor)
-    assert isinstance(record.values, Tensor)
-    if list(accumulate(counts, initial=0)) == list(record.offsets):
-        return record
+def best_rows(record: Kept, precedence: Tensor, counts: Sequence[int]) -> tuple[Tensor, tuple[int, ...]] | None:
+    """The rows of the `counts[h]` first entries of each head, ascending, and where its heads then begin and end; equal
+    ones by the smaller position. None: all."""
+    offsets = tuple(accumulate(counts, initial=0))
+    if offsets == tuple(record.offsets):
+        return None
     chosen = []
     for (start, end), count in zip(pairwise(record.offsets), counts, strict=True):
         assert count <= end - start, "a share can only shrink"
-        best = record.importance[start:end].sort(descending=True, stable=True).indices[:count]
+        best = precedence[start:end].sort(descending=True, stable=True).indices[:count]
         chosen.append(best.sort().values + start)
-    rows = torch.cat(chosen)
+    return torch.cat(chosen), offsets
+
+
+def only_rows(record: Kept, rows: Tensor, offsets: tuple[int, ...]) -> Kept:
+    """These rows of a record."""
+    assert isinstance(record.keys, Tensor)
+    assert isinstance(record.values, Tensor)
+    assert record.importance is not None
     return replace(
         record,
         keys=record.keys[rows],
         values=record.values[rows],
         entries_at=record.entry_positions[rows],
-        offsets=tuple(accumulate(counts, initial=0)),
+        offsets=offsets,
         importance=record.importance[rows],
     )

@@ -35,8 +35,7 @@ class Fair(Around, ScoringPolicy):
     something ("lines:^Rule"); or where spans of tokens begin and end ("tokens:0-64,64-90"). A document without any is
     one section, of which the base keeps what it keeps.
 
-    Codecs that give the best entries more bits (mixed, klt with classes) go by the base's scores, and by seats where layers
-    share one budget or are of latents.
+    Codecs that give the best entries more bits (mixed, klt with classes) go by the base's scores.
 
     Departures: the paper knows of two instructions and gives each its ratio. Give the base's parameters with these.
     """

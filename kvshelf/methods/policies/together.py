@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept, LayerRecord
-from kvshelf.kernels.select import importance_of, keep_best
+from kvshelf.kernels.select import importance_of, keep_best, of_entries
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.view import LayerView
@@ -48,6 +48,8 @@ def reduce_together(policy: Policy, layer: LayerView, stored: LayerView, tokens:
     count = sum(counts) // layer.kv_heads
     decides = policy.precedence(layer, scores)
     keys, values, positions, importance = keep_best(stored.keys, stored.values, decides, protected, [count])
+    if decides is not scores:
+        importance = of_entries(importance_of(scores, protected), positions, [count])
     return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of([count]), importance=importance)
 
 

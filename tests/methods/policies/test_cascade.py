@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.artifact.records import Kept
-from kvshelf.engine.prefill.reducing import Cascade, shrunk
+from kvshelf.engine.prefill.reducing import Cascade, best_rows, only_rows
 from kvshelf.kernels.select import select
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import Cake
@@ -152,18 +152,20 @@ def record_of(importance, lengths):
 
 def test_shrinking_keeps_the_best_of_each_head_and_the_earlier_of_equals():
     record = record_of([1.0, 3.0, 3.0, 3.0, torch.inf, 0.0, 0.0], [4, 3])
-    less = shrunk(record, (2, 2))
+    less = only_rows(record, *best_rows(record, record.importance, (2, 2)))
     assert [head.tolist() for head in less.positions] == [[2, 4], [0, 2]]
     assert less.importance.tolist() == [3.0, 3.0, torch.inf, 0.0]
     assert torch.equal(less.keys, record.keys[[1, 2, 4, 5]])
     assert torch.equal(less.values, record.values[[1, 2, 4, 5]])
-    assert shrunk(record, (4, 3)) is record
-    assert [len(head) for head in shrunk(record, (0, 1)).positions] == [0, 1]
+    assert best_rows(record, record.importance, (4, 3)) is None
+    assert best_rows(record, record.importance, (0, 1))[1] == (0, 0, 1)
+    other = torch.tensor([9.0, 0.0, 0.0, 8.0, 0.0, 0.0, 7.0])  # who stays need not be who is important
+    assert best_rows(record, other, (2, 1))[0].tolist() == [0, 3, 6]
 
 
 def test_shrinking_refuses_to_grow():
     with pytest.raises(AssertionError, match="only shrink"):
-        shrunk(record_of([1.0, 2.0], [1, 1]), (1, 2))
+        best_rows(record_of([1.0, 2.0], [1, 1]), torch.tensor([1.0, 2.0]), (1, 2))
 
 
 @dataclass(frozen=True)
