@@ -17,7 +17,7 @@ from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import Suffix
-from kvshelf.methods.suffixes.draws import uniform
+from kvshelf.methods.draws import uniform
 from kvshelf.methods.suffixes.registry import build
 from tests.by_hand import Prefix, frequencies
 from tests.views import random_layer
