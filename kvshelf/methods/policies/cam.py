@@ -62,7 +62,7 @@ class CaM(H2O):
         joins = ~kept & self._drawn(layer, scores, kept, heirs)
         plan = MergePlan.joining(kept, joins, heirs)
         shares = torch.where(joins.unsqueeze(2), layer.values.float() / self.merge, 0.0)
-        by_head = plan.totals(shares).split(kept.sum(dim=1).tolist())  # of each first heir, `[count, Dv]`
+        by_head = torch.split(plan.totals(shares), kept.sum(dim=1).tolist())  # of each first heir, `[count, Dv]`
         inherited = torch.cat([_last_sums(totals, self.merge) for totals in by_head])
         values = (layer.values[kept].float() + inherited).to(layer.values.dtype)
         return plan.as_kept(layer.keys[kept], values, importance_of(scores, protected))
