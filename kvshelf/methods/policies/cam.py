@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.artifact.records import Kept
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.draws import drawn
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import ScoringPolicy
+from kvshelf.methods.policies.base import ScoringPolicy, keep
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.h2o import H2O
-from kvshelf.methods.policies.merging import MergePlan
 from kvshelf.methods.policies.view import LayerView
 
 
@@ -58,33 +56,31 @@ class CaM(H2O):
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         scores, protected = self.score(layer), self.protected(layer)
         kept = select(scores, protected, budget.per_head)
-        heirs = kept.cumsum(dim=1)  # where a token goes: the first of its heirs among the kept tokens of its head
-        joins = ~kept & self._drawn(layer, scores, kept, heirs)
-        plan = MergePlan.joining(kept, joins, heirs)
-        shares = torch.where(joins.unsqueeze(2), layer.values.float() / self.merge, 0.0)
-        by_head = torch.split(plan.totals(shares), kept.sum(dim=1).tolist())  # of each first heir, `[count, Dv]`
-        inherited = torch.cat([_last_sums(totals, self.merge) for totals in by_head])
-        values = (layer.values[kept].float() + inherited).to(layer.values.dtype)
-        return plan.as_kept(layer.keys[kept], values, importance_of(scores, protected))
+        joins = ~kept & self._drawn(layer, scores, kept)
+        record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
+        parts = [self._inherited(*of_head) for of_head in zip(layer.values, joins, kept, strict=True)]
+        values = layer.values[kept].float() + torch.cat(parts)
+        return replace(record, values=values.to(layer.values.dtype))
 
-    def _drawn(self, layer: LayerView, scores: Tensor, kept: Tensor, heirs: Tensor) -> Tensor:
-        """Which tokens merge if they go, `[kv_heads, N]` bool. heirs: the first heir of each, `[kv_heads, N]` int64."""
+    def _drawn(self, layer: LayerView, scores: Tensor, kept: Tensor) -> Tensor:
+        """Which tokens merge if they go: `[kv_heads, N]` bool."""
         attention = scores if self.normalize == "rows" else scores / (layer.num_tokens - layer.positions)
-        counts = kept.sum(dim=1, keepdim=True)
-        ends = (heirs + self.merge).minimum(counts)
-        of_kept = attention.new_zeros(len(kept), int(counts.max()) + 1, dtype=torch.float64)
-        of_kept.scatter_add_(1, torch.where(kept, heirs, 0), attention.double().masked_fill(~kept, 0.0))
-        sums = of_kept.cumsum(dim=1)  # of the first kept tokens of a head, none at first
-        means = (sums.gather(1, ends) - sums.gather(1, heirs)) / (ends - heirs)
-        positions = layer.positions.expand(layer.kv_heads, -1)
-        joins = drawn(
-            self.seed, layer.layer_idx, positions, attention, means.float(), self.probability, layer.first_kv_head
-        )
-        return joins & (ends > heirs)
+        # Of a token that goes, the number of kept ones up to it and up to its last heir; of a kept one, its own.
+        before = kept.cumsum(dim=1)
+        ends = (before + self.merge).minimum(before[:, -1:])
+        of_kept = attention.new_zeros(len(kept), layer.num_tokens + 1, dtype=torch.float64)
+        of_kept.scatter_add_(1, torch.where(kept, before, 0), attention.double().masked_fill(~kept, 0.0))
+        sums = of_kept.cumsum(dim=1)
+        means = ((sums.gather(1, ends) - sums.gather(1, before)) / (ends - before)).float()
+        positions, first = layer.positions.expand(layer.kv_heads, -1), layer.first_kv_head
+        joins = drawn(self.seed, layer.layer_idx, positions, attention, means, self.probability, first)
+        return joins & (ends > before)
 
-
-def _last_sums(rows: Tensor, count: int) -> Tensor:
-    """Of each row of `[n, D]` the sum of it and the `count` - 1 before it, `[n, D]` fp32."""
-    sums = F.pad(rows.double().cumsum(dim=0), (0, 0, 1, 0))  # in fp64: a difference of large sums in fp32 is nothing
-    starts = (torch.arange(len(rows), device=rows.device) + 1 - count).clamp_min(0)
-    return (sums[1:] - sums[starts]).float()
+    def _inherited(self, values: Tensor, joins: Tensor, kept: Tensor) -> Tensor:
+        """What each kept token of a head gets, `[count, Dv]` fp32: the shares of those that merge between it and the
+        m-th kept token before it. values: `[N, Dv]`; joins, kept: `[N]` bool."""
+        shares = torch.where(joins.unsqueeze(1), values, 0.0).double() / self.merge
+        sums, at = shares.cumsum(dim=0), kept.nonzero()[:, 0]  # in fp64, as differences of them are small
+        inherited = sums[at]
+        inherited[self.merge :] -= sums[at[: -self.merge]]
+        return inherited.float()

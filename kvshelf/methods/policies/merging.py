@@ -4,7 +4,7 @@
     `ems`        the next best by score     nearest center, keys and values    score              slots, own lengths
     `d2o`        what is not kept           nearest kept token, keys           e^cosine           means, or slots
     `kvmerger`   a run but for its pivot    the pivot of its run               Gaussian           means, or slots
-    `cam`        what is drawn              the next m kept tokens             1 / m              sums of values
+    `cam`        those drawn, values alone  the next m kept tokens             1 / m              sums
 
 A mean takes the share of the softmax of one token, whichever tokens it stands for. Slots give each of them its own
 share, for 12 bytes each.
@@ -55,10 +55,9 @@ class MergePlan:
         """Members of each entry: `[entries]` int64."""
         return torch.bincount(self.owners, minlength=int(self.kept.sum()))
 
-    def totals(self, numbers: Tensor) -> Tensor:
-        """The sum `[entries, ...]` of what `numbers` `[kv_heads, N, ...]` has of each entry's members."""
-        zeros = numbers.new_zeros(len(self.sizes), *numbers.shape[2:])
-        return zeros.index_add_(0, self.owners, numbers[self.members])
+    def totals(self, weights: Tensor) -> Tensor:
+        """The sum `[entries]` of the weights `[kv_heads, N]` of each entry's members."""
+        return weights.new_zeros(len(self.sizes)).index_add_(0, self.owners, weights[self.members])
 
     def means(self, states: Tensor, weights: Tensor) -> Tensor:
         """The weighted means `[entries, D]` of `states` `[kv_heads, N, D]`, in their dtype; a token alone in its entry
