@@ -39,7 +39,7 @@ class CaM(H2O):
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (proceedings.mlr.press/v235/zhang24n)"
     advice: ClassVar[str] = (
-        "to see what merging values by their order is worth beside h2o, which keeps the same tokens."
+        "as a baseline: it keeps the tokens and keys of h2o, and kvshelf-tiny answers less from them."
     )
     merges: ClassVar[bool] = True
 
