@@ -141,3 +141,14 @@ def greedy(
             if answer[-1] != guessed:
                 break
     return answer
+
+
+def drawn(seed: int, layer: int, head: int, position: int) -> float:
+    """SplitMix64's mixing function over each of the four, with Python's integers."""
+    mask, x = 2**64 - 1, 0
+    for part in (seed, layer, head, position):
+        x = (x + part + 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        x ^= x >> 31
+    return (x >> 11) / 2**53

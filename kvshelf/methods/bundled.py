@@ -20,6 +20,7 @@ BUNDLED: Final = {
         "arkv": "kvshelf.methods.policies.arkv:ARKV",
         "attention_gate": "kvshelf.methods.policies.gates.attention_gate:AttentionGate",
         "cake": "kvshelf.methods.policies.cake:Cake",
+        "cam": "kvshelf.methods.policies.cam:CaM",
         "chunkkv": "kvshelf.methods.policies.chunkkv:ChunkKV",
         "compresskv": "kvshelf.methods.policies.compresskv:CompressKV",
         "d2o": "kvshelf.methods.policies.d2o:D2O",

@@ -83,7 +83,7 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize(
-    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm"]
+    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm", "cam"]
 )
 def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> None:
     document = ids(100)

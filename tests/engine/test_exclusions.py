@@ -154,6 +154,7 @@ CHOSEN: Final = {
     "ada": chosen("ada", x.HEAD_BUDGETS, x.APART, entries=["uneven"]),
     "think": chosen("think", x.BLIND, x.PRUNES, entries=["pruned"], whole_keys=8),
     "ems": chosen("ems", x.APART, entries=["merged", "uneven"]),
+    "cam": chosen("cam", x.BLIND, x.APART),
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
     "kvzip chunked": chosen(

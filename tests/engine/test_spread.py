@@ -89,7 +89,7 @@ def require_alike(found: Engine, expected: Engine, policy: str) -> list[Compress
     [
         *(("llama", policy) for policy in (
             "full", "keydiff", "snapkv", "pyramidkv", "cake", "layer_defensivekv", "kvzip", "ems", "expected_attention",
-            "pyramidinfer", "sirllm",
+            "pyramidinfer", "sirllm", "cam",
         )),
         ("gemma3_text", "keydiff"), ("llama4_text", "keydiff"), ("gpt2", "keydiff"),
         pytest.param("qwen3_next", "keydiff", marks=NEWER), pytest.param("falcon_h1", "snapkv", marks=NEWER),

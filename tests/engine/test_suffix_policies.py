@@ -13,13 +13,13 @@ import torch
 from transformers import AttentionInterface
 
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.methods.draws import uniform
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import Suffix
-from kvshelf.methods.suffixes.draws import uniform
 from kvshelf.methods.suffixes.registry import build
-from tests.by_hand import Prefix, frequencies
+from tests.by_hand import Prefix, drawn, frequencies
 from tests.views import random_layer
 
 QUESTION, BUDGET, TOKENS = 7, 40, 110
@@ -217,17 +217,6 @@ class NGCLoop(Loop):
         return entries[:QUESTION] + kept + rest
 
 
-def drawn(seed, layer, head, position):
-    """SplitMix64's mixing function over each of the four, with Python's integers."""
-    mask, x = 2**64 - 1, 0
-    for part in (seed, layer, head, position):
-        x = (x + part + 0x9E3779B97F4A7C15) & mask
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        x ^= x >> 31
-    return (x >> 11) / 2**53
-
-
 class ByHand:
     """A model in fp64 that runs one token after the other."""
 
@@ -381,6 +370,7 @@ def test_cam_with_probability_none_is_the_window():
 def test_draws_are_those_of_the_hash_and_spread_evenly():
     positions = torch.arange(2000).expand(3, -1)
     found = uniform(5, 2, positions)
+    assert torch.equal(uniform(5, 2, positions[:2], first_head=1), found[1:])
     assert found[1, :50].tolist() == [drawn(5, 2, 1, position) for position in range(50)]
     assert abs(float(found.mean()) - 0.5) < 0.02
     assert float((found < 0.25).double().mean()) == pytest.approx(0.25, abs=0.02)

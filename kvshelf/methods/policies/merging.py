@@ -4,6 +4,7 @@
     `ems`        the next best by score     nearest center, keys and values    score              slots, own lengths
     `d2o`        what is not kept           nearest kept token, keys           e^cosine           means, or slots
     `kvmerger`   a run but for its pivot    the pivot of its run               Gaussian           means, or slots
+    `cam`        those drawn, values alone  the next m kept tokens             1 / m              sums
 
 A mean takes the share of the softmax of one token, whichever tokens it stands for. Slots give each of them its own
 share, for 12 bytes each.

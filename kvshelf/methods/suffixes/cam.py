@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.methods.draws import drawn
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, ends
-from kvshelf.methods.suffixes.draws import uniform
 
 _AT_ONCE = 256
 """Entries that leave together: one system of equations, whose size is the square of their number."""
@@ -59,12 +59,9 @@ class CaM(PeriodicPolicy):
         """1 for each entry that leaves and merges, 0 for the others: `[kv_heads, going]` fp32."""
         leaving = slice(suffix.protected, suffix.protected + going)
         sums = suffix.columns["sum"]
-        if self.probability is None:
-            share = sums[:, leaving] / sums[:, leaving.stop :].mean(1, keepdim=True)
-            likely = share.nan_to_num(nan=0.0).clamp(0, 1)
-        else:
-            likely = torch.full_like(sums[:, leaving], self.probability)
-        return (uniform(self.seed, suffix.layer, suffix.positions[:, leaving]) < likely).float()
+        of_window = sums[:, leaving.stop :].mean(1, keepdim=True)
+        positions = suffix.positions[:, leaving]
+        return drawn(self.seed, suffix.layer, positions, sums[:, leaving], of_window, self.probability).float()
 
 
 def _pass_on(values: Tensor, weights: Tensor, merge: int) -> None:

@@ -74,7 +74,7 @@ def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens:
 
 POLICIES = [
     "keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "kvcues", "ems", "tova", "streaming_llm", "expected_attention",
-    "dapq", "lagkv", "knorm", "sage", "localkv", "h2o", "pyramidinfer", "sirllm",
+    "dapq", "lagkv", "knorm", "sage", "localkv", "h2o", "pyramidinfer", "sirllm", "cam",
 ]  # fmt: skip
 KINDS = ["keydiff", "snapkv", "pyramidkv", "kvzip", "ems"]
 """One of scores alone, one that reads queries, one of budgets by layer, one of probe passes, one that merges."""
