@@ -7,10 +7,9 @@ import torch
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.policies import POLICIES
-from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.samples.tasks import make_document
 
-SCORING = [name for name, policy in POLICIES.items() if issubclass(policy, ScoringPolicy)]
+SCORING = [name for name, policy in POLICIES.items() if policy.build({}, POLICIES).scorer is not None]
 
 
 @pytest.fixture(scope="module")
