@@ -61,7 +61,7 @@ def test_only_a_reading_of_one_document_tells_a_likelihood(llama):
 
 
 def test_by_likelihood_those_documents_answer_behind_which_the_question_is_likeliest(llama):
-    """A random model hardly tells documents apart; so a question is made that repeats the end of one."""
+    """Beside likelihoods of whole passes. Not every question's best document is the same one: else any would do."""
     documents = [ids(80, seed) for seed in range(6)]
     caches = [llama.engine.compress(document, policy="full") for document in documents]
     firsts = set()

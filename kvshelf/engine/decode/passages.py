@@ -65,14 +65,14 @@ class QuestionLikelihood(RowHook):
     def close(self, answer: Answer) -> Answer:
         if math.isnan(self._nats):
             raise CacheUnusable(
-                "the model's logits after this cache are not numbers, so the likelihood of a question is none; ask "
-                "this cache by itself to learn more, or make it again"
+                "the model's logits after this cache are not numbers, so a question has no likelihood there; make the "
+                "cache again, or ask the others without it"
             )
         return replace(answer, likelihood=self._nats)
 
 
 class Narrowing:
-    """Which of several documents answer a question: those that it is about, as the model's reading of it says.
+    """Chooses the one or two of several documents that a question is about, by how the model reads the question.
 
     route: "likelihood" reads the question over each document alone. A document's share is its probability, where each
     is as likely as another before the question is known (the query likelihood model, Ponte and Croft, SIGIR 1998).
