@@ -1,7 +1,7 @@
 """A stored cache under kvpress's pipeline: the document is compressed once, and kvpress's own loop answers from it.
 
-`Engine.export` gives the `DynamicCache` that the pipeline takes, with the keys where they stood in the document, as under
-a press.
+`Engine.export` gives the `DynamicCache` that the pipeline takes, with the keys where they stood in the document, as
+under a press.
 
     pip install 'kvpress==0.5.5' 'transformers>=5.2,<5.3'
     python examples/kvpress_pipeline.py [FOLDER OR HUB ID]      # default: the bundled model
