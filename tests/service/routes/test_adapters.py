@@ -108,6 +108,12 @@ def test_an_adapter_is_a_model_by_its_name_as_in_vllm(http: httpx.Client, ids: d
             return completion.choices[0].message.content
 
         assert complete("law") == complete(BASE, adapter="law") == complete("law", adapter="law")
+        marked = {"type": "text", "text": DOCUMENT * 6, "prompt_cache_breakpoint": {"mode": "explicit"}}
+        messages = [{"role": "user", "content": [marked, {"type": "text", "text": QUESTIONS[0]}]}]
+        for named in ({"model": BASE, "adapter": "law"}, {"model": "law"}):  # a document that the request brings
+            begun = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, **named}).json()
+            assert begun["model"] == "law", begun
+        messages = [{"role": "user", "content": QUESTIONS[0]}]
         for model, fields in ((BASE, {}), ("tax", {}), ("law", {"adapter": "tax"}), (BASE, {"adapter": "tax"})):
             with pytest.raises(openai.BadRequestError, match="is of"):
                 complete(model, **fields)
