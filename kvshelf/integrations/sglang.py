@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
-from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported
+from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -27,9 +27,6 @@ from kvshelf.store.types import TokenIds
 from kvshelf.store.url import StoreConfig
 
 log = structlog.get_logger("kvshelf.sglang")
-
-REFRESH_S: Final = 10.0
-"""How long an unknown page is taken to be on no shelf before the shelf is listed again."""
 
 _LAYOUTS: Final = {
     "layer_first": (0, 1, 2, 3, 4),
@@ -59,21 +56,25 @@ class PageOfCache(NamedTuple):
 class SglangSettings:
     """`hicache_storage_backend_extra_config` beside SGLang's own fields. model: the folder of the model that SGLang
     runs. store: the URL of the shelf, by default `KVSHELF_STORE` of the environment; encryption_key_file: absolute path
-    of the keys of a sealed one. Whoever may ask this SGLang reads the documents of `tenant`."""
+    of the keys of a sealed one. Whoever may ask this SGLang reads the documents of `tenant`. refresh_s: how long an
+    unknown page is taken to be on no shelf before the shelf is listed again."""
 
     model: str
     store: str
     tenant: str = "default"
     encryption_key_file: str | None = None
+    refresh_s: float = 10.0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> SglangSettings:
-        """Raises `InvalidRequest` where the model or the store is missing."""
+        """Raises `InvalidRequest` where the model or the store is missing, and for a wrong type."""
         own = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
         own.setdefault("store", os.environ.get("KVSHELF_STORE"))
         for name, about in (("model", "the folder of the model"), ("store", "the URL of the shelf")):
             if not isinstance(own.get(name), str):
                 raise InvalidRequest(f"hicache-storage-backend-extra-config needs {name}, {about}", param=name)
+        if type(own.get("refresh_s", 0)) not in (int, float):
+            raise InvalidRequest(f"refresh_s is {own['refresh_s']!r:.80}; give seconds", param="refresh_s")
         return cls(**own)
 
 
@@ -100,7 +101,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         self._rank, self._ranks = storage_config.tp_rank, storage_config.tp_size
         self._lock = threading.Lock()  # SGLang looks up and reads in threads of its own
         self._pages: dict[str, PageOfCache] = {}
-        self._listed: set[str] = set()
+        self._listed, self._refused = set[str](), set[str]()
         self._listed_at = float("-inf")
         self._open: tuple[str, Tensor] | None = None
 
@@ -124,7 +125,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ARG002
         """How many of the keys, from the first one on, are pages of stored documents."""
         with self._lock:
-            if keys and keys[0] not in self._pages and time.monotonic() - self._listed_at > REFRESH_S:
+            if keys and keys[0] not in self._pages and time.monotonic() - self._listed_at > self._settings.refresh_s:
                 self._list()
             return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
 
@@ -191,6 +192,9 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
             entries = self._entries(page.cache_id)[:, :, page.number * size : (page.number + 1) * size]
         except KvshelfError as error:
             log.warning("refused", cache_id=page.cache_id, code=error.code, error=error.message)
+            if not isinstance(error, CacheNotFound | CacheExpired):  # one that is gone may come again
+                self._refused.add(page.cache_id)
+            self._listed = {*self._refused}  # others may have the same pages
             self._pages = {key: at for key, at in self._pages.items() if at.cache_id != page.cache_id}
             return None
         return entries.permute(_LAYOUTS[self.mem_pool_host.layout]).flatten()

@@ -179,10 +179,30 @@ def test_a_cache_of_another_model_or_damaged_is_no_hit(
     assert storage.get(keys(ids)[0]) is None
 
 
+def test_another_cache_of_the_document_gives_the_pages_of_one_that_is_gone(tiny: Engine, tmp_path: Path) -> None:
+    url, encoded = f"disk://{tmp_path}/shelf", tiny.encode_document(DOCUMENT)
+    ids = list(encoded.token_ids)
+    with open_store(url) as store:
+        cache = tiny.compress(DOCUMENT, policy="full")
+        made = [store.put(each, source=TokenIds(tuple(ids))).id for each in (cache.encoded("int8"), cache)]
+        storage = backend(url, of_layers(tiny), refresh_s=0.0)
+        assert storage.exists(keys(ids)[0])
+        store.delete(made[1])  # the newest one, which is listed first
+        plain, asked = storage.get(keys(ids)[0]), keys(ids)[:2]
+        assert plain is None
+        assert storage.batch_exists(asked) == 2
+        rounded = storage.batch_get(asked)
+        exact = tiny.export(cache, "absolute").layers[0].keys[0, :, :PAGE].transpose(0, 1)  # page_first: layer 0
+        keys_read = rounded[0].view(2, PAGE, -1, *exact.shape[1:])[0, :, 0]
+        assert 0 < (keys_read - exact).abs().max() < 0.05 * exact.abs().max()
+
+
 def test_what_it_is_not_for_is_refused_by_name(shelf: tuple[str, list[int]], tiny: Engine) -> None:
     url, _ = shelf
     with pytest.raises(PolicyUnsupported, match="latent attention"):
         backend(url, is_mla_model=True)
+    with pytest.raises(InvalidRequest, match="refresh_s is 'soon'"):
+        backend(url, refresh_s="soon")
     with pytest.raises(InvalidRequest, match="needs model, the folder"):
         backend(url, model=None)
     pool = of_layers(tiny)
