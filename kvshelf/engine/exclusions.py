@@ -345,6 +345,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "the cache has no sentence ends: it was made from token ids; take selector quest",
         "select.method",
     ),
+    Exclusion(
+        (SELECT_POLICY, READS_TEXT, NO_SENTENCES),
+        "policy {policy!r} reads sentences, and the cache has no sentence ends: it was made from token ids; take "
+        "selector policy:snapkv",
+        "select.method",
+    ),
     *_each(
         SELECT_UNROTATED,
         _NOT_UNDONE,

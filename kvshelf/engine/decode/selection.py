@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Merged
 from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.engine.attention.function import Attended, joined
 from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
@@ -71,6 +72,10 @@ class Selection(RowHook, ABC):
     @abstractmethod
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What a token of the answer sees of this layer."""
+
+    def counted(self, layer: int) -> tuple[Prefix, ...]:
+        """The stored entries of this layer that a token of the answer saw, also those that were merged for it."""
+        return self.prefixes(layer)
 
     @property
     def read_tokens(self) -> int:
@@ -291,10 +296,15 @@ class PolicySelection(Selection):
         entries that the policy cannot judge, and what `Policy.fitted` raises."""
         super().__init__(document)
         self._stored = [_Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
+        self._ends: dict[int, list[bool]] = {}
+        if Needs.TEXT in policy.needs:
+            self._ends = {layer: _sentence_ends(document, layer) for layer, of in enumerate(self._stored) if of}
         entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
         self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
         self._observed: dict[int, Attended] = {}
         self._chosen: dict[int, tuple[Prefix, ...]] = {}
+        self._members: dict[int, tuple[Prefix, ...]] = {}
+        """Of layers whose entries were merged: the stored entries that these stand for."""
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
         return Wants.NOTHING if answering else Wants.STATES
@@ -313,12 +323,19 @@ class PolicySelection(Selection):
         for layer, kept in self._reducer.reduced().items():
             stored = self._stored[layer]
             assert stored is not None
-            self._chosen[layer] = stored.selected(kept.positions)
+            if isinstance(kept, Merged):
+                self._chosen[layer] = kept.prefixes()
+                self._members[layer] = stored.selected(kept.slot_positions.split(kept.slot_lengths))
+            else:
+                self._chosen[layer] = stored.selected(kept.positions)
         self._observed.clear()
         self._stored.clear()
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         return self._chosen.get(layer) or self._document.prefixes(layer, wait)
+
+    def counted(self, layer: int) -> tuple[Prefix, ...]:
+        return self._members.get(layer) or self.prefixes(layer)
 
     def _view(self, layer: int, place: int, num_layers: int) -> LayerView:
         stored, seen = self._stored[layer], self._observed[layer]
@@ -331,7 +348,7 @@ class PolicySelection(Selection):
             values=values,
             queries=queries[:, :0],  # a stored cache has none of the document's
             scaling=seen.scaling,
-            document=self._reducer.document,
+            document=replace(self._reducer.document, known_ends=self._ends.get(layer)),
             num_layers=num_layers,
             place=place,
             probes=(Probed(queries, seen.keys[0], seen.values[0]),),
@@ -386,6 +403,26 @@ class _Stored(NamedTuple):
             found.append(SelectedPrefix(prefix, _fixed(own)))
             begins = ends
         return tuple(found)
+
+
+def _sentence_ends(document: Attached, layer: int) -> list[bool]:
+    """Which entries of a KV head are the last of their sentence, in the order of `_Stored`. Raises `PolicyUnsupported`
+    where heads have entries of different tokens."""
+    found: list[bool] = []
+    for part in document.parts:
+        first, *others = (
+            torch.cat(own).sort().values.cpu()
+            for own in zip(*(each.positions for each in part.entries(layer)), strict=True)
+        )
+        if not all(torch.equal(first, other) for other in others):
+            raise PolicyUnsupported(
+                f"the heads of layer {layer} keep different tokens, and a policy that reads sentences chooses at the "
+                "question where all keep the same; take selector policy:snapkv",
+                param="select.method",
+            )
+        sentences = torch.searchsorted(torch.tensor(part.sentence_ends), first)
+        found += [*(sentences[1:] != sentences[:-1]).tolist(), True][: len(first)]
+    return found
 
 
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:

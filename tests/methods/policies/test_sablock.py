@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.sablock import best_blocks
+from kvshelf.methods.policies.segments import best_blocks
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.source import bundled_folder
 from kvshelf.model.text import TextFormat
