@@ -93,12 +93,17 @@ class UnitSelection(Selection):
         `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
         part."""
         super().__init__(document)
+        choosing = [layer for layer, kind in enumerate(kinds) if kind.reducible and selector.chooses(layer, len(kinds))]
+        self._first = {layer: choosing[at - at % selector.layers_together] for at, layer in enumerate(choosing)}
+        """Of each layer that reads a choice: the layer that makes it."""
         self._choices = {
             layer: found
-            for layer, kind in enumerate(kinds)
-            if kind.reducible and selector.chooses(layer, len(kinds))
-            if (found := _choice(selector, document, layer, budget)) is not None
+            for layer, first in self._first.items()
+            if layer == first and (found := _choice(selector, document, layer, budget)) is not None
         }
+        for layer, first in self._first.items():
+            if layer != first and first in self._choices:
+                _require_same_tokens(document, first, layer)
         self._layers = [self._read(layer) for layer in range(len(kinds))]
         self._every = selector.interval
         self._again = LastChoice(document, self, len(kinds))
@@ -116,10 +121,11 @@ class UnitSelection(Selection):
 
     def _read(self, layer: int) -> tuple[Prefix, ...]:
         """What is read of a layer; all of it where there is no choice."""
-        choice = self._choices.get(layer)
+        first = self._first.get(layer, layer)
+        choice = self._choices.get(first)
         if choice is None:
             return self._document.prefixes(layer)
-        given, chosen = choice if self._within_attention else None, iter(choice.chosen)
+        given, chosen = choice if self._within_attention and layer == first else None, iter(choice.chosen)
         found = require_packed(self._document.prefixes(layer))
         return tuple(SelectedPrefix(each, next(chosen), given) if max(each.lengths) else each for each in found)
 
@@ -284,6 +290,18 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
         cut=selector.cut,
         force=alone,
     )
+
+
+def _require_same_tokens(document: Attached, first: int, layer: int) -> None:
+    """Rows that one layer chose must be the same tokens in the other."""
+    for part in document.parts:
+        ours, theirs = ([own for each in part.entries(at) for own in each.positions] for at in (first, layer))
+        if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+            raise PolicyUnsupported(
+                f"layers {first} and {layer} hold different tokens, so that they cannot read one choice; take share 1, "
+                "or a cache of policy full",
+                param="select.params.share",
+            )
 
 
 class PolicySelection(Selection):
