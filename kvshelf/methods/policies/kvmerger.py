@@ -24,8 +24,9 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class KVMerger(Policy):
-    """Merge neighbours whose keys point the same way, and drop nothing: heavy hitters, first and recent tokens stay as
-    they are, and between them each run of tokens becomes one entry, until the budget holds.
+    """A reconstruction from the paper's abstract and notes on it: merge neighbours whose keys point the same way, and
+    drop nothing: heavy hitters, first and recent tokens stay as they are, and between them each run of tokens becomes
+    one entry, until the budget holds.
 
     A token joins the run of the next one if the cosine of their keys is large enough. By default the budget says what
     is, for each head: of all pairs of neighbours that may merge, the N - B most similar do. With `threshold`, the
