@@ -295,7 +295,7 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
 def _require_same_tokens(document: Attached, first: int, layer: int) -> None:
     """Rows that one layer chose must be the same tokens in the other."""
     for part in document.parts:
-        ours, theirs = ([own for each in part.entries(at) for own in each.positions] for at in (first, layer))
+        ours, theirs = ([own for record in part.entries(at) for own in record.positions] for at in (first, layer))
         if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
             raise PolicyUnsupported(
                 f"layers {first} and {layer} hold different tokens, so that they cannot read one choice; take share 1, "
@@ -426,11 +426,11 @@ class _Stored(NamedTuple):
 def _sentence_ends(document: Attached, layer: int) -> list[bool]:
     """Which entries of a KV head are the last of their sentence, in the order of `_Stored`. Raises `PolicyUnsupported`
     where heads have entries of different tokens."""
-    found: list[bool] = []
+    last: list[bool] = []
     for part in document.parts:
         first, *others = (
             torch.cat(own).sort().values.cpu()
-            for own in zip(*(each.positions for each in part.entries(layer)), strict=True)
+            for own in zip(*(record.positions for record in part.entries(layer)), strict=True)
         )
         if not all(torch.equal(first, other) for other in others):
             raise PolicyUnsupported(
@@ -439,8 +439,8 @@ def _sentence_ends(document: Attached, layer: int) -> list[bool]:
                 param="select.method",
             )
         sentences = torch.searchsorted(torch.tensor(part.sentence_ends), first)
-        found += [*(sentences[1:] != sentences[:-1]).tolist(), True][: len(first)]
-    return found
+        last += [*(sentences[1:] != sentences[:-1]).tolist(), True][: len(first)]
+    return last
 
 
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
