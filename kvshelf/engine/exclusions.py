@@ -345,12 +345,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "the cache has no sentence ends: it was made from token ids; take selector quest",
         "select.method",
     ),
-    Exclusion(
-        (SELECT_POLICY, READS_TEXT, NO_SENTENCES),
-        "policy {policy!r} reads sentences, and the cache has no sentence ends: it was made from token ids; take "
-        "selector policy:snapkv",
-        "select.method",
-    ),
     *_each(
         SELECT_UNROTATED,
         _NOT_UNDONE,
@@ -370,6 +364,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         (READS_TEXT, NO_TOKENIZER),
         "policy {policy!r} reads the document's text, and this engine has no tokenizer; choose a policy that does not",
         "policy",
+    ),
+    Exclusion(
+        (SELECT_POLICY, READS_TEXT, NO_SENTENCES),
+        "policy {policy!r} reads sentences, and the cache has no sentence ends: it was made from token ids; take "
+        "selector policy:snapkv",
+        "select.method",
     ),
     Exclusion(
         (READS_OUTPUT, NO_OUTPUT),
