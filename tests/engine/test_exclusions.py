@@ -222,7 +222,7 @@ OPTIONS: Final = {
     "select quest": option(x.SELECT, select="quest"),
     "select snapkv": option(x.SELECT, x.SELECT_POLICY, select="policy:snapkv", params={"window": 4}),
     "select sablock": option(
-        x.SELECT, x.SELECT_POLICY, x.READS_TEXT, select="policy:sablock", params={"window": 4}, policy="full"
+        x.SELECT, x.SELECT_POLICY, x.READS_TEXT, select="policy:sablock", params={"window": 4}, policy="sablock"
     ),
     "select sentencekv": option(x.SELECT, x.SELECT_SENTENCES, select="sentencekv", params={"sink": 2, "recent": 2}),
     "select infllm": option(

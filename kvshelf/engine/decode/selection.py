@@ -444,9 +444,10 @@ def _sentence_ends(document: Attached, layer: int) -> list[bool]:
 
 
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
-    """Entries of a KV head that a policy chooses from, over all documents. Raises as `PolicySelection`."""
-    layer = next(layer for layer, kind in enumerate(kinds) if kind.reducible)
-    return sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
+    """Entries of a KV head that a policy chooses from, over all documents; 0 where it may choose in no layer. Raises as
+    `PolicySelection`."""
+    layer = next((layer for layer, kind in enumerate(kinds) if kind.reducible), None)
+    return 0 if layer is None else sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
 
 
 def _fixed(rows: Sequence[Tensor]) -> Chosen:
