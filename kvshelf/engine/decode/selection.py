@@ -343,7 +343,7 @@ class PolicySelection(Selection):
             assert stored is not None
             if isinstance(kept, Merged):
                 self._chosen[layer] = kept.prefixes()
-                self._members[layer] = stored.selected(kept.slot_positions.split(kept.slot_lengths))
+                self._members[layer] = stored.selected(torch.split(kept.slot_positions, kept.slot_lengths))
             else:
                 self._chosen[layer] = stored.selected(kept.positions)
         self._observed.clear()
