@@ -269,7 +269,7 @@ def test_what_no_question_can_decide_is_refused_by_name():
         with pytest.raises(InvalidRequest, match=f"takes no {name}: .*{why}") as refused:
             selectors.build(method, {name: 1})
         assert refused.value.param == f"select.params.{name}"
-    assert "policy:arkv" not in selectors.names()
+    assert not {"policy:arkv", "policy:cam", "policy:dapq"} & {*selectors.names()}
 
 
 def test_caches_without_the_ends_of_sentences_are_refused():
