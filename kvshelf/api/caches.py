@@ -416,7 +416,7 @@ class Verification(ResponseBody):
     problem: str | None = None
 
 
-ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate"]
+ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate", "workflow"]
 
 
 class CreateErasure(RequestBody):

@@ -40,6 +40,7 @@ from kvshelf.api.strict import (
     require_each_once,
     require_one_expiry,
 )
+from kvshelf.api.workflows import AtStep
 
 
 class Select(RequestBody):
@@ -92,6 +93,12 @@ class AskShelf(Ask, Renewable):
     )
     tool: ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
+    )
+    workflow: AtStep | None = Field(
+        None, description="the step of a workflow that this is: memory is kept and read for the steps that follow"
+    )
+    program: Conversation | None = Field(
+        None, description="the program of an agent that asks: its questions go before programs that came later"
     )
     on_miss: Literal["error", "recompute"] = Field(
         "error",

@@ -123,6 +123,10 @@ def _suffix(
     )
 
 
+def _at_step(text: str | None) -> Any:
+    return None if text is None else dict(zip(("id", "step"), text.partition(":")[::2], strict=True))
+
+
 NEVER: Final = "never"
 """What an update is told for a time that there is not to be any more."""
 
@@ -301,6 +305,16 @@ QUESTION: Final = FieldsOf(
         ),
         "select": _select,
         "suffix": _suffix,
+        "workflow": one(
+            "workflow",
+            Annotated[
+                Text,
+                typer.Option(
+                    metavar="ID:STEP", help="The step of a workflow that this is: the service readies the next."
+                ),
+            ],
+            _at_step,
+        ),
     },
     # `ask` gives the first three itself, and prints one text that nobody keeps
     without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})

@@ -38,6 +38,7 @@ from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
+from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.results import Created, Found
 
 PieceT = TypeVar("PieceT")
@@ -157,11 +158,11 @@ class EngineClient:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> None:
-        """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
-        with its question, as without a hint."""
+    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> None:
+        """Tell every replica when the next questions on caches come. A replica that cannot be told reads a cache with
+        its question, as without a hint."""
         try:
-            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
+            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, hints, caller=caller)
         except KvshelfError as error:
             note(hint=error.code)
             return
@@ -209,7 +210,7 @@ class EngineClient:
         """begun: is set when it has its turn, or has failed."""
         try:
             self.remote.require_bounded(query)
-            async with self._turn("query", caller) as (left_s, trace):
+            async with self._turn("query", caller, query.program) as (left_s, trace):
                 begun.set()
                 answer = await self.remote.call(ReplicaApi.query, caches, query, caller=caller.within(left_s))
                 trace(answer.served.phases)
@@ -227,7 +228,7 @@ class EngineClient:
         async def fetch(pieces: asyncio.Queue[Piece | Answer | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
-                self._turn("stream", caller) as (left_s, trace),
+                self._turn("stream", caller, query.program) as (left_s, trace),
                 aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as events,
             ):
                 try:
@@ -251,15 +252,15 @@ class EngineClient:
 
         return relayed(counted)
 
-    def _queued(self, kind: str, caller: Caller) -> AbstractAsyncContextManager[float]:
+    def _queued(self, kind: str, caller: Caller, program: str | None = None) -> AbstractAsyncContextManager[float]:
         """The turn of a caller for work of a kind; gives the seconds that are left of its deadline."""
         assert caller.deadline_s is not None
-        return self._queues[kind].turn(caller.tenant, caller.deadline_s)
+        return self._queues[kind].turn(caller.tenant, caller.deadline_s, program)
 
     @asynccontextmanager
-    async def _turn(self, name: str, caller: Caller) -> AsyncIterator[tuple[float, Trace]]:
+    async def _turn(self, name: str, caller: Caller, program: str | None = None) -> AsyncIterator[tuple[float, Trace]]:
         """Holds a slot for a question; gives the seconds left after the wait for the slot, and as `_observed`."""
-        async with self._queued("question", caller) as left_s:
+        async with self._queued("question", caller, program) as left_s:
             with self._observed(name) as trace:
                 yield left_s, trace
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvshelf import errors
@@ -19,6 +20,7 @@ from kvshelf.service.engines import EngineClient, each_alone
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.questions import miss_reason
 from kvshelf.service.service import Service
+from kvshelf.service.workflows import ModelHints, hints_for
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
@@ -58,13 +60,14 @@ class CacheQuestion:
     asking: Asking
     caches: tuple[AskedCache, ...]
     engine: EngineClient
+    hints: ModelHints = field(default_factory=dict)
 
     @classmethod
     async def find(
         cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
     ) -> CacheQuestion:
-        """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
-        may be made again, `SourceNotKept` for one that was lost together with its source."""
+        """Look up the caches. Raises as `Store.stat` and `hints_for` do, and `ModelMismatch` for caches of several
+        models; if a cache may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
             raise errors.Forbidden(
@@ -77,13 +80,14 @@ class CacheQuestion:
 
         try:
             with service.metrics.asking():
+                hints = await off_loop(hints_for, service.store, asking, caller.tenant) if asking.workflow else {}
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
         except errors.CacheError as miss:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, asking, caches, engine)
+        return cls(service, caller, asking, caches, engine, hints)
 
     @property
     def cache_ids(self) -> list[str]:
@@ -127,11 +131,31 @@ class CacheQuestion:
 
     async def answers(self) -> list[Answer]:
         """The answers to each prompt."""
-        return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        async with self._foretelling():
+            return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
 
-    def stream(self) -> AsyncGenerator[Piece | Answer, None]:
+    async def stream(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole."""
-        return self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        pieces = self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        async with self._foretelling(), aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    @asynccontextmanager
+    async def _foretelling(self) -> AsyncIterator[None]:
+        """Tell replicas what the question's workflow asks next, while they answer."""
+        engines = self.service.engines
+        telling = [
+            asyncio.ensure_future(engines[model].hint(hints, caller=self.caller.within(None)))
+            for model, hints in self.hints.items()
+            if model in engines
+        ]
+        try:
+            yield
+            await asyncio.gather(*telling)
+        finally:
+            for task in telling:
+                task.cancel()
 
     async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives

@@ -21,7 +21,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import Retention
+from kvshelf.workers.replica.memory.retention import Hint, Retention
 from kvshelf_bench.retention.simulation import ReplayOutcome
 from kvshelf_bench.retention.trace import ANSWER_S, Orchestrator, Order, Program, Trace
 
@@ -104,7 +104,7 @@ class _Replay:
         if self._order.hints:
             told = self._orchestrator.foretell(number, program, turn, time.monotonic(), answering=answering)
             for cache, next_use_s in told:
-                self._residents.hint(self._ids[cache], _TENANT, next_use_s)
+                self._residents.hint(Hint(self._ids[cache], next_use_s), _TENANT)
 
     def _look(self) -> None:
         most = self.found.most_bytes = max(self.found.most_bytes, self._residents.nbytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvshelf.workers.replica.memory.residents import ResidentLimits
-from kvshelf.workers.replica.memory.retention import Key, Retention
+from kvshelf.workers.replica.memory.retention import Hint, Key, Retention
 from kvshelf.workers.replica.memory.tools import Tools
 from kvshelf_bench.retention.trace import Orchestrator, Order, Trace
 
@@ -144,7 +144,7 @@ class Simulation:
         program = self._trace.programs[asked.program]
         told = self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering)
         for cache, next_use_s in told:
-            self._retention.hint(_key(cache), next_use_s, self._now)
+            self._retention.hint(Hint(cache, next_use_s), _TENANT, self._now)
             if next_use_s is not None and next_use_s > _AHEAD_S:
                 self._at(self._now + next_use_s - _AHEAD_S, lambda: None)  # a step, which looks at the hints
 

@@ -216,7 +216,8 @@ class _Look:
         yield from self._of_batches()
         yield from self._of_requests()
         if self._subject.all:
-            yield from (ErasedThing(kind="certificate", id=item.id) for item in self._items("certificate"))
+            for kind in ("certificate", "workflow"):
+                yield from (ErasedThing(kind=kind, id=item.id) for item in self._items(kind))
         yield from self._derived(derived, {kept.manifest.id: kept for kept in lone})
         for entry in caches.values():
             blob = None if entry.text is None else entry.manifest().blob_digest

@@ -43,21 +43,26 @@ class _Program:
     since: float
 
 
+_Key = tuple[str, str, str | None]  # tenant, cache, and the program's name
+
+
 class Tools:
     """The durations of tools: from the end of an answer that named one to the next question of the same tenant on the
-    same cache. Two programs that share a cache at the same time count as one. Not thread-safe."""
+    same cache, and of the same program where questions name theirs. Two without a name that share a cache at the same
+    time count as one. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.programs: OrderedDict[tuple[str, str], _Program] = OrderedDict()  # by tenant and cache, oldest first
+        self.programs: OrderedDict[_Key, _Program] = OrderedDict()  # oldest first
         self.runs: dict[str, OrderedDict[str, deque[float]]] = {}
         self.all_runs: dict[str, deque[float]] = {}
         self.lengths: deque[int] = deque(maxlen=KEPT)
         self.eta = 1.0
 
-    def asked(self, tenant: str, cache_id: str, now: float) -> None:
-        """A question came, which ends the run of a tool."""
+    def asked(self, tenant: str, cache_id: str, now: float, name: str | None = None) -> None:
+        """A question came, which ends the run of a tool. name: of its program."""
         self._end_old(now)
-        program = self.programs.get((tenant, cache_id))
+        key = (tenant, cache_id, name)
+        program = self.programs.get(key)
         if program is None or program.tool is None:
             return
         tools = self.runs.setdefault(tenant, OrderedDict())
@@ -67,14 +72,15 @@ class Tools:
             tools.popitem(last=False)
         for kept in (runs, self.all_runs.setdefault(tenant, deque(maxlen=KEPT))):
             kept.append(now - program.since)
-        self._go_on(tenant, cache_id, _Program(program.turns, None, now))
+        self._go_on(key, _Program(program.turns, None, now))
 
-    def answered(self, tenant: str, cache_id: str, tool: str | None, now: float) -> None:
-        """An answer ended that calls a tool, or none: then its program has ended."""
-        program = self.programs.pop((tenant, cache_id), None)
+    def answered(self, tenant: str, cache_id: str, tool: str | None, now: float, name: str | None = None) -> None:
+        """An answer ended that calls a tool, or none: then its program has ended. name: of its program."""
+        key = (tenant, cache_id, name)
+        program = self.programs.pop(key, None)
         turns = 1 + (program.turns if program else 0)
         if tool is not None:
-            self._go_on(tenant, cache_id, _Program(turns, tool, now))
+            self._go_on(key, _Program(turns, tool, now))
         elif program is not None:
             self._ended(turns)
 
@@ -87,9 +93,9 @@ class Tools:
                 return best_stay_s(known, wait_s * self.eta + reload_s)
         return math.log(max(1.0, wait_s + reload_s))  # where the derivative of (1 - exp(-tau)) * gain - tau is 0
 
-    def _go_on(self, tenant: str, cache_id: str, program: _Program) -> None:
-        self.programs[tenant, cache_id] = program
-        self.programs.move_to_end((tenant, cache_id))
+    def _go_on(self, key: _Key, program: _Program) -> None:
+        self.programs[key] = program
+        self.programs.move_to_end(key)
 
     def _end_old(self, now: float) -> None:
         while self.programs and now - (oldest := next(iter(self.programs.values()))).since > LONGEST_S:

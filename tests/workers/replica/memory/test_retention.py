@@ -21,13 +21,17 @@ from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, Key, Retention, by_gdsf
+from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, Hint, Key, Retention, by_gdsf
 from kvshelf.workers.replica.memory.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
 from tests.amounts import amount
 
 
 def key(number: int) -> Key:
     return "tenant", f"kvs_{number}"
+
+
+def hint(retention: Retention, number: int, next_use_s: float | None, now: float) -> None:
+    retention.hint(Hint(key(number)[1], next_use_s), "tenant", now)
 
 
 def order(retention: Retention, count: int, now: float) -> list[int]:
@@ -73,7 +77,7 @@ def test_the_farthest_next_use_leaves_first_and_after_all_without_a_hint(waits: 
     for number in range(len(waits) + 2):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
     for number, wait_s in enumerate(waits):
-        retention.hint(key(number), wait_s, 100.0)
+        hint(retention, number, wait_s, 100.0)
     farthest = sorted(range(len(waits)), key=lambda number: -waits[number])
     assert order(retention, len(waits) + 2, 100.0) == [len(waits), len(waits) + 1, *farthest]
     assert [found for _, found in retention.hinted(100.0)] == [key(number) for number in reversed(farthest)]
@@ -84,7 +88,7 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
     retention = Retention()
     for number in range(3):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
-    retention.hint(key(0), wait_s, 10.0)
+    hint(retention, 0, wait_s, 10.0)
     assert retention.wait_s(key(0), 10.0 + wait_s / 2) == pytest.approx(wait_s / 2)
     void = 10.0 + wait_s + max(LEAST_HINT_S, wait_s)
     assert retention.wait_s(key(0), void) == 0.0
@@ -97,17 +101,17 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
 def test_a_hint_ends_with_its_question_with_null_and_with_its_cache() -> None:
     ends: list[Callable[[Retention], None]] = [
         lambda retention: retention.used(key(0), 2.0, cost_s=1.0, nbytes=1),
-        lambda retention: retention.hint(key(0), None, 2.0),
+        lambda retention: hint(retention, 0, None, 2.0),
         lambda retention: retention.forget(key(0)),
     ]
     for end in ends:
         retention = Retention()
-        retention.hint(key(0), 5.0, 1.0)
+        hint(retention, 0, 5.0, 1.0)
         end(retention)
         assert retention.hinted(2.0) == []
     retention = Retention()
     retention.used(key(0), 0.0, cost_s=1.0, nbytes=1)
-    retention.hint(key(0), 5.0, 1.0)
+    hint(retention, 0, 5.0, 1.0)
     retention.left(key(0), 2.0)
     assert retention.hinted(2.0) == [(4.0, key(0))], "what was evicted is still wanted"
 
@@ -116,7 +120,7 @@ def test_pins_leave_last_the_latest_end_first_and_end_in_time() -> None:
     retention = Retention()
     for number in range(4):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
-    retention.hint(key(3), 0.0, 10.0)
+    hint(retention, 3, 0.0, 10.0)
     retention.pin(key(0), 20.0)
     retention.pin(key(1), 15.0)
     assert order(retention, 4, 10.0) == [2, 3, 0, 1]
@@ -133,7 +137,7 @@ def test_nothing_nearer_and_nothing_pinned_leaves_for_a_cache_that_is_read_ahead
 ) -> None:
     retention = Retention()
     for number, wait_s in enumerate(waits):
-        retention.hint(key(number), wait_s, 0.0)
+        hint(retention, number, wait_s, 0.0)
     for number in pinned:
         retention.pin(key(number), 1.0)
     wanted, held = 0, range(1, len(waits))
@@ -291,13 +295,13 @@ async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
     reading = asyncio.ensure_future(residents.read_ahead_forever())
-    residents.hint(ids[0], "default", 60.0)  # far, but there is room
+    residents.hint(Hint(ids[0], 60.0), "default")  # far, but there is room
     await held(residents, ids[0])
     assert await ask(residents, ids[0])
     assert residents.take_counts() == {"read_ahead": 1, "read_ahead_used": 1}
     for cache_id in ids[1:3]:
         await ask(residents, cache_id)
-    residents.hint(ids[3], "default", 0.0)  # the least recently used makes room
+    residents.hint(Hint(ids[3], 0.0), "default")  # the least recently used makes room
     await held(residents, ids[3])
     assert ("default", ids[1]) not in residents.held
     reading.cancel()
@@ -314,15 +318,15 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
     for cache_id in (near, pinned):
         await ask(residents, cache_id)
     residents.retention.pin(("default", pinned), math.inf)
-    residents.hint(near, "default", 3.0)
-    residents.hint(wanted, "default", 4.0)
+    residents.hint(Hint(near, 3.0), "default")
+    residents.hint(Hint(wanted, 4.0), "default")
     await asyncio.sleep(0.3)
     assert {cache_id for _, cache_id in residents.held} == {near, pinned}
-    residents.hint(near, "default", None)
+    residents.hint(Hint(near, None), "default")
     await held(residents, wanted)
     assert {cache_id for _, cache_id in residents.held} == {wanted, pinned}
-    residents.hint(wanted, "default", 100.0)
-    residents.hint(other, "default", 50.0)  # nearer, but nobody makes room so early
+    residents.hint(Hint(wanted, 100.0), "default")
+    residents.hint(Hint(other, 50.0), "default")  # nearer, but nobody makes room so early
     await asyncio.sleep(0.3)
     assert ("default", other) not in residents.held
     reading.cancel()
@@ -336,7 +340,7 @@ async def test_a_far_hint_makes_room_once_it_is_near(
     reading = asyncio.ensure_future(residents.read_ahead_forever())
     await ask(residents, ids[0])
     began = time.monotonic()
-    residents.hint(ids[1], "default", 1.0)
+    residents.hint(Hint(ids[1], 1.0), "default")
     await held(residents, ids[1])
     assert 0.4 < time.monotonic() - began < 5.0
     reading.cancel()
@@ -348,8 +352,8 @@ async def test_a_hint_for_a_cache_that_is_gone_is_dropped_and_stops_nothing(
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
     reading = asyncio.ensure_future(residents.read_ahead_forever())
-    residents.hint("kvs_" + "0" * 40, "default", 0.0)
-    residents.hint(ids[0], "default", 1.0)
+    residents.hint(Hint("kvs_" + "0" * 40, 0.0), "default")
+    residents.hint(Hint(ids[0], 1.0), "default")
     await held(residents, ids[0])
     assert [key for _, key in residents.retention.hinted(time.monotonic())] == [("default", ids[0])]
     with pytest.raises(CacheNotFound):
@@ -420,7 +424,7 @@ def test_memory_is_never_over_its_limit(
                 if act in ("ask", "call"):
                     asked.append(asyncio.ensure_future(ask(residents, ids[number], "t" if act == "call" else None)))
                 else:
-                    residents.hint(ids[number], "default", seconds if act == "hint" else None)
+                    residents.hint(Hint(ids[number], seconds if act == "hint" else None), "default")
                 await asyncio.sleep(0.001)
             async with asyncio.timeout(60):
                 await asyncio.gather(*asked)

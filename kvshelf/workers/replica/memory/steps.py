@@ -1,0 +1,57 @@
+"""Steps to execution in a workflow, as hints of the next use (KVFlow, arXiv 2507.07400).
+
+    steps(t) = 1 + max over the steps before t     if t runs after all of them (`join` all)
+               1 + min over the steps before t     if t runs after any of them
+
+The step that is asked has 0. Of the steps before t only those count that run now or come later: the others have run, or
+run beside. Seconds are summed in the same way, by each step's expected duration, `STEP_S` where nobody said one.
+
+A hint counts down, but not below what stands behind the step that runs now: as long as that is not over, the steps
+behind it keep their order and their distance.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvshelf.api.workflows import Workflow
+from kvshelf.workers.replica.memory.retention import AHEAD_S, Hint
+
+STEP_S: Final = AHEAD_S
+"""Of a step without a duration. So the caches of the next step are read at once, and those behind it in free room."""
+
+
+class Ahead(NamedTuple):
+    """How far a step is: steps, and seconds."""
+
+    steps: int
+    seconds: float
+
+
+def steps_ahead(workflow: Workflow, step: str) -> dict[str, Ahead]:
+    """How far all steps are that may follow this one, which is asked now and the first of them."""
+    ahead, before = {step: Ahead(0, 0.0)}, workflow.before
+    for name in workflow.in_order():
+        reached = [earlier for earlier in before[name] if earlier in ahead]
+        if reached:
+            last = max if workflow.steps[name].join == "all" else min
+            ahead[name] = Ahead(
+                1 + last(ahead[earlier].steps for earlier in reached),
+                last(ahead[earlier].seconds + _duration_s(workflow, earlier) for earlier in reached),
+            )
+    return ahead
+
+
+def hints_of(workflow: Workflow, step: str, run: str) -> list[Hint]:
+    """What the question of a step tells about the caches of all that follow. run: a name of this run of the workflow:
+    later questions of the same run replace what was told of the same steps."""
+    now_s = _duration_s(workflow, step)
+    hints = []
+    for name, (steps, seconds) in steps_ahead(workflow, step).items():
+        due = {"next_use_s": seconds, "least_s": max(0.0, seconds - now_s)} if steps else {"next_use_s": None}
+        hints += [Hint(cache_id, step=f"{run}/{name}", **due) for cache_id in workflow.steps[name].cache_ids]
+    return hints
+
+
+def _duration_s(workflow: Workflow, step: str) -> float:
+    return workflow.steps[step].duration_s or STEP_S
