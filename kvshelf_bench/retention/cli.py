@@ -39,8 +39,8 @@ def retention(
     threads: Threads = 1,
     reporting: Reporting,
 ) -> None:
-    """Which caches a replica's memory keeps for a trace of agents: LRU, GDSF, Continuum's pins, KVFlow's hints, both,
-    and KVFlow's steps; and when programs end if their first question gives them their place in the queue.
+    """Which caches a replica's memory keeps for a trace of agents: LRU, GDSF, Continuum's pins, hints, both, KVFlow's
+    steps; and when programs end if their first question gives them their place in the queue.
 
     Live is the replica's memory with caches of kvshelf-tiny on a disk, at a 64th of all times and a 256th of all sizes.
     """

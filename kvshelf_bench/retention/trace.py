@@ -160,7 +160,7 @@ ORDERS: Final = (
     Order("LRU", by_recency),
     Order("GDSF", by_gdsf),
     Order("Continuum", by_recency, tools=True),
-    Order("KVFlow", by_recency, hints=True),
+    Order("hints", by_recency, hints=True),
     Order("both", by_recency, tools=True, hints=True),
     Order("steps", by_recency, steps=True),
     Order("timed steps", by_recency, steps=True, timed=True),

@@ -60,6 +60,6 @@ async def get_workflow(id: str, service: InService, caller: Reader) -> Response:
 
 @router.delete("/{id}")
 async def delete_workflow(id: str, service: InService, caller: Writer) -> WorkflowDeleted:
-    """Delete a workflow. Its caches stay; what was told of their next use ends within ten minutes."""
+    """Delete a workflow. Its caches stay; what was told of their next use ends by itself."""
     await off_loop(service.store.workflows.delete, id, tenant=caller.tenant)
     return WorkflowDeleted(id=id)

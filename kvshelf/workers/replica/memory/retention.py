@@ -95,14 +95,15 @@ class Retention:
         self._pins[key] = until
 
     def hint(self, hint: Hint, tenant: str, now: float) -> None:
-        """A hint is void once it is max(`LEAST_HINT_S`, next_use_s) overdue: what was foreseen long before may come
-        later by as much."""
+        """A hint is void once what counts down of it is overdue by as long as that was, at least `LEAST_HINT_S`: what
+        was foreseen long before may come later by as much."""
         key, next_use_s = (tenant, hint.cache_id), hint.next_use_s
         self._take_back(key, hint.step)
         if next_use_s is None:
             return
-        late_s = max(LEAST_STEP_S if hint.step else LEAST_HINT_S, next_use_s)
-        self._hints.setdefault(key, {})[hint.step] = _Due(now + next_use_s, now + next_use_s + late_s, hint.least_s)
+        counts_s = next_use_s - hint.least_s
+        void = now + counts_s + max(LEAST_STEP_S if hint.step else LEAST_HINT_S, counts_s)
+        self._hints.setdefault(key, {})[hint.step] = _Due(now + next_use_s, void, hint.least_s)
         latest = self._latest.setdefault(tenant, {})
         latest[key, hint.step] = None
         if len(latest) > MOST_HINTS:
