@@ -80,7 +80,9 @@ class CacheQuestion:
 
         try:
             with service.metrics.asking():
-                hints = await off_loop(hints_for, service.store, asking, caller.tenant) if asking.workflow else {}
+                hints: ModelHints = {}
+                if (at := asking.workflow) is not None:
+                    hints = await off_loop(hints_for, service.store, at, asking.program, caller.tenant)
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
         except errors.CacheError as miss:

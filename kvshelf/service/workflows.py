@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from kvshelf.api import Asking
-from kvshelf.api.workflows import Workflow
+from kvshelf.api.workflows import AtStep, Workflow
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, nearest
 from kvshelf.service.engines import serving
@@ -34,12 +33,10 @@ def models_of(store: Store, identities: Mapping[str, ModelIdentity], workflow: W
     return models
 
 
-def hints_for(store: Store, asking: Asking, tenant: str) -> ModelHints:
-    """What a question tells; nothing where it is no step. Raises `WorkflowNotFound`, and `InvalidRequest` for a step
-    that the workflow has not."""
-    if asking.workflow is None:
-        return {}
-    at, kept = asking.workflow, store.workflows.get(asking.workflow.id, tenant=tenant)
+def hints_for(store: Store, at: AtStep, program: str | None, tenant: str) -> ModelHints:
+    """What the question of a step tells. Raises `WorkflowNotFound`, and `InvalidRequest` for a step that the workflow
+    has not."""
+    kept = store.workflows.get(at.id, tenant=tenant)
     if at.step not in kept.workflow.steps:
         raise InvalidRequest(
             f"workflow {at.id!r} has no step {at.step!r}{nearest(at.step, kept.workflow.steps)}; it has "
@@ -47,6 +44,6 @@ def hints_for(store: Store, asking: Asking, tenant: str) -> ModelHints:
             param="workflow.step",
         )
     by_model: dict[str, list[Hint]] = defaultdict(list)
-    for hint in hints_of(kept.workflow, at.step, f"{at.id}/{asking.program or ''}"):
+    for hint in hints_of(kept.workflow, at.step, f"{at.id}/{program or ''}"):
         by_model[kept.models[hint.cache_id]].append(hint)
     return by_model

@@ -48,8 +48,8 @@ def hints_of(workflow: Workflow, step: str, run: str) -> list[Hint]:
     now_s = _duration_s(workflow, step)
     hints = []
     for name, (steps, seconds) in steps_ahead(workflow, step).items():
-        due = (seconds, seconds - now_s) if steps else (None, 0.0)
-        hints += [Hint(cache_id, *due, step=f"{run}/{name}") for cache_id in workflow.steps[name].cache_ids]
+        next_use_s, least_s = (seconds, seconds - now_s) if steps else (None, 0.0)
+        hints += [Hint(id, next_use_s, least_s, f"{run}/{name}") for id in workflow.steps[name].cache_ids]
     return hints
 
 
