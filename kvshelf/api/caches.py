@@ -450,7 +450,7 @@ class ErasedThing(ResponseBody):
 class StayingThing(ResponseBody):
     """What stays, and why."""
 
-    kind: Literal["usage", "tombstone", "request", "batch"]
+    kind: Literal["usage", "tombstone", "request", "batch", "workflow"]
     id: str
     why: str
 

@@ -124,7 +124,12 @@ def _suffix(
 
 
 def _at_step(text: str | None) -> Any:
-    return None if text is None else dict(zip(("id", "step"), text.partition(":")[::2], strict=True))
+    if text is None:
+        return None
+    id, colon, step = text.partition(":")
+    if not (id and colon and step):
+        raise typer.BadParameter(f"{text!r} names no step; write ID:STEP", param_hint="--workflow")
+    return {"id": id, "step": step}
 
 
 NEVER: Final = "never"
@@ -310,7 +315,9 @@ QUESTION: Final = FieldsOf(
             Annotated[
                 Text,
                 typer.Option(
-                    metavar="ID:STEP", help="The step of a workflow that this is: the service readies the next."
+                    metavar="ID:STEP",
+                    help="The step of a workflow (client.workflows keeps one) that this is: the service readies the "
+                    "next. Runs at the same time need a --program each.",
                 ),
             ],
             _at_step,

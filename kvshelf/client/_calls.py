@@ -163,8 +163,9 @@ class QuestionFields(AskFields, total=False):
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
     `workflow` is the step of a workflow that this is (`{"id": "report", "step": "plan"}`, see `client.workflows`): the
-    caches of the steps that follow stay in memory or are read there. `program` names the program of an agent that asks:
-    its questions go before those of programs that came later.
+    caches of the steps that follow stay in memory or are read there, if your key has the scope `write`. `program` names
+    the program of an agent that asks, for an hour: its questions go before those of programs that came later. Runs of
+    one workflow at the same time need a `program` each; without one they count as one run.
 
     `conversation` is the id of the conversation that this is a turn of: `usage` tells what the shelf saved each one.
 

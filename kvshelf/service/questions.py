@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -83,6 +82,8 @@ class CacheQuestion:
                 hints: ModelHints = {}
                 if (at := asking.workflow) is not None:
                     hints = await off_loop(hints_for, service.store, at, asking.program, caller.tenant)
+                    if "write" not in caller.scopes:  # as next_use_s of a PATCH
+                        hints = {}
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
         except errors.CacheError as miss:
@@ -128,36 +129,29 @@ class CacheQuestion:
                 question = await question.again(miss)
 
     def each_alone(self) -> list[CacheQuestion]:
-        """A question for each answer of this one."""
-        return [replace(self, asking=asking) for asking in each_alone(self.asking)]
+        """A question for each answer of this one. The first tells what is asked next."""
+        first, *others = each_alone(self.asking)
+        return [replace(self, asking=first), *(replace(self, asking=asking, hints={}) for asking in others)]
 
     async def answers(self) -> list[Answer]:
         """The answers to each prompt."""
-        async with self._foretelling():
-            return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        within = self.service.within(self.caller)
+        return await self.engine.query(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
 
     async def stream(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole."""
-        pieces = self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
-        async with self._foretelling(), aclosing(pieces):
+        within = self.service.within(self.caller)
+        pieces = self.engine.stream(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
+        async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
-    @asynccontextmanager
-    async def _foretelling(self) -> AsyncIterator[None]:
-        """Tell replicas what the question's workflow asks next, while they answer."""
-        engines = self.service.engines
-        telling = [
-            asyncio.ensure_future(engines[model].hint(hints, caller=self.caller.within(None)))
-            for model, hints in self.hints.items()
-            if model in engines
-        ]
-        try:
-            yield
-            await asyncio.gather(*telling)
-        finally:
-            for task in telling:
-                task.cancel()
+    def _foretell(self) -> None:
+        """Tell replicas what the question's workflow asks next, while they answer: not before its turn, when it could
+        still be refused, and other questions need the memory."""
+        for model, hints in self.hints.items():
+            if model in self.service.engines:
+                self.service.engines[model].foretell(hints, caller=self.caller.within(None))
 
     async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
@@ -199,7 +193,7 @@ class CacheQuestion:
             fields = document_fields(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
-        return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
+        return replace(self, caches=(AskedCache(full_cache.id, full_cache),), hints={})
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
         listing = self.service.store.list

@@ -142,7 +142,7 @@ class Simulation:
         program = self._trace.programs[asked.program]
         for hint in self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering):
             self._retention.hint(hint, _TENANT, self._now)
-            if hint.next_use_s is not None and hint.least_s <= _AHEAD_S < hint.next_use_s:
+            if hint.next_use_s is not None and hint.least_s < _AHEAD_S < hint.next_use_s:
                 self._at(self._now + hint.next_use_s - _AHEAD_S, lambda: None)  # an event, which looks at the hints
 
     def _read_ahead(self) -> None:
@@ -151,7 +151,8 @@ class Simulation:
         for wait_s, (_, cache) in self._retention.hinted(self._now):
             if cache in self._held or wait_s > _IDLE_S:
                 continue
-            unused = self._unused() if wait_s <= _AHEAD_S else {}
+            near = self._retention.presses(_key(cache), _AHEAD_S, self._now)
+            unused = self._unused() if near else {}
             missing = self._nbytes + self._trace.sizes[cache] - self._max_bytes
             leaving = self._retention.leaving_for(_key(cache), unused, missing, self._now)
             if leaving is not None:

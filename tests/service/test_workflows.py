@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from opentelemetry.trace import NoOpTracer
 
+from kvshelf.api import Asking, Usage
+from kvshelf.api.answers import Answer, Phase, Served
 from kvshelf.api.workflows import AtStep, Workflow
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import CacheNotFound, InvalidRequest, ModelMismatch, WorkflowNotFound
+from kvshelf.errors import CacheNotFound, DeadlineExceeded, InvalidRequest, ModelMismatch, WorkflowNotFound
+from kvshelf.service.access.keys import KeyCaller
+from kvshelf.service.engines import EngineClient
+from kvshelf.service.observe.metrics import Metrics
+from kvshelf.service.questions import AskedCache, CacheQuestion
+from kvshelf.service.settings import Settings
 from kvshelf.service.workflows import hints_for, models_of
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.jobs.workflows import KeptWorkflow
+from kvshelf.store.manifest import Manifest
+from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.retention import Hint
 
 
@@ -69,3 +83,82 @@ def test_each_model_is_told_of_its_own_caches_by_the_tenant_s_workflow_alone(sto
         hints_for(store, AtStep(id="w", step="plann"), None, "ours")
     with pytest.raises(WorkflowNotFound):
         hints_for(store, plan, None, "theirs")
+
+
+class Workers:
+    """Stand for replicas that answer only when they may, and of which one cannot be told anything."""
+
+    model = "tiny"
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.may = asyncio.Event()
+
+    def require_bounded(self, *_: Any) -> None:
+        """Texts are short here."""
+
+    async def call(self, *_: Any, **__: Any) -> Answer:
+        self.said.append("asked")
+        await self.may.wait()
+        usage = Usage(cache_read_tokens=9, read_tokens=9, prefill_tokens=2, completion_tokens=1)
+        return Answer("0", [5], "stop", usage, served=SERVED)
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Answer, None]:
+        yield await self.call()
+
+    async def broadcast(self, _: float, __: Any, hints: Any, **___: Any) -> list[dict[str, int]]:
+        self.said.append(hints)
+        raise RuntimeError("no replica can be told")
+
+
+SERVED = Served(id="ans_1", cache_id="kvs_1", phases=(Phase("prefill", 0.0, 1.0),))
+HINTS = [Hint("kvs_2", 5.0, 0.0, "w//write")]
+
+
+def question_to(workers: Workers, deadline_s: float = 60.0, **fields: Any) -> CacheQuestion:
+    settings = SimpleNamespace(replicas=1, max_open_generations=1, max_ongoing_requests=9, max_queued_requests=9)
+    engine = EngineClient(
+        cast(RemoteEngine, workers), cast(Settings, settings), Metrics(), NoOpTracer(), lambda *_: None
+    )
+    service: Any = SimpleNamespace(engines={"tiny": engine}, within=lambda caller: caller.within(deadline_s))
+    caller = KeyCaller("ours", frozenset({"read", "write"}), "key")
+    caches = (AskedCache("kvs_1", Manifest.model_construct(id="kvs_1")),)
+    return CacheQuestion(service, caller, Asking(prompt="?", **fields), caches, engine, {"tiny": HINTS})
+
+
+def test_a_question_tells_once_when_it_has_its_turn_and_no_answer_waits_for_that_or_fails_with_it() -> None:
+    async def test() -> None:
+        workers = Workers()
+        question = question_to(workers, n=2)
+        holder = asyncio.ensure_future(question.engine.query("kvs_0", Asking(prompt="!"), caller=Caller("ours", 60.0)))
+        await asyncio.sleep(0.01)
+        assert workers.said == ["asked"]
+        answering = asyncio.ensure_future(question.answers())
+        await asyncio.sleep(0.05)
+        assert workers.said == ["asked"], "another question has the slot"
+        workers.may.set()
+        await holder
+        assert [answer.text for answer in await answering] == ["0", "0"]
+        assert workers.said == ["asked", "asked", HINTS, "asked"]
+        assert [one.hints for one in question.each_alone()] == [{"tiny": HINTS}, {}]
+        assert [piece.text async for piece in question_to(workers).stream() if isinstance(piece, Answer)] == ["0"]
+        assert workers.said[4:] == ["asked", HINTS]
+
+    asyncio.run(test())
+
+
+def test_a_question_that_gets_no_turn_tells_nothing() -> None:
+    async def test() -> None:
+        workers = Workers()
+        question = question_to(workers, deadline_s=0.05)
+        holder = asyncio.ensure_future(question.engine.query("kvs_0", Asking(prompt="!"), caller=Caller("ours", 60.0)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineExceeded):
+            await question.answers()
+        with pytest.raises(DeadlineExceeded):
+            await anext(question.stream())
+        workers.may.set()
+        await holder
+        assert workers.said == ["asked"]
+
+    asyncio.run(test())

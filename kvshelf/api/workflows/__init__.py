@@ -8,26 +8,30 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvshelf.api.strict import MAX_JOINT, ListBody, RequestBody, ResponseBody, Text, misuse
+from kvshelf.api.strict import MAX_JOINT, ListBody, RequestBody, ResponseBody, Text, misuse, require_each_once
 from kvshelf.errors import nearest
 
 MAX_STEPS: Final = 256
 MAX_STEP_CACHES: Final = 256
 """Ids of caches in one workflow, over all of its steps."""
+MAX_NEXT: Final = 1024
+"""Names of following steps in one workflow, over all of its steps."""
 
 StepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 WorkflowId = StepName
 
 
 class AtStep(RequestBody):
-    """The step of a workflow of /v1/workflows that a question is."""
+    """The step of a workflow of /v1/workflows that a question is. Two runs of one workflow at the same time need names
+    of their own in `program`: without one they count as one run."""
 
     id: WorkflowId
     step: StepName
 
 
 class WorkflowStep(RequestBody):
-    """One step. Several steps that come before the same one are alternatives, or all must have run first."""
+    """One step. Of several that come before the same one, one must have run (`join` any: they are alternatives) or all.
+    When a question of one of them comes, only those that a join of all waits for are still expected."""
 
     cache_ids: Annotated[list[Text], Field(max_length=MAX_JOINT, fail_fast=True)] = Field(
         default_factory=list, description="the caches that its question asks"
@@ -52,8 +56,12 @@ class Workflow(RequestBody):
             for follower in step.next:
                 if follower not in self.steps:
                     raise misuse(f"steps.{name}.next", f"there is no step {follower!r}{nearest(follower, self.steps)}")
+            require_each_once(step.next, f"steps.{name}.next")
+            require_each_once(step.cache_ids, f"steps.{name}.cache_ids")
         if (count := sum(len(step.cache_ids) for step in self.steps.values())) > MAX_STEP_CACHES:
             raise misuse("steps", f"the steps name {count} caches; at most {MAX_STEP_CACHES} are accepted")
+        if (count := sum(len(step.next) for step in self.steps.values())) > MAX_NEXT:
+            raise misuse("steps", f"the steps name {count} that follow; at most {MAX_NEXT} are accepted")
         try:
             self.in_order()
         except CycleError as error:

@@ -10,8 +10,8 @@ from kvshelf.store.jobs.named import NamedTable
 from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import JobTable
 
-MOST_WORKFLOWS: Final = 1000
-"""Of a tenant."""
+MOST_WORKFLOWS: Final = 100
+"""Of a tenant: their listing is one answer."""
 
 
 class KeptWorkflow(StoredRecord):

@@ -27,7 +27,7 @@ UNMEASURED_RETRY_S = 1.0
 """After how long a full queue tells callers to retry, before any work has been measured."""
 
 PROGRAM_S: Final = 3600.0
-"""How long a program is remembered after its last question."""
+"""How long a program has the place of its first question."""
 
 MOST_PROGRAMS: Final = 1000
 """Of a tenant."""
@@ -113,23 +113,30 @@ class Pace:
 
 class Programs:
     """When each program of an agent asked first: its later questions go before programs that came after it (Continuum,
-    arXiv 2511.02230). A program is forgotten `PROGRAM_S` after its last question, and of a tenant that has more than
-    `MOST_PROGRAMS` the one whose last question is the oldest. Not thread-safe."""
+    arXiv 2511.02230). A program begins anew `PROGRAM_S` after its first question, so that no name has the first place
+    for ever, and of a tenant that has more than `MOST_PROGRAMS` the oldest is forgotten. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._of: dict[str, OrderedDict[str, tuple[float, float]]] = {}  # by tenant: the first and the last question
+        # By tenant the first question of each, the oldest first; the tenant that has the newest is the last.
+        self._of: OrderedDict[str, dict[str, float]] = OrderedDict()
+
+    def first(self, tenant: str, program: str | None, now: float) -> float:
+        """The time of the program's first question, if one comes now; now without a program."""
+        first = self._of.get(tenant, {}).get(program or "", -math.inf)
+        return now if now - first > PROGRAM_S else first
 
     def since(self, tenant: str, program: str | None, now: float) -> float:
-        """The time of the program's first question, of which one comes now; now without a program."""
-        if program is None:
-            return now
-        times = self._of.setdefault(tenant, OrderedDict())
-        first, last = times.pop(program, (now, now))
-        if now - last > PROGRAM_S:
-            first = now
-        times[program] = first, now
-        while len(times) > MOST_PROGRAMS or now - next(iter(times.values()))[1] > PROGRAM_S:
-            times.popitem(last=False)
+        """As `first`, of a question that comes now."""
+        first = self.first(tenant, program, now)
+        if program is not None and first == now:
+            times = self._of.setdefault(tenant, {})
+            times.pop(program, None)
+            times[program] = now
+            self._of.move_to_end(tenant)
+            if len(times) > MOST_PROGRAMS:
+                del times[next(iter(times))]
+        while self._of and now - next(reversed(next(iter(self._of.values())).values())) > PROGRAM_S:
+            self._of.popitem(last=False)
         return first
 
 
@@ -191,6 +198,16 @@ class Rounds(Generic[ItemT]):
                 break
         if not queue:
             self._queues.pop(tenant, None)
+
+    def take_later(self, tenant: str, since: float) -> ItemT | None:
+        """The last item of a tenant, if its place is later than one since then would be; else None."""
+        queue = self._queues.get(tenant)
+        if not queue or queue[-1][0] <= since:
+            return None
+        _, item = queue.pop()
+        if not queue:
+            del self._queues[tenant]
+        return item
 
     def take_newest_of_longest(self, against: str) -> ItemT | None:
         """The last item of the longest queue, if the queue of `against` is shorter by more than one; else None."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvshelf.errors import QueueFull
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.queues import (
     MOST_PROGRAMS,
@@ -48,16 +51,92 @@ def test_programs_go_in_the_order_of_their_first_questions(events: list[tuple[st
     assert len(rounds) == len(waiting)
 
 
-def test_a_program_is_forgotten_after_a_while_and_of_too_many_the_one_that_was_silent_longest() -> None:
+def test_a_program_begins_anew_after_a_while_and_of_too_many_the_oldest_is_forgotten() -> None:
     programs = Programs()
     assert programs.since("a", "p", 0.0) == 0.0
+    assert programs.first("a", "p", 1.0) == 0.0
+    assert programs.first("a", "q", 1.0) == 1.0
+    assert programs.since("a", "q", 2.0) == 2.0, "who only looked has no place"
     assert programs.since("a", "p", PROGRAM_S) == 0.0, "it asked within the time"
     assert programs.since("b", "p", PROGRAM_S) == PROGRAM_S, "another tenant's"
-    assert programs.since("a", "p", 2.1 * PROGRAM_S) == 2.1 * PROGRAM_S, "it begins anew"
-    for number in range(MOST_PROGRAMS):
-        programs.since("a", f"p{number}", 2.2 * PROGRAM_S)
-    assert programs.since("a", "p1", 2.3 * PROGRAM_S) == 2.2 * PROGRAM_S
-    assert programs.since("a", "p", 2.3 * PROGRAM_S) == 2.3 * PROGRAM_S
+    assert programs.since("a", "p", PROGRAM_S + 1) == PROGRAM_S + 1, "however often it asks"
+    for number in range(MOST_PROGRAMS - 1):
+        programs.since("a", f"p{number}", PROGRAM_S + 3)
+    assert programs.since("a", "p", PROGRAM_S + 4) == PROGRAM_S + 1
+    assert programs.since("a", "q", PROGRAM_S + 4) == PROGRAM_S + 4, "which forgets p"
+    assert programs.since("a", "p", PROGRAM_S + 5) == PROGRAM_S + 5
+
+
+def test_tenants_that_are_silent_are_forgotten() -> None:
+    programs = Programs()
+    for number in range(100):
+        programs.since(f"tenant-{number}", "p", float(number))
+    before = len(pickle.dumps(programs))
+    programs.since("other", "p", 3 * PROGRAM_S)
+    assert len(pickle.dumps(programs)) < before / 10
+
+
+def test_one_name_for_all_questions_keeps_none_without_a_name_waiting_for_ever() -> None:
+    """A queue that is full of one program's, which asks again whenever one of its questions is taken."""
+    rounds: Rounds[str] = Rounds()
+    programs = Programs()
+    for now in range(10):
+        rounds.add("a", "always", programs.since("a", "always", float(now)))
+    rounds.add("a", "once", programs.since("a", None, 10.0))
+    for now in range(11, int(PROGRAM_S) + 20):
+        if rounds.take() == "once":
+            break
+        rounds.add("a", "always", programs.since("a", "always", float(now)))
+    assert PROGRAM_S <= now < PROGRAM_S + 15
+
+
+def test_a_full_queue_of_a_program_makes_room_for_an_older_program_s() -> None:
+    async def test() -> None:
+        queue = FairQueue("questions", 1, 1)
+
+        async def ask(program: str | None) -> None:
+            async with queue.turn("a", 60.0, program):
+                pass
+
+        await ask("old")
+        async with queue.turn("a", 60.0):
+            new = asyncio.ensure_future(ask("new"))
+            await asyncio.sleep(0)
+            old = asyncio.ensure_future(ask("old"))
+            with pytest.raises(QueueFull):
+                await new
+            with pytest.raises(QueueFull):
+                await ask("new")
+            with pytest.raises(QueueFull):
+                await ask(None)
+        await old
+
+    asyncio.run(test())
+
+
+def test_a_program_that_is_refused_has_no_place() -> None:
+    async def test() -> list[str]:
+        queue, began = FairQueue("questions", 1, 1), list[str]()
+
+        async def ask(name: str, program: str | None) -> None:
+            async with queue.turn("a", 60.0, program):
+                began.append(name)
+
+        async with queue.turn("a", 60.0):
+            first = asyncio.ensure_future(ask("first", None))
+            await asyncio.sleep(0.001)
+            with pytest.raises(QueueFull):
+                await ask("refused", "p")
+            first.cancel()
+            await asyncio.sleep(0.001)
+            second = asyncio.ensure_future(ask("second", None))
+            await asyncio.sleep(0.001)
+            with pytest.raises(QueueFull):
+                await ask("again", "p")  # it would go before the second, if it were as old as its first question
+        await second
+        return began
+
+    assert asyncio.run(test()) == ["second"]
 
 
 def test_a_slot_goes_to_the_oldest_program_of_the_tenant_whose_turn_it_is() -> None:

@@ -27,7 +27,8 @@ router = APIRouter(prefix="/v1/workflows", tags=["workflows"], responses=openapi
 )
 async def keep(id: Annotated[WorkflowId, Path()], request: Request, service: InService, caller: Writer) -> Response:
     """Keep a workflow, in place of the one of its id. A question says which step it is by its field `workflow`; caches
-    of the steps that follow then stay in memory, the nearest longest, and are read before their questions."""
+    of the steps that follow then stay in memory, the nearest longest, and are read before their questions, if the key
+    has the scope write. What was told by the one before stays until the run's next question, or its end in time."""
     body = await read_json(request, Workflow, service)
     models = await off_loop(models_of, service.store, service.identities, body, caller.tenant)
     kept = KeptWorkflow(id=id, workflow=body, models=models)
@@ -60,6 +61,7 @@ async def get_workflow(id: str, service: InService, caller: Reader) -> Response:
 
 @router.delete("/{id}")
 async def delete_workflow(id: str, service: InService, caller: Writer) -> WorkflowDeleted:
-    """Delete a workflow. Its caches stay; what was told of their next use ends by itself."""
+    """Delete a workflow. Its caches stay; what was told of their next use counts until its time is over: ten minutes
+    after the steps should have run, an hour where they were as far."""
     await off_loop(service.store.workflows.delete, id, tenant=caller.tenant)
     return WorkflowDeleted(id=id)

@@ -14,9 +14,9 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -122,6 +122,7 @@ class Residents:
         self._taking = FairQueue("documents that are asked together", 1, sys.maxsize)
         # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
         self._beside: dict[Key, int] = {}
+        self._wanted: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
 
     @property
     def nbytes(self) -> int:
@@ -149,24 +150,36 @@ class Residents:
         """
         held: list[tuple[Resident, bool]] = []
         async with AsyncExitStack() as stack:
-            async with self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext():
-                for cache_id in cache_ids:
-                    beside = sum(resident.document.nbytes for resident, _ in held)
-                    try:
-                        using = self.using(cache_id, tenant, part=part, beside=beside, tool=tool, program=program)
-                        held.append(await stack.enter_async_context(using))
-                    except _NeverRoom:
-                        raise InvalidRequest(
-                            f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes in "
-                            f"memory, and with the next the {self.limits.max_bytes} of this worker are not enough; "
-                            "ask fewer at once",
-                            param="cache_ids",
-                        ) from None
-                    except KvshelfError as error:
-                        if len(cache_ids) > 1:
-                            error.details["cache_id"] = cache_id
-                        raise
+            taking = self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext()
+            with self._wanting([(tenant, cache_id) for cache_id in cache_ids]):
+                async with taking:
+                    for cache_id in cache_ids:
+                        beside = sum(resident.document.nbytes for resident, _ in held)
+                        try:
+                            using = self.using(cache_id, tenant, part=part, beside=beside, tool=tool, program=program)
+                            held.append(await stack.enter_async_context(using))
+                        except _NeverRoom:
+                            raise InvalidRequest(
+                                f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes "
+                                f"in memory, and with the next the {self.limits.max_bytes} of this worker are not "
+                                "enough; ask fewer at once",
+                                param="cache_ids",
+                            ) from None
+                        except KvshelfError as error:
+                            if len(cache_ids) > 1:
+                                error.details["cache_id"] = cache_id
+                            raise
             yield held
+
+    @contextmanager
+    def _wanting(self, keys: Sequence[Key]) -> Iterator[None]:
+        """While a question waits for its caches, none of them leaves for one that is read ahead."""
+        self._wanted.update(keys)
+        try:
+            yield
+        finally:
+            self._wanted.subtract(keys)
+            self._wanted = +self._wanted
 
     @asynccontextmanager
     async def using(
@@ -501,8 +514,10 @@ class Residents:
         if self._short:
             return None
         now = time.monotonic()
-        near = self.retention.wait_s(key, now) <= self.limits.ahead_s
+        near = self.retention.presses(key, self.limits.ahead_s, now)
         unused = {held: resident.document.nbytes for held, resident in self._unused()} if near else {}
+        for wanted in self._wanted:
+            unused.pop(wanted, None)
         return self.retention.leaving_for(key, unused, self.nbytes + nbytes - self.limits.max_bytes, now)
 
     def _unused(self) -> list[tuple[Key, Resident]]:

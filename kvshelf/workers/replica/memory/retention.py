@@ -25,10 +25,17 @@ LEAST_HINT_S: Final = 10.0
 """How long a hint counts at least after the time it named."""
 
 LEAST_STEP_S: Final = 600.0
-"""As `LEAST_HINT_S`, of a hint by the step of a workflow, which the next step's question replaces."""
+"""As `LEAST_HINT_S`, of a hint by the step of a workflow, which the next step's question replaces. For what is overdue
+by more than `LEAST_HINT_S`, no cache makes room any more."""
+
+MOST_LATE_S: Final = 3600.0
+"""How long a hint counts at most after the time it named."""
 
 MOST_HINTS: Final = 1000
 """Of a tenant, the latest."""
+
+MOST_HINTS_EACH: Final = 8
+"""Of a cache, the nearest: of several only the nearest counts."""
 
 AHEAD_S: Final = 5.0
 """From how long before the next use on others make room."""
@@ -66,9 +73,15 @@ def by_gdsf(use: Use) -> float:
 
 
 class _Due(NamedTuple):
+    """presses: until when others make room."""
+
     at: float
+    presses: float
     void: float
     least_s: float
+
+    def wait_s(self, now: float) -> float:
+        return max(self.least_s, self.at - now)
 
 
 class Retention:
@@ -95,17 +108,22 @@ class Retention:
         self._pins[key] = until
 
     def hint(self, hint: Hint, tenant: str, now: float) -> None:
-        """A hint is void once what counts down of it is overdue by as long as that was, at least `LEAST_HINT_S`: what
-        was foreseen long before may come later by as much."""
+        """A hint is void once what counts down of it is overdue by as long as that was, at least `LEAST_HINT_S` and at
+        most `MOST_LATE_S`: what was foreseen long before may come later by as much."""
         key, next_use_s = (tenant, hint.cache_id), hint.next_use_s
         self._take_back(key, hint.step)
         if next_use_s is None:
             return
         counts_s = next_use_s - hint.least_s
-        void = now + counts_s + max(LEAST_STEP_S if hint.step else LEAST_HINT_S, counts_s)
-        self._hints.setdefault(key, {})[hint.step] = _Due(now + next_use_s, void, hint.least_s)
+        late_s = min(max(LEAST_HINT_S, counts_s), MOST_LATE_S)
+        over, stays_s = now + counts_s, max(LEAST_STEP_S, late_s) if hint.step else late_s
+        presses = over + (LEAST_HINT_S if hint.step else late_s)
+        self._hints.setdefault(key, {})[hint.step] = _Due(now + next_use_s, presses, over + stays_s, hint.least_s)
+        dues = self._hints[key]
         latest = self._latest.setdefault(tenant, {})
         latest[key, hint.step] = None
+        if len(dues) > MOST_HINTS_EACH:
+            self._take_back(key, max(dues, key=lambda step: dues[step].at))
         if len(latest) > MOST_HINTS:
             self._take_back(*next(iter(latest)))
 
@@ -144,12 +162,18 @@ class Retention:
     def wait_s(self, key: Key, now: float) -> float:
         """Seconds until the next use by the nearest hint that counts: 0 for an overdue one, inf without one."""
         dues = self._hints.get(key, {}).values()
-        return min((max(due.least_s, due.at - now) for due in dues if now <= due.void), default=math.inf)
+        return min((due.wait_s(now) for due in dues if now <= due.void), default=math.inf)
+
+    def presses(self, key: Key, limit_s: float, now: float) -> bool:
+        """Whether others make room for the cache: by a hint that counts down to less than `limit_s`, is as near, and is
+        not long overdue."""
+        dues = self._hints.get(key, {}).values()
+        return any(due.least_s < limit_s and due.at - now <= limit_s and now <= due.presses for due in dues)
 
     def nears_in(self, limit_s: float, now: float) -> float:
         """Seconds until the next hint that counts down is `limit_s` from its use; inf if none will be."""
         dues = (due for steps in self._hints.values() for due in steps.values())
-        waits = (due.at - now - limit_s for due in dues if due.least_s <= limit_s)
+        waits = (due.at - now - limit_s for due in dues if due.least_s < limit_s)
         return min((wait_s for wait_s in waits if wait_s > 0), default=math.inf)
 
     def yields(self, key: Key, to: Key, now: float) -> bool:

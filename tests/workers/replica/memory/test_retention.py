@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, Hint, Key, Retention, by_gdsf
+from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, MOST_LATE_S, Hint, Key, Retention, by_gdsf
 from kvshelf.workers.replica.memory.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
 from tests.amounts import amount
 
@@ -90,7 +92,7 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
     hint(retention, 0, wait_s, 10.0)
     assert retention.wait_s(key(0), 10.0 + wait_s / 2) == pytest.approx(wait_s / 2)
-    void = 10.0 + wait_s + max(LEAST_HINT_S, wait_s)
+    void = 10.0 + wait_s + min(max(LEAST_HINT_S, wait_s), MOST_LATE_S)
     assert retention.wait_s(key(0), void) == 0.0
     assert order(retention, 3, void) == [1, 2, 0]
     assert math.isinf(retention.wait_s(key(0), void * 1.001))
@@ -329,6 +331,36 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
     residents.hint(Hint(other, 50.0), "default")  # nearer, but nobody makes room so early
     await asyncio.sleep(0.3)
     assert ("default", other) not in residents.held
+    reading.cancel()
+
+
+async def test_what_a_waiting_question_asks_leaves_for_no_cache_that_is_read_ahead(
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ids = shelf
+    residents = of(store, engine, threads, fits=2.5)
+    for cache_id in ids[:2]:
+        await ask(residents, cache_id)
+    reading = asyncio.ensure_future(residents.read_ahead_forever())
+    goes_on, stat = threading.Event(), store.stat
+
+    def slow(cache_id: str, *, tenant: str) -> Any:
+        goes_on.wait(60)
+        return stat(cache_id, tenant=tenant)
+
+    async def both() -> list[bool]:
+        async with residents.using_all(ids[:2], "default") as caches:
+            return [there for _, there in caches]
+
+    monkeypatch.setattr(store, "stat", slow)
+    asking = asyncio.ensure_future(both())
+    await asyncio.sleep(0)
+    residents.hint(Hint(ids[2], 0.0), "default")
+    await asyncio.sleep(0.3)
+    assert ("default", ids[2]) not in residents.held
+    goes_on.set()
+    assert await asking == [True, True]
+    await held(residents, ids[2])
     reading.cancel()
 
 

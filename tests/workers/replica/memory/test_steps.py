@@ -17,8 +17,17 @@ from kvshelf.engine.engine import Engine
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import LEAST_STEP_S, MOST_HINTS, Hint, Retention
-from kvshelf.workers.replica.memory.steps import STEP_S, hints_of, steps_ahead
+from kvshelf.workers.replica.memory.retention import (
+    AHEAD_S,
+    LEAST_HINT_S,
+    LEAST_STEP_S,
+    MOST_HINTS,
+    MOST_HINTS_EACH,
+    MOST_LATE_S,
+    Hint,
+    Retention,
+)
+from kvshelf.workers.replica.memory.steps import FARTHEST_S, STEP_S, hints_of, steps_ahead
 
 
 @st.composite
@@ -120,13 +129,66 @@ def test_a_question_replaces_what_was_told_of_its_own_run_and_no_other() -> None
     assert ask("plan", "w/1", 0.0) == {"a": 10.0, "b": 5.0, "c": 5.0, "d": 10.0}
     assert ask("left", "w/1", 1.0) == {"a": 5.0, "c": 4.0, "d": 5.0}, "the other branch runs beside"
     assert ask("plan", "w/2", 1.0) == {"a": 5.0, "b": 5.0, "c": 4.0, "d": 5.0}, "the nearest of two runs"
-    assert ask("end", "w/1", 2.0) == {"a": 9.0, "b": 4.0, "c": 3.0, "d": 9.0}
-    assert ask("end", "w/2", 3.0) == {"b": 3.0, "c": 2.0}, "what did not run is wanted until its time is over"
-    retention.used(("tenant", "kvs_b"), 4.0, cost_s=1.0, nbytes=1)
-    assert ("tenant", "kvs_b") in dict(map(reversed, retention.hinted(4.0))), (
-        "a question of no step ends no step's hint"
+    assert ask("end", "w/1", 2.0) == {"a": 9.0, "b": 4.0, "c": 4.0, "d": 9.0}, "of the other run"
+    retention.used(("tenant", "kvs_b"), 2.0, cost_s=1.0, nbytes=1)
+    assert ask("left", "w/1", 2.0)["b"] == 4.0, "a question of no step ends no step's hint"
+    assert ask("end", "w/1", 3.0) == {"a": 8.0, "b": 3.0, "c": 3.0, "d": 8.0}
+    assert ask("end", "w/2", 3.0) == {}, "both branches have run"
+
+
+def test_branches_that_are_not_taken_are_wanted_no_more_and_those_that_a_join_waits_for_are() -> None:
+    """By hand: of search and recall one runs, beside translate, and write waits for translate and what they found."""
+    graph = Workflow.model_validate(
+        {
+            "steps": {
+                "plan": {"cache_ids": ["kvs_p"], "next": ["search", "recall", "read"]},
+                "search": {"cache_ids": ["kvs_s"], "next": ["sum"]},
+                "recall": {"cache_ids": ["kvs_r"], "next": ["sum"]},
+                "sum": {"cache_ids": ["kvs_u"], "next": ["write"]},
+                "read": {"cache_ids": ["kvs_d"], "next": ["translate"]},
+                "translate": {"cache_ids": ["kvs_t"], "next": ["write"]},
+                "write": {"cache_ids": ["kvs_w"], "join": "all"},
+            }
+        }
     )
-    assert retention.hinted(5.0 + 2 * LEAST_STEP_S) == []
+    retention = Retention()
+    asked = {
+        "plan": {"s": 5.0, "r": 5.0, "d": 5.0, "u": 10.0, "t": 10.0, "w": 15.0},
+        "search": {"u": 5.0, "d": 5.0, "t": 10.0, "w": 10.0},
+        "sum": {"d": 5.0, "t": 10.0, "w": 5.0},
+        "read": {"t": 5.0, "w": 10.0},
+        "translate": {"w": 5.0},
+        "write": {},
+    }
+    for step, waits in asked.items():
+        for hint in hints_of(graph, step, "w/"):
+            retention.hint(hint, "tenant", 0.0)
+        assert {key[1][-1]: wait_s for wait_s, key in retention.hinted(0.0)} == waits, step
+
+
+def test_nothing_is_told_of_what_is_farther_than_a_day_and_no_hint_outlives_its_time_by_more_than_an_hour() -> None:
+    names = ["a", "b", "c"]
+    steps = {name: {"cache_ids": [f"kvs_{name}"], "next": names[at + 1 : at + 2]} for at, name in enumerate(names)}
+    graph = Workflow.model_validate({"steps": {name: step | {"duration_s": 86400} for name, step in steps.items()}})
+    retention = Retention()
+    for hint in hints_of(graph, "a", "w/"):
+        retention.hint(hint, "tenant", 0.0)
+    assert retention.hinted(0.0) == [(FARTHEST_S, ("tenant", "kvs_b"))]
+    assert retention.hinted(FARTHEST_S + MOST_LATE_S) != []
+    assert retention.hinted(FARTHEST_S + MOST_LATE_S + 1) == []
+
+
+def test_the_step_behind_the_next_makes_no_room_however_long_the_step_takes_that_runs() -> None:
+    """And the next one's does from its question on, until it is late."""
+    names = ["a", "b", "c"]
+    steps = {name: {"cache_ids": [f"kvs_{name}"], "next": names[at + 1 : at + 2]} for at, name in enumerate(names)}
+    retention = Retention()
+    for hint in hints_of(Workflow.model_validate({"steps": steps}), "a", "w/"):
+        retention.hint(hint, "tenant", 0.0)
+    for now in (0.0, 4.0, STEP_S + 0.5 * LEAST_HINT_S, STEP_S + 2 * LEAST_HINT_S, LEAST_STEP_S):
+        presses = {id: retention.presses(("tenant", f"kvs_{id}"), AHEAD_S, now) for id in "bc"}
+        assert presses == {"b": now < STEP_S + LEAST_HINT_S, "c": False}, now
+        assert retention.nears_in(AHEAD_S, now) == math.inf
 
 
 def test_hints_of_a_tenant_have_an_end_the_oldest_goes() -> None:
@@ -140,6 +202,28 @@ def test_hints_of_a_tenant_have_an_end_the_oldest_goes() -> None:
     assert ("other", "kvs_other") in known
 
 
+def test_of_the_hints_of_a_workflow_the_farthest_are_the_first_to_go() -> None:
+    names = [f"s{at}" for at in range(200)]
+    steps = {name: {"cache_ids": [f"kvs_{at}"], "next": names[at + 1 : at + 2]} for at, name in enumerate(names)}
+    retention = Retention()
+    for hint in hints_of(Workflow.model_validate({"steps": steps}), "s0", "w/"):
+        retention.hint(hint, "tenant", 0.0)
+    for number in range(MOST_HINTS - 99):
+        retention.hint(Hint(f"kvs_other_{number}", 1.0), "tenant", 0.0)
+    kept = {id for _, (_, id) in retention.hinted(0.0) if "other" not in id}
+    assert kept == {f"kvs_{at}" for at in range(1, 100)}
+
+
+def test_of_many_runs_that_ask_one_cache_the_nearest_count() -> None:
+    retention = Retention()
+    for number in reversed(range(3 * MOST_HINTS_EACH)):
+        retention.hint(Hint("kvs_a", 5.0 + number, step=f"w/{number}/s"), "tenant", 0.0)
+    for number in range(MOST_HINTS_EACH):
+        assert retention.wait_s(("tenant", "kvs_a"), 0.0) == 5.0 + number
+        retention.hint(Hint("kvs_a", None, step=f"w/{number}/s"), "tenant", 0.0)
+    assert retention.hinted(0.0) == []
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), max_size=6), st.floats(0, 100))
 def test_a_memory_looks_again_when_a_hint_comes_near_and_at_no_other_time(
     waits: list[tuple[float, float]], limit_s: float
@@ -147,7 +231,7 @@ def test_a_memory_looks_again_when_a_hint_comes_near_and_at_no_other_time(
     retention = Retention()
     for number, (wait_s, least_s) in enumerate(waits):
         retention.hint(Hint(f"kvs_{number}", wait_s, least_s=min(wait_s, least_s)), "tenant", 0.0)
-    nears = [wait_s - limit_s for wait_s, least_s in waits if min(wait_s, least_s) <= limit_s < wait_s]
+    nears = [wait_s - limit_s for wait_s, least_s in waits if min(wait_s, least_s) < limit_s < wait_s]
     assert retention.nears_in(limit_s, 0.0) == min(nears, default=math.inf)
 
 
