@@ -67,7 +67,11 @@ class _Recorded(StoredRecord):
     stays: list[StayingThing] = []
 
     def with_stays(self, stays: list[StayingThing]) -> _Recorded:
-        return self.model_copy(update={"stays": [*self.stays, *(stay for stay in stays if stay not in self.stays)]})
+        merged = list(self.stays)
+        for stay in stays:
+            if stay not in merged:
+                merged.append(stay)
+        return self.model_copy(update={"stays": merged})
 
 
 @dataclass(eq=False)

@@ -30,12 +30,19 @@ def test_the_largest_graph_is_accepted_and_in_order() -> None:
     ("steps", "param", "words"),
     [
         ({"a": {"next": ["b"]}, "b": {"next": ["c"]}, "c": {"next": ["a"]}}, "steps", "in a circle, "),
+        ({"a": {"next": ["b", "b"]}, "b": {}}, "steps.a.next", "'b' is there twice"),
+        ({"a": {"cache_ids": ["kvs_1", "kvs_1"]}}, "steps.a.cache_ids", "'kvs_1' is there twice"),
+        (
+            {f"s{at}": {"next": [f"s{after}" for after in range(at + 1, 47)]} for at in range(47)},
+            "steps",
+            "name 1081 that follow; at most 1024",
+        ),
         ({"a": {"next": ["a"]}}, "steps", "in a circle, a -> a; write a step for each round"),
         ({"plan": {"next": ["serch"]}, "search": {}}, "steps.plan.next", "no step 'serch' (did you mean 'search'?)"),
         ({}, "steps", "at least 1"),
         (chain(MAX_STEPS + 1), "steps", f"at most {MAX_STEPS}"),
         (
-            {"a": {"cache_ids": ["k"] * 64}, **chain(MAX_STEPS - 1, cache_ids=["k"])},
+            {"a": {"cache_ids": [f"k{at}" for at in range(64)]}, **chain(MAX_STEPS - 1, cache_ids=["k"])},
             "steps",
             "at most 256 are accepted",
         ),

@@ -130,8 +130,9 @@ def test_every_way_of_asking_takes_a_step_and_a_program(http: httpx.Client, repo
     for path, body in ways(caches[0]):
         plain, told = (http.post(path, json=body | more) for more in ({}, named))
         assert plain.status_code == told.status_code == 200, told.text
-        kept = ("choices", "text", "output_text")
-        assert {key: plain.json().get(key) for key in kept} == {key: told.json().get(key) for key in kept}
+        kept = {"choices", "text", "output_text"} & plain.json().keys()
+        assert kept, "there is an answer"
+        assert {key: plain.json()[key] for key in kept} == {key: told.json()[key] for key in kept}
         if path != "/v1/responses":
             streamed = http.post(path, json=body | named | {"stream": True})
             assert streamed.text.endswith("data: [DONE]\n\n")

@@ -9,6 +9,7 @@ from kvshelf.errors import StateConflict, WorkflowNotFound
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs import workflows
 from kvshelf.store.jobs.workflows import KeptWorkflow
+from tests.store.caches import make_cache
 from tests.store.places import Clock, Place
 
 
@@ -46,3 +47,19 @@ def test_there_is_an_end_to_how_many(place: Place, clock: Clock, monkeypatch: py
         with pytest.raises(StateConflict, match="2 workflows, as many as may be"):
             shelf.workflows.keep("c", made("c"), tenant="a")
         shelf.workflows.keep("b", made("b", 1.0), tenant="a")
+
+
+def test_an_erasure_of_a_part_says_which_workflows_name_what_is_gone(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        gone = shelf.put(make_cache(), labels={"subject": "one"}, tenant="a").id
+        stays = shelf.put(make_cache(8), labels={"subject": "two"}, tenant="a").id
+        for id, cache_id, tenant in (("law", gone, "a"), ("tax", stays, "a"), ("law", gone, "b")):
+            graph = Workflow.model_validate({"steps": {"one": {"cache_ids": [cache_id]}}})
+            kept = KeptWorkflow(id=id, workflow=graph, models={cache_id: "tiny"})
+            shelf.workflows.keep(id, kept, tenant=tenant)
+        subject = Subject(tenant="a", labels={"subject": "one"})
+        for dry_run in (True, False):
+            receipt = shelf.erase(subject, dry_run=dry_run)
+            named = [(each.kind, each.id) for each in receipt.stays if each.kind == "workflow"]
+            assert (receipt.counts, named) == ({"cache": 1}, [("workflow", "law")])
+        assert len(shelf.workflows.list(tenant="a")) == 2

@@ -24,7 +24,16 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, MOST_LATE_S, Hint, Key, Retention, by_gdsf
-from kvshelf.workers.replica.memory.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
+from kvshelf.workers.replica.memory.tools import (
+    ENOUGH,
+    KEPT,
+    LONGEST_S,
+    PROGRAMS,
+    TOOLS,
+    Tools,
+    best_stay_s,
+    turns_left,
+)
 from tests.amounts import amount
 
 
@@ -220,6 +229,10 @@ def test_what_is_remembered_is_bounded() -> None:
         tools.answered("a", f"kvs-{number}", "search", 1e6 + number)
     tools.asked("a", "kvs", 1e6 + 2 * LONGEST_S)
     assert len(tools.programs) == 0, "programs that went away are forgotten"
+    for number in range(2 * PROGRAMS):
+        tools.answered("a", "kvs", "search", 2e6, f"program-{number}")
+    tools.answered("b", "kvs", "search", 2e6, "program-0")
+    assert {tenant: len(programs) for tenant, programs in tools.programs.items()} == {"a": PROGRAMS, "b": 1}
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
