@@ -17,6 +17,7 @@ from kvshelf.api.answers import Answer, Phase, Served
 from kvshelf.api.workflows import AtStep, Workflow
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheNotFound, DeadlineExceeded, InvalidRequest, ModelMismatch, WorkflowNotFound
+from kvshelf.service.access.keyfile import Scope
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.observe.metrics import Metrics
@@ -160,5 +161,30 @@ def test_a_question_that_gets_no_turn_tells_nothing() -> None:
         workers.may.set()
         await holder
         assert workers.said == ["asked"]
+
+    asyncio.run(test())
+
+
+def test_only_a_key_that_may_write_tells_and_a_comparison_tells_once(engine: Engine, store: DiskStore) -> None:
+    made = store.put(engine.compress(list(range(10, 90)), policy="full"), tenant="ours").id
+    store.workflows.keep("w", KeptWorkflow(id="w", workflow=graph(made), models={made: "tiny"}), tenant="ours")
+    asking = Asking(prompt="?", workflow=AtStep(id="w", step="plan"))
+    service: Any = SimpleNamespace(store=store, metrics=Metrics(), engine_for_all=lambda *_, **__: None)
+
+    async def asked(*scopes: Scope) -> CacheQuestion:
+        return await CacheQuestion.find(service, KeyCaller("ours", frozenset(scopes), "key"), [made], asking)
+
+    async def test() -> None:
+        told = await asked("read", "write")
+        assert told.hints == {"tiny": [Hint(made, 5.0, 0.0, "w//write")]}
+        assert (await told.full()).hints == {}
+        assert (await asked("read")).hints == {}
+        with pytest.raises(InvalidRequest, match="no step"):
+            await CacheQuestion.find(
+                service,
+                KeyCaller("ours", frozenset({"read"}), "key"),
+                [made],
+                asking.model_copy(update={"workflow": AtStep(id="w", step="plann")}),
+            )
 
     asyncio.run(test())
