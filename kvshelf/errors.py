@@ -78,6 +78,10 @@ class CertificateNotFound(NotFound):
     code = "certificate_not_found"
 
 
+class WorkflowNotFound(NotFound):
+    code = "workflow_not_found"
+
+
 class RequestNotFound(NotFound):
     code = "request_not_found"
 

@@ -86,3 +86,8 @@ from kvshelf.api.strict import ErrorEnvelope as ErrorEnvelope
 from kvshelf.api.strict import Message as Message
 from kvshelf.api.strict import MessageList as MessageList
 from kvshelf.api.strict import QueryString as QueryString
+from kvshelf.api.workflows import AtStep as AtStep
+from kvshelf.api.workflows import Workflow as Workflow
+from kvshelf.api.workflows import WorkflowList as WorkflowList
+from kvshelf.api.workflows import WorkflowObject as WorkflowObject
+from kvshelf.api.workflows import WorkflowStep as WorkflowStep

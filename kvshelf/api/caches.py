@@ -416,7 +416,7 @@ class Verification(ResponseBody):
     problem: str | None = None
 
 
-ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate"]
+ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate", "workflow"]
 
 
 class CreateErasure(RequestBody):
@@ -450,7 +450,7 @@ class ErasedThing(ResponseBody):
 class StayingThing(ResponseBody):
     """What stays, and why."""
 
-    kind: Literal["usage", "tombstone", "request", "batch"]
+    kind: Literal["usage", "tombstone", "request", "batch", "workflow"]
     id: str
     why: str
 

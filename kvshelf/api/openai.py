@@ -341,6 +341,8 @@ class MarkedCompletionRequest(ChatCompletionRequest):
             if self.cache is not None:
                 raise misuse("cache", "the cache of cache_id is there already; leave cache out")
             return self
+        if self.workflow is not None:
+            raise misuse("workflow", "a step of a workflow asks caches that are there; give cache_id or cache_ids")
         if len(self._marks) > MAX_MARKS:
             raise misuse(
                 "prompt_cache_breakpoint",

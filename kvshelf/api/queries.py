@@ -41,6 +41,7 @@ from kvshelf.api.strict import (
     require_each_once,
     require_one_expiry,
 )
+from kvshelf.api.workflows import AtStep
 
 
 class Select(RequestBody):
@@ -96,6 +97,15 @@ class AskShelf(Ask, Renewable):
     )
     tool: ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
+    )
+    workflow: AtStep | None = Field(
+        None,
+        description="the step of a workflow that this is: memory is kept and read for the steps that follow, if the "
+        "key has the scope write. Runs at the same time need a program each",
+    )
+    program: Conversation | None = Field(
+        None,
+        description="the program of an agent that asks: for an hour, its questions go before programs that came later",
     )
     on_miss: Literal["error", "recompute"] = Field(
         "error",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
@@ -157,11 +158,11 @@ def require_one_expiry(ttl_s: float | None, expires_at: float | None, *, ttl_ren
         raise misuse("expires_at", "give ttl_s or expires_at, not both")
 
 
-def require_each_once(cache_ids: list[str]) -> None:
-    """For a validator: `cache_ids` are different."""
-    for place, cache_id in enumerate(cache_ids):
-        if cache_id in cache_ids[:place]:
-            raise misuse("cache_ids", f"{cache_id[:80]!r} is there twice; give each cache once")
+def require_each_once(names: list[str], param: str = "cache_ids") -> None:
+    """For a validator: the names of a field are different."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise misuse(param, f"{name[:80]!r} is there twice; give each once")
 
 
 def require_one_document(body: BaseModel) -> None:

@@ -123,6 +123,15 @@ def _suffix(
     )
 
 
+def _at_step(text: str | None) -> Any:
+    if text is None:
+        return None
+    id, colon, step = text.partition(":")
+    if not (id and colon and step):
+        raise typer.BadParameter(f"{text!r} names no step; write ID:STEP", param_hint="--workflow")
+    return {"id": id, "step": step}
+
+
 NEVER: Final = "never"
 """What an update is told for a time that there is not to be any more."""
 
@@ -301,6 +310,18 @@ QUESTION: Final = FieldsOf(
         ),
         "select": _select,
         "suffix": _suffix,
+        "workflow": one(
+            "workflow",
+            Annotated[
+                Text,
+                typer.Option(
+                    metavar="ID:STEP",
+                    help="The step of a workflow (client.workflows keeps one) that this is: the service readies the "
+                    "next. Runs at the same time need a --program each.",
+                ),
+            ],
+            _at_step,
+        ),
     },
     # `ask` gives the first three itself, and prints one text that nobody keeps
     without=frozenset({"prompt", "messages", "cache_ids", "stream", "n", "logprobs", "top_logprobs"})

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures
+from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures, _workflow_calls
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -224,6 +224,15 @@ class AsyncCertificates(_AsyncGroup):
     delete = _awaited(_certificate_calls.delete_certificate)
 
 
+class AsyncWorkflows(_AsyncGroup):
+    """As `Workflows`: `client.workflows`."""
+
+    keep = _awaited(_workflow_calls.keep_workflow)
+    list = _awaited(_workflow_calls.list_workflows)
+    retrieve = _awaited(_workflow_calls.retrieve_workflow)
+    delete = _awaited(_workflow_calls.delete_workflow)
+
+
 class AsyncErasures(_AsyncGroup):
     """As `Erasures`: `client.erasures`."""
 
@@ -278,6 +287,7 @@ class AsyncClient(_AsyncGroup):
         self.batches = AsyncBatches(self._sender)
         self.erasures = AsyncErasures(self._sender)
         self.certificates = AsyncCertificates(self._sender)
+        self.workflows = AsyncWorkflows(self._sender)
         self.models = AsyncModels(self._sender)
         self.policies = AsyncPolicies(self._sender)
         self.selectors = AsyncSelectors(self._sender)

@@ -165,6 +165,11 @@ class QuestionFields(AskFields, total=False):
 
     `tool` names the tool that the answer calls: while it runs, the caches stay in memory as long as that is worth it.
 
+    `workflow` is the step of a workflow that this is (`{"id": "report", "step": "plan"}`, see `client.workflows`): the
+    caches of the steps that follow stay in memory or are read there, if your key has the scope `write`. `program` names
+    the program of an agent that asks, for an hour: its questions go before those of programs that came later. Runs of
+    one workflow at the same time need a `program` each; without one they count as one run.
+
     `conversation` is the id of the conversation that this is a turn of: `usage` tells what the shelf saved each one.
 
     `on_miss="recompute"` makes a cache again from its kept source if it was evicted, has expired, is corrupt, or is of
@@ -187,6 +192,8 @@ class QuestionFields(AskFields, total=False):
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
+    workflow: Mapping[str, str] | api.AtStep | None
+    program: str | None
     conversation: str | None
     on_miss: str | None
     store: bool | None
@@ -502,9 +509,9 @@ def query_cache(
     A list of questions has a list of answers in the same order, with `n` as many to each. A list of up to 64 ids asks
     these caches together: each question sees all documents, and the answer's `sources` say what part each had.
     Keywords: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, `response_format`, `grammar`, `choices`, `logprobs`,
-    `top_logprobs`, `n`, `chat_template_kwargs`, `reasoning_effort`, `select`, `suffix`, `tool`, `on_miss`; for one
-    cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`, `CacheExpired`, `CacheCorrupt`,
-    `ModelMismatch`, `SourceNotKept`, ...
+    `top_logprobs`, `n`, `chat_template_kwargs`, `reasoning_effort`, `select`, `suffix`, `tool`, `workflow`, `program`,
+    `on_miss`; for one cache `store`, `ttl_s` and `compare`; for several `route`. Raises `CacheNotFound`,
+    `CacheExpired`, `CacheCorrupt`, `ModelMismatch`, `SourceNotKept`, ...
     """
     path, body = _asked(id, {**fields, "prompt": prompt, "messages": messages})
     several = isinstance(prompt, list | tuple)

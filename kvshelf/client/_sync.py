@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures
+from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures, _workflow_calls
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -223,6 +223,15 @@ class Certificates(_Group):
     delete = _sent(_certificate_calls.delete_certificate)
 
 
+class Workflows(_Group):
+    """Which caches the steps of an agent workflow ask: `client.workflows`."""
+
+    keep = _sent(_workflow_calls.keep_workflow)
+    list = _sent(_workflow_calls.list_workflows)
+    retrieve = _sent(_workflow_calls.retrieve_workflow)
+    delete = _sent(_workflow_calls.delete_workflow)
+
+
 class Erasures(_Group):
     """Everything of a subject goes, with a receipt: `client.erasures`."""
 
@@ -283,6 +292,7 @@ class Client(_Group):
         self.batches = Batches(self._sender)
         self.erasures = Erasures(self._sender)
         self.certificates = Certificates(self._sender)
+        self.workflows = Workflows(self._sender)
         self.models = Models(self._sender)
         self.policies = Policies(self._sender)
         self.selectors = Selectors(self._sender)

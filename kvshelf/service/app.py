@@ -48,6 +48,7 @@ from kvshelf.service.routes import (
     requests,
     responses,
     usage,
+    workflows,
 )
 from kvshelf.service.service import THREADS, WHOLE_CACHES, Service
 from kvshelf.service.settings import Settings
@@ -113,7 +114,20 @@ def create_app(
     )
     asking = (queries, chat, responses, messages)
     jobs = (requests, files, batches, erasures)
-    resources = (caches, growth, blobs, *asking, inspect, estimate, certificates, *jobs, meta, usage, page_files)
+    resources = (
+        caches,
+        growth,
+        blobs,
+        *asking,
+        inspect,
+        estimate,
+        certificates,
+        workflows,
+        *jobs,
+        meta,
+        usage,
+        page_files,
+    )
     guard(app, [resource.router for resource in resources], settings, keys, limits, numbers, tracer)
     openapi.install(app)
     return app

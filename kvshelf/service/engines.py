@@ -6,6 +6,7 @@ And which served model can answer from stored caches.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
@@ -40,7 +41,10 @@ from kvshelf.workers.cluster.served import ServedModel, served_model
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
+from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.results import Created, Found
+
+log = logging.getLogger("kvshelf.service")
 
 PieceT = TypeVar("PieceT")
 Trace = Callable[[Sequence[Phase]], None]
@@ -62,8 +66,8 @@ MAX_UNREAD_PIECES = 1024
 class EngineClient:
     """Calls the replicas of one model in fair turns of tenants; a caller's deadline includes the waiting.
 
-    There are as many slots as requests that the replicas can work on at once. Requests queue here, because replicas
-    know no tenants and work in the order of arrival. Each call is counted, timed, traced, and noted for the log;
+    There are as many slots as requests that the replicas can work on at once. Requests queue here, so that
+    tenants take turns over all replicas. Each call is counted, timed, traced, and noted for the log;
     `spend` receives the number of tokens that were prefilled and generated for a tenant.
     """
 
@@ -75,6 +79,7 @@ class EngineClient:
 
     def __post_init__(self, settings: Settings) -> None:
         self.model, self.parent = self.remote.model, self.remote.parent
+        self._telling: set[asyncio.Task[None]] = set()
         replicas, waiting = settings.replicas, settings.max_queued_requests
         questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         self._queues = {
@@ -159,16 +164,27 @@ class EngineClient:
             note(caches=len(created.caches))
         self.spend(tenant, created.prefilled_tokens)
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> None:
-        """Tell every replica when the next question on a cache comes. A replica that cannot be told reads the cache
-        with its question, as without a hint."""
+    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> None:
+        """Tell every replica when the next questions on caches come. A replica that cannot be told reads a cache with
+        its question, as without a hint."""
         try:
-            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, cache_id, next_use_s, caller=caller)
+            replica_counts = await self.remote.broadcast(HINT_S, ReplicaApi.hint, hints, caller=caller)
         except KvshelfError as error:
             note(hint=error.code)
             return
         for counts in replica_counts:
             self.metrics.remembered(self.model, counts)
+
+    def foretell(self, hints: Sequence[Hint], *, caller: Caller) -> None:
+        """As `hint`, in the background: no answer waits for it or fails with it."""
+        task = asyncio.ensure_future(self.hint(hints, caller=caller))
+        self._telling.add(task)
+        task.add_done_callback(self._was_told)
+
+    def _was_told(self, task: asyncio.Task[None]) -> None:
+        self._telling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("replicas of %s could not be told of the next questions", self.model, exc_info=error)
 
     async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> list[WarmedReplica]:
         """Have caches, by tenant and id, in the memory of every replica, see `Residents.warm`."""
@@ -189,17 +205,20 @@ class EngineClient:
         note(searched=hits.searched, prefill_tokens=hits.prefill_tokens)
         return hits
 
-    async def query(self, caches: str | Sequence[str], query: Asking, *, caller: Caller) -> list[Answer]:
+    async def query(
+        self, caches: str | Sequence[str], query: Asking, *, caller: Caller, on_turn: Callable[[], None] = lambda: None
+    ) -> list[Answer]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
         turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
-        error ends all."""
+        error ends all. on_turn: is called when the first one has its turn."""
         tasks: list[asyncio.Task[Answer]] = []
         with self.metrics.asking():
             try:
                 async with asyncio.TaskGroup() as group:
                     for single in each_alone(query):
                         begun = asyncio.Event()
-                        tasks.append(group.create_task(self._ask(caches, single, caller, begun)))
+                        first = on_turn if not tasks else lambda: None
+                        tasks.append(group.create_task(self._ask(caches, single, caller, begun, first)))
                         await begun.wait()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -207,12 +226,20 @@ class EngineClient:
             self._answered(answers, query.conversation)
         return answers
 
-    async def _ask(self, caches: str | Sequence[str], query: Asking, caller: Caller, begun: asyncio.Event) -> Answer:
+    async def _ask(
+        self,
+        caches: str | Sequence[str],
+        query: Asking,
+        caller: Caller,
+        begun: asyncio.Event,
+        on_turn: Callable[[], None],
+    ) -> Answer:
         """begun: is set when it has its turn, or has failed."""
         try:
             self.remote.require_bounded(query)
-            async with self._turn("query", caller) as (left_s, trace):
+            async with self._turn("query", caller, query.program) as (left_s, trace):
                 begun.set()
+                on_turn()
                 answer = await self.remote.call(ReplicaApi.query, caches, query, caller=caller.within(left_s))
                 trace(answer.served.phases)
         finally:
@@ -221,17 +248,19 @@ class EngineClient:
         return answer
 
     def stream(
-        self, caches: str | Sequence[str], query: Asking, *, caller: Caller
+        self, caches: str | Sequence[str], query: Asking, *, caller: Caller, on_turn: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[Piece | Answer, None]:
-        """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces."""
+        """The pieces as they come. A slow reader holds no slot; it gets `RequestTimeout` for too many unread pieces.
+        on_turn: is called when the question has its turn."""
         self.remote.require_bounded(query)
 
         async def fetch(pieces: asyncio.Queue[Piece | Answer | None]) -> None:
             used = 0  # a reader that leaves early has used one token for each piece, as far as is known
             async with (
-                self._turn("stream", caller) as (left_s, trace),
+                self._turn("stream", caller, query.program) as (left_s, trace),
                 aclosing(self.remote.stream(ReplicaApi.stream, caches, query, caller=caller.within(left_s))) as events,
             ):
+                on_turn()
                 try:
                     async for piece in events:
                         used = used + 1 if isinstance(piece, Piece) else _used(piece)
@@ -253,15 +282,15 @@ class EngineClient:
 
         return relayed(counted)
 
-    def _queued(self, kind: str, caller: Caller) -> AbstractAsyncContextManager[float]:
+    def _queued(self, kind: str, caller: Caller, program: str | None = None) -> AbstractAsyncContextManager[float]:
         """The turn of a caller for work of a kind; gives the seconds that are left of its deadline."""
         assert caller.deadline_s is not None
-        return self._queues[kind].turn(caller.tenant, caller.deadline_s)
+        return self._queues[kind].turn(caller.tenant, caller.deadline_s, program)
 
     @asynccontextmanager
-    async def _turn(self, name: str, caller: Caller) -> AsyncIterator[tuple[float, Trace]]:
+    async def _turn(self, name: str, caller: Caller, program: str | None = None) -> AsyncIterator[tuple[float, Trace]]:
         """Holds a slot for a question; gives the seconds left after the wait for the slot, and as `_observed`."""
-        async with self._queued("question", caller) as left_s:
+        async with self._queued("question", caller, program) as left_s:
             with self._observed(name) as trace:
                 yield left_s, trace
 

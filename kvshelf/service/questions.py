@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvshelf import errors
@@ -19,6 +19,7 @@ from kvshelf.service.engines import EngineClient, each_alone, require_adapter
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.questions import miss_reason
 from kvshelf.service.service import Service
+from kvshelf.service.workflows import ModelHints, hints_for
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
@@ -58,13 +59,14 @@ class CacheQuestion:
     asking: Asking
     caches: tuple[AskedCache, ...]
     engine: EngineClient
+    hints: ModelHints = field(default_factory=dict)
 
     @classmethod
     async def find(
         cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
     ) -> CacheQuestion:
-        """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
-        may be made again, `SourceNotKept` for one that was lost together with its source."""
+        """Look up the caches. Raises as `Store.stat` and `hints_for` do, and `ModelMismatch` for caches of several
+        models; if a cache may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
         service.engine(None, adapter=asking.adapter)  # one that is not served is refused before the store is asked
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
@@ -78,6 +80,11 @@ class CacheQuestion:
 
         try:
             with service.metrics.asking():
+                hints: ModelHints = {}
+                if (at := asking.workflow) is not None:
+                    hints = await off_loop(hints_for, service.store, at, asking.program, caller.tenant)
+                    if "write" not in caller.scopes:  # as next_use_s of a PATCH
+                        hints = {}
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
                 require_adapter(service.engines, service.identities, asking, cache_ids[0], engine.model)
@@ -85,7 +92,7 @@ class CacheQuestion:
             if not recompute:
                 raise
             raise _lost(miss) from miss
-        return cls(service, caller, asking, caches, engine)
+        return cls(service, caller, asking, caches, engine, hints)
 
     @property
     def cache_ids(self) -> list[str]:
@@ -124,16 +131,29 @@ class CacheQuestion:
                 question = await question.again(miss)
 
     def each_alone(self) -> list[CacheQuestion]:
-        """A question for each answer of this one."""
-        return [replace(self, asking=asking) for asking in each_alone(self.asking)]
+        """A question for each answer of this one. The first tells what is asked next."""
+        first, *others = each_alone(self.asking)
+        return [replace(self, asking=first), *(replace(self, asking=asking, hints={}) for asking in others)]
 
     async def answers(self) -> list[Answer]:
         """The answers to each prompt."""
-        return await self.engine.query(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        within = self.service.within(self.caller)
+        return await self.engine.query(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
 
-    def stream(self) -> AsyncGenerator[Piece | Answer, None]:
+    async def stream(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole."""
-        return self.engine.stream(self.cache_ids, self.asking, caller=self.service.within(self.caller))
+        within = self.service.within(self.caller)
+        pieces = self.engine.stream(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    def _foretell(self) -> None:
+        """Tell replicas what the question's workflow asks next, while they answer: not before its turn, when it could
+        still be refused, and other questions need the memory."""
+        for model, hints in self.hints.items():
+            if model in self.service.engines:
+                self.service.engines[model].foretell(hints, caller=self.caller.within(None))
 
     async def again(self, miss: errors.KvshelfError) -> CacheQuestion:
         """The question with the cache of this miss compressed again, with the same parameters. A changed model gives
@@ -175,7 +195,7 @@ class CacheQuestion:
             fields = document_fields(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
             full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
-        return replace(self, caches=(AskedCache(full_cache.id, full_cache),))
+        return replace(self, caches=(AskedCache(full_cache.id, full_cache),), hints={})
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
         listing = self.service.store.list

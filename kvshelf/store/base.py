@@ -18,6 +18,7 @@ from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
+from kvshelf.store.jobs.workflows import WorkflowTable
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 
 RENEW_SHARE: Final = 0.01
@@ -44,6 +45,7 @@ class Store(Protocol):
     files: FileTable
     transforms: KeptTransforms
     certificates: CertificateTable
+    workflows: WorkflowTable
     batches: BatchTable
     metering: Metering
 

@@ -33,6 +33,7 @@ from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
+from kvshelf.store.jobs.workflows import WorkflowTable
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
@@ -82,6 +83,7 @@ class Shelf(Store):
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
         self.certificates = CertificateTable(index.jobs)
+        self.workflows = WorkflowTable(index.jobs)
 
     def close(self) -> None:
         self.index.close()

@@ -15,7 +15,7 @@ from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish
 if TYPE_CHECKING:
     from kvshelf_bench.retention.simulation import ReplayOutcome
 
-PARTS = ("simulation", "live")
+PARTS = ("simulation", "queue", "live")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class _Traces:
     ] = 1200.0
     read_mb_s: Annotated[float, typer.Option(min=1, help="Simulated rate of reads.")] = 1000.0
     load: Annotated[float, typer.Option(min=0.01, help="Programs that start in a second.")] = 0.2
+    slots: Annotated[int, typer.Option(min=1, help="Answers at once, of the queue.")] = 2
 
 
 def retention(
@@ -38,7 +39,8 @@ def retention(
     threads: Threads = 1,
     reporting: Reporting,
 ) -> None:
-    """Which caches a replica's memory keeps for a trace of agents: LRU, GDSF, Continuum's pins, KVFlow's hints, both.
+    """Which caches a replica's memory keeps for a trace of agents: LRU, GDSF, Continuum's pins, hints, both, KVFlow's
+    steps; and when programs end if their first question gives them their place in the queue.
 
     Live is the replica's memory with caches of kvshelf-tiny on a disk, at a 64th of all times and a 256th of all sizes.
     """
@@ -46,6 +48,7 @@ def retention(
         from kvshelf.engine.engine import Engine
         from kvshelf_bench.measure import load_warning, machine, use_threads
         from kvshelf_bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
+        from kvshelf_bench.retention.queueing import program_times
         from kvshelf_bench.retention.simulation import Simulation
         from kvshelf_bench.retention.trace import ORDERS, make_trace
 
@@ -64,6 +67,16 @@ def retention(
                 f"simulation of {trace.questions} questions (trace {trace.digest}), reads at {traces.read_mb_s:g} MB/s"
             )
             _add("simulation", title, found, trace.digest, report, tables)
+        if "queue" in chosen:
+            trace = make_trace(traces.seconds, traces.load)
+            title = f"{traces.slots} answers at once, {len(trace.programs)} programs (trace {trace.digest})"
+            table = Table("order of", "programs of several turns", "single questions", title=title)
+            rows = {"questions": False, "programs": True}
+            times = {order: program_times(trace, traces.slots, named=named) for order, named in rows.items()}
+            for order, (several_s, single_s) in times.items():
+                table.add_row(order, f"{several_s:.1f} s", f"{single_s:.1f} s")
+            report["queue"] = {order: one._asdict() for order, one in times.items()}
+            tables.append(table)
         if "live" in chosen:
             trace = make_trace(traces.live_seconds, traces.load).scaled(1 / SCALE, 1 / SIZE_SCALE)
             engine = Engine.load("kvshelf-tiny", device="cpu")

@@ -22,6 +22,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.memory.retention import Retention
+from kvshelf.workers.replica.memory.steps import STEP_S
 from kvshelf_bench.retention.simulation import ReplayOutcome
 from kvshelf_bench.retention.trace import ANSWER_S, Orchestrator, Order, Program, Trace
 
@@ -64,7 +65,7 @@ class _Replay:
         self._residents = residents
         self._max_bytes = max_bytes
         self._ids = ids
-        self._orchestrator = Orchestrator(ANSWER_S / SCALE)
+        self._orchestrator = Orchestrator(order, ANSWER_S / SCALE, STEP_S / SCALE)
         self._waiting = ThreadPoolExecutor(64)
         self.found = ReplayOutcome()
 
@@ -101,10 +102,8 @@ class _Replay:
             await asyncio.sleep(one.pause_s)
 
     def _foretell(self, number: int, program: Program, turn: int, *, answering: bool) -> None:
-        if self._order.hints:
-            told = self._orchestrator.foretell(number, program, turn, time.monotonic(), answering=answering)
-            for cache, next_use_s in told:
-                self._residents.hint(self._ids[cache], _TENANT, next_use_s)
+        for hint in self._orchestrator.foretell(number, program, turn, time.monotonic(), answering=answering):
+            self._residents.hint(hint._replace(cache_id=self._ids[hint.cache_id]), _TENANT)
 
     def _look(self) -> None:
         most = self.found.most_bytes = max(self.found.most_bytes, self._residents.nbytes)

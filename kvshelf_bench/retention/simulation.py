@@ -71,7 +71,7 @@ class Simulation:
         self._order = order
         self._max_bytes = max_bytes
         self._byte_s = 1 / read_bytes_s
-        self._retention, self._tools, self._orchestrator = Retention(order.priority), Tools(), Orchestrator()
+        self._retention, self._tools, self._orchestrator = Retention(order.priority), Tools(), Orchestrator(order)
         self._held: dict[str, _Held] = {}
         self._short: list[_Waiting] = []  # questions that wait for room, in their order
         self._room_s = self._room_count = 0.0
@@ -139,14 +139,11 @@ class Simulation:
         self._short = [waiting for waiting in self._short if not self._begin(waiting)]
 
     def _foretell(self, asked: _Waiting, *, answering: bool) -> None:
-        if not self._order.hints:
-            return
         program = self._trace.programs[asked.program]
-        told = self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering)
-        for cache, next_use_s in told:
-            self._retention.hint(_key(cache), next_use_s, self._now)
-            if next_use_s is not None and next_use_s > _AHEAD_S:
-                self._at(self._now + next_use_s - _AHEAD_S, lambda: None)  # a step, which looks at the hints
+        for hint in self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering):
+            self._retention.hint(hint, _TENANT, self._now)
+            if hint.next_use_s is not None and hint.least_s < _AHEAD_S < hint.next_use_s:
+                self._at(self._now + hint.next_use_s - _AHEAD_S, lambda: None)  # an event, which looks at the hints
 
     def _read_ahead(self) -> None:
         if self._short or self._disk_free_at > self._now:
@@ -154,7 +151,8 @@ class Simulation:
         for wait_s, (_, cache) in self._retention.hinted(self._now):
             if cache in self._held or wait_s > _IDLE_S:
                 continue
-            unused = self._unused() if wait_s <= _AHEAD_S else {}
+            near = self._retention.presses(_key(cache), _AHEAD_S, self._now)
+            unused = self._unused() if near else {}
             missing = self._nbytes + self._trace.sizes[cache] - self._max_bytes
             leaving = self._retention.leaving_for(_key(cache), unused, missing, self._now)
             if leaving is not None:

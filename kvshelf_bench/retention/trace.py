@@ -13,11 +13,13 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
-from kvshelf.workers.replica.memory.retention import Use, by_gdsf, by_recency
+from kvshelf.api.workflows import Workflow, WorkflowStep
+from kvshelf.workers.replica.memory.retention import Hint, Use, by_gdsf, by_recency
+from kvshelf.workers.replica.memory.steps import STEP_S, hints_of
 
 SEED: Final = 20261126
 
@@ -143,36 +145,56 @@ LOOK_AHEAD: Final = 3
 
 @dataclass(frozen=True)
 class Order:
-    """tools: whether questions name the tools that their answers call. hints: whether an orchestrator gives hints."""
+    """tools: whether questions name the tools that their answers call. hints: whether an orchestrator gives hints.
+    steps: whether questions name their step of a workflow, a chain of the program's turns; timed: with durations."""
 
     name: str
     priority: Callable[[Use], float]
     tools: bool = False
     hints: bool = False
+    steps: bool = False
+    timed: bool = False
 
 
 ORDERS: Final = (
     Order("LRU", by_recency),
     Order("GDSF", by_gdsf),
     Order("Continuum", by_recency, tools=True),
-    Order("KVFlow", by_recency, hints=True),
+    Order("hints", by_recency, hints=True),
     Order("both", by_recency, tools=True, hints=True),
+    Order("steps", by_recency, steps=True),
+    Order("timed steps", by_recency, steps=True, timed=True),
 )
 
 
 @dataclass
 class Orchestrator:
     """Knows the turns of its programs and the mean lengths of answers and pauses, not the lengths that come. A cache's
-    next use is the nearest of all programs. answer_s: mean seconds of an answer."""
+    next use is the nearest of all programs. answer_s: mean seconds of an answer. step_s: of a step without one."""
 
+    order: Order
     answer_s: float = ANSWER_S
+    step_s: float = STEP_S
     _due: dict[str, dict[int, float]] = field(default_factory=dict)  # by cache and program
 
-    def foretell(
-        self, number: int, program: Program, turn: int, now: float, *, answering: bool
-    ) -> Iterator[tuple[str, float | None]]:
-        """The hints, caches with seconds or None, that follow from a program's turn: its answer begins, or has ended
-        (then what it waits for has begun)."""
+    def foretell(self, number: int, program: Program, turn: int, now: float, *, answering: bool) -> Iterable[Hint]:
+        """The hints that follow from a program's turn: its answer begins, or has ended (then what it waits for has
+        begun). A step is told with the question, and not again."""
+        if self.order.hints:
+            return list(self._by_time(number, program, turn, now, answering=answering))
+        if self.order.steps and answering:
+            return hints_of(self._workflow(program), f"s{turn}", str(number))
+        return []
+
+    def _workflow(self, program: Program) -> Workflow:
+        steps = {}
+        for at, one in enumerate(program.turns):
+            duration_s = self.answer_s + one.mean_pause_s if self.order.timed else self.step_s
+            following = [f"s{at + 1}"] if at + 1 < len(program.turns) else []
+            steps[f"s{at}"] = WorkflowStep(cache_ids=[one.cache], next=following, duration_s=duration_s)
+        return Workflow(steps=steps)
+
+    def _by_time(self, number: int, program: Program, turn: int, now: float, *, answering: bool) -> Iterator[Hint]:
         changed = {cache for cache, due in self._due.items() if due.pop(number, None) is not None}
         at = now
         for index, one in enumerate(program.turns[turn : turn + 1 + LOOK_AHEAD]):
@@ -182,4 +204,4 @@ class Orchestrator:
             at += one.mean_pause_s + (self.answer_s if index or answering else 0.0)
         for cache in sorted(changed):
             due = self._due[cache]
-            yield cache, max(0.0, min(due.values()) - now) if due else None
+            yield Hint(cache, max(0.0, min(due.values()) - now) if due else None)

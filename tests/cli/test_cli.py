@@ -180,6 +180,8 @@ def test_with_json_an_error_is_an_object_on_stdout() -> None:
         (("ls", "--url", "ftp://x"), "ftp://x"),
         (("ls", "--limit", "0"), "--limit"),
         (("ls", "--colour"), "--colour"),
+        (("ask", "kvs_1", "Why?", "--workflow", "report"), "--workflow"),
+        (("ask", "kvs_1", "Why?", "--workflow", "report:"), "ID:STEP"),
         (("nonsense",), "nonsense"),
         (("list",), "Did you mean 'ls'?"),
         (("serve", "--port", "70000"), "port"),

@@ -249,6 +249,13 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     under = {"document": "It is.", "model": model, "certificate": "{}"}
     yield Lookup("creation under a certificate", "POST", "/v1/caches", under, timed=False), mark, _mark()
 
+    owner.made.append(f"/v1/workflows/{mark}")
+    _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
+    steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
+    yield Lookup("workflow", "GET", "/v1/workflows/{}"), mark, _mark()
+    yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", timed=False), mark, _mark()
+    yield Lookup("workflow of a cache", "PUT", f"/v1/workflows/{_mark()}", steps, timed=False), id, nobodys(id)
+
     row = _mark()
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})

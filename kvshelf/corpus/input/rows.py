@@ -171,6 +171,10 @@ def _question(body: dict[str, Any], custom_id: str | None) -> ChatCompletionRequ
     question = parse_request(ChatCompletionRequest, body)
     if question.stream:
         raise InvalidRequest("stream: an answer of a batch comes as a whole; leave stream out", param="stream")
+    if question.workflow is not None:
+        raise InvalidRequest("workflow: rows of a batch run in no order of steps; leave it out", param="workflow")
+    if question.program is not None:
+        raise InvalidRequest("program: rows of a batch go behind all questions; leave it out", param="program")
     if question.on_miss != "error":
         raise InvalidRequest(
             "on_miss: a question of a batch makes no cache again; make it by POST /v1/caches before", param="on_miss"

@@ -24,6 +24,8 @@ class Directions(RequestBody):
         "cache_ids": "vLLM answers from one cache at a time; give cache_id",
         "select": "vLLM reads whole caches; leave select out",
         "tool": "vLLM keeps its own cache of prefixes; leave tool out",
+        "workflow": "vLLM keeps its own cache of prefixes; leave workflow out",
+        "program": "vLLM has its own queue; leave program out",
     }
 
     names_cache: bool

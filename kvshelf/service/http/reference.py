@@ -147,6 +147,8 @@ def _kind(schema: dict[str, Any], used: dict[str, None]) -> str:
     kind = str(schema.get("type", "anything"))
     if kind == "array":
         kind = f"list of {_kind(schema.get('items', {}), used)}"
+    members = (schema.get("additionalProperties"), *schema.get("patternProperties", {}).values())
+    kind += "".join(f" of {_kind(member, used)}" for member in members if isinstance(member, dict) and "$ref" in member)
     return kind + _bounds(schema)
 
 

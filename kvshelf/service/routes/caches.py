@@ -24,6 +24,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.spec import require_policy
+from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.results import Created
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
@@ -184,7 +185,7 @@ async def update_cache(
         manifest = await off_loop(service.store.update, cache_id, **condition, **changes)
     else:
         require_revision(manifest, condition["if_revision"])
-    await engine.hint(cache_id, body.next_use_s, caller=caller.within(None))
+    await engine.hint([Hint(cache_id, body.next_use_s)], caller=caller.within(None))
     return _tagged(manifest)
 
 

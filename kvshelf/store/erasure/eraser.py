@@ -27,6 +27,7 @@ from kvshelf.store.jobs.batches import BatchRecord, BatchTable
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import FileRecord, FileTable
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
+from kvshelf.store.jobs.workflows import KeptWorkflow
 from kvshelf.store.manifest import SourceRecord, StoredBody, StoredRecord
 from kvshelf.store.table import Item, Kind, read
 
@@ -66,7 +67,11 @@ class _Recorded(StoredRecord):
     stays: list[StayingThing] = []
 
     def with_stays(self, stays: list[StayingThing]) -> _Recorded:
-        return self.model_copy(update={"stays": [*self.stays, *(stay for stay in stays if stay not in self.stays)]})
+        merged = list(self.stays)
+        for stay in stays:
+            if stay not in merged:
+                merged.append(stay)
+        return self.model_copy(update={"stays": merged})
 
 
 @dataclass(eq=False)
@@ -216,7 +221,10 @@ class _Look:
         yield from self._of_batches()
         yield from self._of_requests()
         if self._subject.all:
-            yield from (ErasedThing(kind="certificate", id=item.id) for item in self._items("certificate"))
+            for kind in ("certificate", "workflow"):
+                yield from (ErasedThing(kind=kind, id=item.id) for item in self._items(kind))
+        else:
+            self._look_at_workflows()
         yield from self._derived(derived, {kept.manifest.id: kept for kept in lone})
         for entry in caches.values():
             blob = None if entry.text is None else entry.manifest().blob_digest
@@ -235,6 +243,13 @@ class _Look:
                 jobs.erase_lines(thing.id, sorted(numbers))
         elif (item := jobs.find(thing.id, tenant)) is not None:
             self._of.bodies.end(item)
+
+    def _look_at_workflows(self) -> None:
+        for item in self._items("workflow"):
+            kept = read(item, KeptWorkflow)
+            if any(map(self._has, kept.models)):
+                why = "its steps name ids of erased caches; keep it without them, or delete it"
+                self.stays.append(StayingThing(kind="workflow", id=kept.id, why=why))
 
     def _has(self, id: str) -> bool:
         return id in self._ids or id in self._known

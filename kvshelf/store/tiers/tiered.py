@@ -59,6 +59,7 @@ class TieredStore(Store):
         self.responses = home.responses
         self.transforms = home.transforms
         self.certificates = home.certificates
+        self.workflows = home.workflows
         self.batches = home.batches
         self.metering = home.metering
         self.home = home

@@ -23,6 +23,7 @@ from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
 from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.results import Created, Found
 
 
@@ -63,7 +64,7 @@ class ReplicaApi(Protocol):
         caller: Caller,
     ) -> AsyncIterator[Piece | Answer]: ...
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]: ...
+    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]: ...
 
     async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica: ...
 

@@ -10,14 +10,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvshelf.errors import DeadlineExceeded, QueueFull
-from kvshelf.workers.replica.queues import Pace, Rounds
+from kvshelf.workers.replica.queues import Pace, Programs, Rounds
 
 
 class FairQueue:
     """Slots for work of one kind. A request that finds none free waits; each free slot goes to the next tenant.
 
-    At most `max_waiting` requests wait. Beyond that, the newest request of the tenant with the most waiting requests
-    is refused, so that a tenant whose many requests came first cannot keep other tenants out.
+    At most `max_waiting` requests wait. Beyond that, the last request of the tenant with the most waiting requests
+    is refused, so that a tenant whose many requests came first cannot keep other tenants out. Where that is the tenant
+    that asks, it is the last of its own, which may be another program's.
     """
 
     def __init__(self, what: str, slots: int, max_waiting: int) -> None:
@@ -26,6 +27,7 @@ class FairQueue:
         self._max_waiting = max_waiting
         self._free = slots
         self._waiting: Rounds[asyncio.Future[None]] = Rounds()
+        self._programs = Programs()
         self._pace = Pace()
 
     @property
@@ -34,14 +36,14 @@ class FairQueue:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, tenant: str, deadline_s: float | None) -> AsyncIterator[float]:
+    async def turn(self, tenant: str, deadline_s: float | None, program: str | None = None) -> AsyncIterator[float]:
         """Holds a slot for the block; gives the seconds that are left of the deadline. deadline_s None: the caller has
-        its own.
+        its own. program: whose first request gives this one its place among those of the tenant.
 
         Raises `QueueFull`, and `DeadlineExceeded` if the turn does not come in time.
         """
         asked, deadline_s = time.monotonic(), math.inf if deadline_s is None else deadline_s
-        await self._enter(tenant, deadline_s)
+        await self._enter(tenant, deadline_s, program)
         began = time.monotonic()
         try:
             yield max(0.0, deadline_s - (began - asked))
@@ -49,14 +51,15 @@ class FairQueue:
             self._pace.record(time.monotonic() - began)
             self._leave()
 
-    async def _enter(self, tenant: str, deadline_s: float) -> None:
+    async def _enter(self, tenant: str, deadline_s: float, program: str | None) -> None:
+        if not self._free and len(self._waiting) >= self._max_waiting:
+            self._shed(tenant, self._programs.first(tenant, program, time.monotonic()))
+        since = self._programs.since(tenant, program, time.monotonic())
         if self._free:  # then nobody waits
             self._free -= 1
             return
-        if len(self._waiting) >= self._max_waiting:
-            self._shed(tenant)
         place = asyncio.get_running_loop().create_future()
-        self._waiting.add(tenant, place)
+        self._waiting.add(tenant, place, since)
         try:
             async with asyncio.timeout(None if deadline_s == math.inf else deadline_s):
                 await place
@@ -76,12 +79,13 @@ class FairQueue:
                 return
         self._free += 1
 
-    def _shed(self, tenant: str) -> None:
+    def _shed(self, tenant: str, since: float) -> None:
         refusal = QueueFull(
             f"too many requests wait for {self._what}: {len(self._waiting)}",
             retry_after_s=round(max(0.5, self._pace.estimate(1 + len(self._waiting) / self.slots)), 3),
         )
         newest = self._waiting.take_newest_of_longest(against=tenant)
+        newest = newest or self._waiting.take_later(tenant, since)
         if newest is None:
             raise refusal
         if not newest.done():

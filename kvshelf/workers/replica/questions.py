@@ -42,7 +42,7 @@ from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.guard import Answered, Guard
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
-from kvshelf.workers.replica.memory.retention import Key
+from kvshelf.workers.replica.memory.retention import Hint, Key
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -68,11 +68,12 @@ class Questions:
             task.cancel()
         self.residents.close()
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
-        """The next question on a cache comes in so many seconds, see `Residents.hint`; returns its `take_counts`."""
+    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]:
+        """When the next questions on caches come, see `Residents.hint`; returns its `take_counts`."""
         with called_by(caller):
             self._keep_house()
-            self.residents.hint(cache_id, caller.tenant, next_use_s)
+            for hint in hints:
+                self.residents.hint(hint, caller.tenant)
             return self.residents.take_counts()
 
     async def warm(self, keys: Sequence[Key], *, caller: Caller) -> Warmed:
@@ -246,7 +247,8 @@ class Questions:
         residents: dict[str, tuple[Resident, bool]] = {}
         for place in narrowing.places:  # not `using_all`: who is taking several may wait for the room that these are in
             cache_id = list(loaded.held)[place]
-            using = self.residents.using(cache_id, caller.tenant, tool=loaded.query.tool)
+            query = loaded.query
+            using = self.residents.using(cache_id, caller.tenant, tool=query.tool, program=query.program)
             resident, _ = await stack.enter_async_context(using)
             residents[cache_id] = resident, loaded.held[cache_id][1]
         return replace(
@@ -324,7 +326,7 @@ class Questions:
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
     ) -> list[tuple[Resident, bool]]:
         part = query.select is not None and reads_by_index(query.select.method)
-        using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool)
+        using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool, program=query.program)
         return await stack.enter_async_context(using)
 
     async def _begun(self, loaded: _Loaded, caller: Caller, **options: Any) -> tuple[list[int], Ticket[Answer]]:
@@ -334,6 +336,7 @@ class Questions:
         passages = query.select is not None and query.select.passages
         options |= {
             "tenant": caller.tenant,
+            "program": query.program,
             "deadline_s": caller.deadline_s if loaded.narrowing is None else loaded.left_s(caller),
             "passages": passages,
             "reducer": None if query.suffix is None else self.engine.asker.reducer(query.suffix, len(ids)),

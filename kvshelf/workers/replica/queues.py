@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from kvshelf.errors import KvshelfError, NoWorker, QueueFull
 from kvshelf.workers.replica.ticket import Ticket
@@ -25,6 +25,12 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 UNMEASURED_RETRY_S = 1.0
 """After how long a full queue tells callers to retry, before any work has been measured."""
+
+PROGRAM_S: Final = 3600.0
+"""How long a program has the place of its first question."""
+
+MOST_PROGRAMS: Final = 1000
+"""Of a tenant."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ TurnOf = Callable[[str, Sequence[int]], Sequence[int]]
 class Answering:
     """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer.
     turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the turn is kept.
-    of_batch: whether users' questions go before it."""
+    of_batch: whether users' questions go before it. program: of an agent, whose first question gives it its place."""
 
     ticket: Ticket[Answer]
     generation: Generation
@@ -79,6 +85,7 @@ class Answering:
     tenant: str
     turn_of: TurnOf | None = None
     of_batch: bool = False
+    program: str | None = None
 
 
 @dataclass(eq=False)
@@ -104,26 +111,61 @@ class Pace:
         return UNMEASURED_RETRY_S if self.seconds is None else max(0.1, units * self.seconds)
 
 
+class Programs:
+    """When each program of an agent asked first: its later questions go before programs that came after it (Continuum,
+    arXiv 2511.02230). A program begins anew `PROGRAM_S` after its first question, so that no name has the first place
+    for ever, and of a tenant that has more than `MOST_PROGRAMS` the oldest is forgotten. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # By tenant the first question of each, the oldest first; the tenant that has the newest is the last.
+        self._of: OrderedDict[str, dict[str, float]] = OrderedDict()
+
+    def first(self, tenant: str, program: str | None, now: float) -> float:
+        """The time of the program's first question, if one comes now; now without a program."""
+        first = self._of.get(tenant, {}).get(program or "", -math.inf)
+        return now if now - first > PROGRAM_S else first
+
+    def since(self, tenant: str, program: str | None, now: float) -> float:
+        """As `first`, of a question that comes now."""
+        first = self.first(tenant, program, now)
+        if program is not None and first == now:
+            times = self._of.setdefault(tenant, {})
+            times.pop(program, None)
+            times[program] = now
+            self._of.move_to_end(tenant)
+            if len(times) > MOST_PROGRAMS:
+                del times[next(iter(times))]
+        while self._of and now - next(reversed(next(iter(self._of.values())).values())) > PROGRAM_S:
+            self._of.popitem(last=False)
+        return first
+
+
 class Rounds(Generic[ItemT]):
     """A queue for each tenant, from which items are taken in turn. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[ItemT]] = {}  # the tenant whose turn is next comes first
+        # An item with the time since which it has its place. The tenant whose turn is next comes first.
+        self._queues: dict[str, deque[tuple[float, ItemT]]] = {}
 
     def __iter__(self) -> Iterator[ItemT]:
         """All items, tenant by tenant. Items may be removed meanwhile."""
-        return chain.from_iterable([list(queue) for queue in self._queues.values()])
+        return chain.from_iterable([[item for _, item in queue] for queue in self._queues.values()])
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, tenant: str, item: ItemT) -> None:
-        self._queues.setdefault(tenant, deque()).append(item)
+    def add(self, tenant: str, item: ItemT, since: float = math.inf) -> None:
+        """The item's place is before those of its tenant with a later `since`; without one it is the last."""
+        queue = self._queues.setdefault(tenant, deque())
+        place = len(queue)
+        while place and queue[place - 1][0] > since:
+            place -= 1
+        queue.insert(place, (since, item))
 
     @property
     def next(self) -> ItemT | None:
         """The item that `take` would give; None when nothing waits."""
-        return next(iter(self._queues.values()))[0] if self._queues else None
+        return next(iter(self._queues.values()))[0][1] if self._queues else None
 
     def take(self) -> ItemT:
         """The next item. Raises `IndexError` when nothing waits."""
@@ -142,7 +184,7 @@ class Rounds(Generic[ItemT]):
 
     def _take(self, tenant: str) -> ItemT:
         queue = self._queues.pop(tenant)
-        item = queue.popleft()
+        _, item = queue.popleft()
         if queue:
             self._queues[tenant] = queue
         return item
@@ -150,17 +192,29 @@ class Rounds(Generic[ItemT]):
     def remove(self, tenant: str, item: ItemT) -> None:
         """Remove an item if it waits."""
         queue = self._queues.get(tenant, deque())
-        if item in queue:
-            queue.remove(item)
+        for place, (_, waiting) in enumerate(queue):
+            if waiting == item:
+                del queue[place]
+                break
         if not queue:
             self._queues.pop(tenant, None)
 
+    def take_later(self, tenant: str, since: float) -> ItemT | None:
+        """The last item of a tenant, if its place is later than one since then would be; else None."""
+        queue = self._queues.get(tenant)
+        if not queue or queue[-1][0] <= since:
+            return None
+        _, item = queue.pop()
+        if not queue:
+            del self._queues[tenant]
+        return item
+
     def take_newest_of_longest(self, against: str) -> ItemT | None:
-        """The newest item of the longest queue, if the queue of `against` is shorter by more than one; else None."""
+        """The last item of the longest queue, if the queue of `against` is shorter by more than one; else None."""
         longest = max(self._queues, key=lambda tenant: len(self._queues[tenant]))
         if len(self._queues[longest]) <= len(self._queues.get(against, ())) + 1:
             return None
-        return self._queues[longest].pop()
+        return self._queues[longest].pop()[1]
 
 
 class Queues:
@@ -178,6 +232,7 @@ class Queues:
         self._limits = limits
         self._questions: Rounds[Answering] = Rounds()
         self._batch_questions: Rounds[Answering] = Rounds()
+        self._programs = Programs()
         self._documents: Rounds[Compressing] = Rounds()
         self._passes: Rounds[Passing] = Rounds()
         self._stop_at = math.inf
@@ -215,7 +270,7 @@ class Queues:
             if (queued := len(queue)) >= self._limits.max_waiting:
                 rounds = queued / self._limits.max_open
                 raise _queue_full("questions", queued, self.answer_pace.estimate(rounds))
-            queue.add(work.tenant, work)
+            queue.add(work.tenant, work, self._programs.since(work.tenant, work.program, time.monotonic()))
             self.changed.notify()
 
     def add_pass(self, work: Passing) -> None:

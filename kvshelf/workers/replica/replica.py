@@ -44,6 +44,7 @@ from kvshelf.workers.replica.files import pieces
 from kvshelf.workers.replica.guard import Guard, GuardRules
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
+from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
 from kvshelf.workers.replica.results import Created, Found
@@ -183,8 +184,8 @@ class Replica(ReplicaApi):
             async for piece in pieces:
                 yield piece
 
-    async def hint(self, cache_id: str, next_use_s: float | None, *, caller: Caller) -> dict[str, int]:
-        return await self.questions.hint(cache_id, next_use_s, caller=caller)
+    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]:
+        return await self.questions.hint(hints, caller=caller)
 
     async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica:
         warmed = await self.questions.warm(keys, caller=caller)

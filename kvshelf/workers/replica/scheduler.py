@@ -130,11 +130,12 @@ class Scheduler:
         on_text: Callable[[Piece], None] = lambda _: None,
         turn_of: TurnOf | None = None,
         of_batch: bool = False,
+        program: str | None = None,
         tenant: str = "default",
         deadline_s: float | None = None,
     ) -> Ticket[Answer]:
         """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
-        turn_of, of_batch: as of `Answering`. With `turn_of`, the ticket has the answer's turn at its end.
+        turn_of, of_batch, program: as of `Answering`. With `turn_of`, the ticket has the answer's turn at its end.
 
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
@@ -142,7 +143,7 @@ class Scheduler:
         most = None if reducer is None else reducer.most
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
-        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch)
+        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch, program)
         self._queues.add_question(work)
         return work.ticket
 

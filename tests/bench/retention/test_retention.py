@@ -9,6 +9,7 @@ import pytest
 from kvshelf.engine.engine import Engine
 from kvshelf.workers.replica.memory.retention import by_recency
 from kvshelf_bench.retention.live import SCALE, SIZE_SCALE, replay, shelf_of
+from kvshelf_bench.retention.queueing import program_times
 from kvshelf_bench.retention.simulation import PREFILL_S, READ_S, Simulation
 from kvshelf_bench.retention.trace import LOOK_AHEAD, ORDERS, Orchestrator, Order, Program, Trace, Turn, make_trace
 
@@ -57,14 +58,19 @@ def test_a_hint_hides_the_read_and_a_pin_saves_it() -> None:
 
 
 def test_the_orchestrator_says_the_nearest_turn_of_all_programs() -> None:
-    boss = Orchestrator(answer_s=2.0)
+    boss = Orchestrator(Order("", by_recency, hints=True), answer_s=2.0)
+
+    def told(number: int, program: Program, at: int, now: float, *, answering: bool = True) -> dict[str, float | None]:
+        hints = boss.foretell(number, program, at, now, answering=answering)
+        return {hint.cache_id: hint.next_use_s for hint in hints}
+
     first = Program(0.0, (turn("a", pause_s=1.0), turn("b", pause_s=5.0), turn("a"), turn("c"), turn("d")))
     second = Program(0.0, (turn("x", pause_s=0.5), turn("b")))
-    assert dict(boss.foretell(0, first, 0, 10.0, answering=True)) == {"b": 3.0, "a": 10.0, "c": 13.0}
+    assert told(0, first, 0, 10.0) == {"b": 3.0, "a": 10.0, "c": 13.0}
     assert LOOK_AHEAD == 3, "so nothing is said of d"
-    assert dict(boss.foretell(1, second, 0, 10.0, answering=True)) == {"b": 2.5}
-    assert dict(boss.foretell(1, second, 1, 12.0, answering=True)) == {"b": 1.0}, "the other program still wants it"
-    assert dict(boss.foretell(0, first, 4, 30.0, answering=False)) == {"a": None, "b": None, "c": None}
+    assert told(1, second, 0, 10.0) == {"b": 2.5}
+    assert told(1, second, 1, 12.0) == {"b": 1.0}, "the other program still wants it"
+    assert told(0, first, 4, 30.0, answering=False) == {"a": None, "b": None, "c": None}
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
@@ -74,7 +80,26 @@ def test_every_question_is_answered_within_the_memory(order: Order) -> None:
     assert len(found.waits_s) == trace.questions
     assert max(trace.sizes.values()) <= found.most_bytes <= 3.2e9
     assert (found.counts["pinned"] > 0) == order.tools
-    assert (found.counts["read_ahead"] > 0) == order.hints
+    assert (found.counts["read_ahead"] > 0) == (order.hints or order.steps)
+
+
+def test_a_step_tells_of_its_program_s_later_turns_with_its_question() -> None:
+    program = Program(0.0, (turn("a", pause_s=1.0), turn("b", pause_s=5.0), turn("a")))
+    for timed, seconds in ((True, [None, 10.0, 3.0]), (False, [None, 10.0, 5.0])):
+        boss = Orchestrator(Order("", by_recency, steps=True, timed=timed), answer_s=2.0)
+        hints = list(boss.foretell(7, program, 0, 0.0, answering=True))
+        assert [(hint.cache_id, hint.next_use_s) for hint in hints] == list(zip("aab", seconds, strict=True))
+        assert list(boss.foretell(7, program, 0, 0.0, answering=False)) == []
+
+
+def test_a_program_that_came_first_ends_first_where_questions_name_theirs() -> None:
+    """Two answers at once: two programs of two turns, and four single questions that come between these."""
+    agents = [Program(0.0, (turn("a", pause_s=0.5), turn("a"))) for _ in range(2)]
+    trace = Trace({"a": 1}, (*agents, *(Program(0.5, (turn("a"),)) for _ in range(4))))
+    one_s = trace.programs[0].turns[0].answer_s + PREFILL_S
+    by_question, by_program = (program_times(trace, 2, named=named) for named in (False, True))
+    assert by_question == pytest.approx((4 * one_s, 2.5 * one_s - 0.5))
+    assert by_program == pytest.approx((3 * one_s, 3 * one_s - 0.5))
 
 
 @pytest.mark.slow
@@ -85,4 +110,4 @@ def test_a_replica_s_memory_takes_the_same_trace(tiny: Engine) -> None:
             found = replay(trace, order, int(3.2e9 / SIZE_SCALE), tiny, store, ids)
             assert len(found.waits_s) == trace.questions
             assert 0 < found.most_bytes <= 3.2e9 / SIZE_SCALE
-            assert (found.counts["read_ahead"] > 0) == order.hints
+            assert (found.counts["read_ahead"] > 0) == (order.hints or order.steps)

@@ -53,6 +53,8 @@ def test_a_question_may_have_tools_and_their_results() -> None:
     [
         (line(stream=True), "leave stream out"),
         (line(on_miss="recompute"), "makes no cache again"),
+        (line(workflow={"id": "report", "step": "plan"}), "run in no order of steps"),
+        (line(program="run-1"), "program: rows of a batch go behind all questions"),
         (line(custom_id=None), "custom_id: a question needs one"),
         (line(url="/v1/caches"), f"only POST {URL}"),
         (line(colour="red"), "colour: unknown field"),

@@ -86,7 +86,7 @@ def test_openapi_describes_every_route_and_body(http: httpx.Client) -> None:
         "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel", "/v1/batches/{batch_id}/pause",
         "/v1/batches/{batch_id}/resume", "/v1/batches/{batch_id}/retry", "/v1/batches/{batch_id}/events",
         "/v1/requests/{request_id}", "/v1/query", "/v1/erasures", "/v1/certificates", "/v1/certificates/{name}",
-        "/v1/caches/search", "/v1/chat/completions",
+        "/v1/workflows", "/v1/workflows/{id}", "/v1/caches/search", "/v1/chat/completions",
         "/v1/models",
         "/v1/policies", "/v1/selectors", "/v1/suffix_policies", "/v1/limits", "/v1/usage", "/v1/responses",
         "/v1/caches/warm",

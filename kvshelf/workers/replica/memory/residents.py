@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -27,7 +28,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.workers.replica.calls import Threads, tenant_at_work
 from kvshelf.workers.replica.fair_queue import FairCondition, FairQueue
-from kvshelf.workers.replica.memory.retention import Key, Retention
+from kvshelf.workers.replica.memory.retention import AHEAD_S, Hint, Key, Retention
 from kvshelf.workers.replica.memory.tools import Tools
 from kvshelf.workers.replica.queues import Pace
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -48,7 +49,7 @@ class ResidentLimits:
 
     max_bytes: int = 2 << 30
     idle_s: float = 600.0
-    ahead_s: float = 5.0
+    ahead_s: float = AHEAD_S
 
 
 @dataclass(eq=False)
@@ -121,6 +122,7 @@ class Residents:
         self._taking = FairQueue("documents that are asked together", 1, sys.maxsize)
         # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
         self._beside: dict[Key, int] = {}
+        self._wanted: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +134,13 @@ class Residents:
 
     @asynccontextmanager
     async def using_all(
-        self, cache_ids: Sequence[str], tenant: str, *, part: bool = False, tool: str | None = None
+        self,
+        cache_ids: Sequence[str],
+        tenant: str,
+        *,
+        part: bool = False,
+        tool: str | None = None,
+        program: str | None = None,
     ) -> AsyncIterator[list[tuple[Resident, bool]]]:
         """The caches of one question, each as `using` gives it; they are read side by side.
 
@@ -142,41 +150,60 @@ class Residents:
         """
         held: list[tuple[Resident, bool]] = []
         async with AsyncExitStack() as stack:
-            async with self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext():
-                for cache_id in cache_ids:
-                    beside = sum(resident.document.nbytes for resident, _ in held)
-                    try:
-                        using = self.using(cache_id, tenant, part=part, beside=beside, tool=tool)
-                        held.append(await stack.enter_async_context(using))
-                    except _NeverRoom:
-                        raise InvalidRequest(
-                            f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes in "
-                            f"memory, and with the next the {self.limits.max_bytes} of this worker are not enough; "
-                            "ask fewer at once",
-                            param="cache_ids",
-                        ) from None
-                    except KvshelfError as error:
-                        if len(cache_ids) > 1:
-                            error.details["cache_id"] = cache_id
-                        raise
+            taking = self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext()
+            with self._wanting([(tenant, cache_id) for cache_id in cache_ids]):
+                async with taking:
+                    for cache_id in cache_ids:
+                        beside = sum(resident.document.nbytes for resident, _ in held)
+                        try:
+                            using = self.using(cache_id, tenant, part=part, beside=beside, tool=tool, program=program)
+                            held.append(await stack.enter_async_context(using))
+                        except _NeverRoom:
+                            raise InvalidRequest(
+                                f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes "
+                                f"in memory, and with the next the {self.limits.max_bytes} of this worker are not "
+                                "enough; ask fewer at once",
+                                param="cache_ids",
+                            ) from None
+                        except KvshelfError as error:
+                            if len(cache_ids) > 1:
+                                error.details["cache_id"] = cache_id
+                            raise
             yield held
+
+    @contextmanager
+    def _wanting(self, keys: Sequence[Key]) -> Iterator[None]:
+        """While a question waits for its caches, none of them leaves for one that is read ahead."""
+        self._wanted.update(keys)
+        try:
+            yield
+        finally:
+            self._wanted.subtract(keys)
+            self._wanted = +self._wanted
 
     @asynccontextmanager
     async def using(
-        self, cache_id: str, tenant: str, *, part: bool = False, beside: int = 0, tool: str | None = None
+        self,
+        cache_id: str,
+        tenant: str,
+        *,
+        part: bool = False,
+        beside: int = 0,
+        tool: str | None = None,
+        program: str | None = None,
     ) -> AsyncIterator[tuple[Resident, bool]]:
         """The cache for the length of a block, and whether it was in memory already.
 
         It may still be arriving; a layer that cannot be read raises where it is used. part: the question reads what it
         selects, so that a cache that is not in memory is not read ahead. beside: bytes of the caches that the same
         question holds. tool: what the answer calls; if the block ends without an error, the cache is pinned for a time.
-        Raises what `Store.open_cache` raises, and `ModelMismatch`.
+        program: whose question it is. Raises what `Store.open_cache` raises, and `ModelMismatch`.
         """
-        self._tools.asked(tenant, cache_id, time.monotonic())
+        self._tools.asked(tenant, cache_id, time.monotonic(), program)
         resident, there = await self._acquire(cache_id, tenant, part, beside)
         try:
             yield resident, there
-            self._answered((tenant, cache_id), resident, tool)
+            self._answered((tenant, cache_id), resident, tool, program)
         finally:
             resident.users -= 1
             resident.last_used = time.monotonic()
@@ -204,9 +231,9 @@ class Residents:
             self.held[key] = Resident(document, digest, "memory")
             self.retention.used(key, now, cost_s=self._reload_s(nbytes), nbytes=nbytes)
 
-    def hint(self, cache_id: str, tenant: str, next_use_s: float | None) -> None:
-        """The next question on a cache comes in so many seconds; None takes the hint back. See `read_ahead_forever`."""
-        self.retention.hint((tenant, cache_id), next_use_s, time.monotonic())
+    def hint(self, hint: Hint, tenant: str) -> None:
+        """When a tenant's next question on a cache comes. See `read_ahead_forever`."""
+        self.retention.hint(hint, tenant, time.monotonic())
         self._changed.set()
 
     async def warm(self, keys: Sequence[Key]) -> Warmed:
@@ -246,19 +273,20 @@ class Residents:
 
     async def _warmed(self, key: Key) -> tuple[Resident | None, bool]:
         """A cache that has been read to its end, None if it was not, and whether it was there before."""
+        tenant, cache_id = key
         resident = self.held.get(key)
         there = resident is not None and await self._current(key, resident)
         if resident is not None and not there:
             self._drop(key, resident)
         if not there:
-            self.retention.hint(key, 0.0, time.monotonic())
+            self.retention.hint(Hint(cache_id, 0.0), tenant, time.monotonic())
             await self._read_ahead(key)
             resident = self.held.get(key)
         if resident is not None and resident.reading is not None:
             await asyncio.wrap_future(resident.reading)
             if resident.document.failed:
                 self._drop(key, resident)
-        self.retention.hint(key, None, time.monotonic())
+        self.retention.hint(Hint(cache_id, None), tenant, time.monotonic())
         return self.held.get(key), there
 
     def take_counts(self) -> dict[str, int]:
@@ -283,10 +311,10 @@ class Residents:
                     break
                 if key not in self.held and wait_s <= self.limits.idle_s:
                     await self._read_ahead(key)
-            nearer = (limit for limit in (self.limits.ahead_s, self.limits.idle_s))
-            pause_s = min((wait_s - limit for limit in nearer for wait_s, _ in hinted if wait_s > limit), default=None)
+            now, limits = time.monotonic(), (self.limits.ahead_s, self.limits.idle_s)
+            pause_s = min(self.retention.nears_in(limit_s, now) for limit_s in limits)
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(None if pause_s == math.inf else pause_s):
                     await self._changed.wait()
 
     async def _read_ahead(self, key: Key) -> None:
@@ -301,7 +329,7 @@ class Residents:
         except _NoRoomAhead:
             pass
         except Exception as error:  # any error: a question will get its own
-            self.retention.hint(key, None, time.monotonic())
+            self.retention.forget(key)
             log.info("a cache with a hint could not be read ahead: %s", error)
 
     @property
@@ -371,11 +399,11 @@ class Residents:
                 resident.users += 1
                 return resident, there
 
-    def _answered(self, key: Key, resident: Resident, tool: str | None) -> None:
+    def _answered(self, key: Key, resident: Resident, tool: str | None, program: str | None) -> None:
         """An answer ended, and the tool that it calls begins to run."""
         tenant, cache_id = key
         now, nbytes = time.monotonic(), resident.document.nbytes
-        self._tools.answered(tenant, cache_id, tool, now)
+        self._tools.answered(tenant, cache_id, tool, now, program)
         if tool is None or self.held.get(key) is not resident:
             return
         wait_s = self._room_pace.seconds or 0.0
@@ -486,8 +514,10 @@ class Residents:
         if self._short:
             return None
         now = time.monotonic()
-        near = self.retention.wait_s(key, now) <= self.limits.ahead_s
+        near = self.retention.presses(key, self.limits.ahead_s, now)
         unused = {held: resident.document.nbytes for held, resident in self._unused()} if near else {}
+        for wanted in self._wanted:
+            unused.pop(wanted, None)
         return self.retention.leaving_for(key, unused, self.nbytes + nbytes - self.limits.max_bytes, now)
 
     def _unused(self) -> list[tuple[Key, Resident]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +23,26 @@ from kvshelf.store import eviction
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Threads
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, Key, Retention, by_gdsf
-from kvshelf.workers.replica.memory.tools import ENOUGH, KEPT, LONGEST_S, TOOLS, Tools, best_stay_s, turns_left
+from kvshelf.workers.replica.memory.retention import LEAST_HINT_S, MOST_LATE_S, Hint, Key, Retention, by_gdsf
+from kvshelf.workers.replica.memory.tools import (
+    ENOUGH,
+    KEPT,
+    LONGEST_S,
+    PROGRAMS,
+    TOOLS,
+    Tools,
+    best_stay_s,
+    turns_left,
+)
 from tests.amounts import amount
 
 
 def key(number: int) -> Key:
     return "tenant", f"kvs_{number}"
+
+
+def hint(retention: Retention, number: int, next_use_s: float | None, now: float) -> None:
+    retention.hint(Hint(key(number)[1], next_use_s), "tenant", now)
 
 
 def order(retention: Retention, count: int, now: float) -> list[int]:
@@ -73,7 +88,7 @@ def test_the_farthest_next_use_leaves_first_and_after_all_without_a_hint(waits: 
     for number in range(len(waits) + 2):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
     for number, wait_s in enumerate(waits):
-        retention.hint(key(number), wait_s, 100.0)
+        hint(retention, number, wait_s, 100.0)
     farthest = sorted(range(len(waits)), key=lambda number: -waits[number])
     assert order(retention, len(waits) + 2, 100.0) == [len(waits), len(waits) + 1, *farthest]
     assert [found for _, found in retention.hinted(100.0)] == [key(number) for number in reversed(farthest)]
@@ -84,9 +99,9 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
     retention = Retention()
     for number in range(3):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
-    retention.hint(key(0), wait_s, 10.0)
+    hint(retention, 0, wait_s, 10.0)
     assert retention.wait_s(key(0), 10.0 + wait_s / 2) == pytest.approx(wait_s / 2)
-    void = 10.0 + wait_s + max(LEAST_HINT_S, wait_s)
+    void = 10.0 + wait_s + min(max(LEAST_HINT_S, wait_s), MOST_LATE_S)
     assert retention.wait_s(key(0), void) == 0.0
     assert order(retention, 3, void) == [1, 2, 0]
     assert math.isinf(retention.wait_s(key(0), void * 1.001))
@@ -97,17 +112,17 @@ def test_a_hint_counts_down_and_is_void_when_it_is_long_overdue(wait_s: float) -
 def test_a_hint_ends_with_its_question_with_null_and_with_its_cache() -> None:
     ends: list[Callable[[Retention], None]] = [
         lambda retention: retention.used(key(0), 2.0, cost_s=1.0, nbytes=1),
-        lambda retention: retention.hint(key(0), None, 2.0),
+        lambda retention: hint(retention, 0, None, 2.0),
         lambda retention: retention.forget(key(0)),
     ]
     for end in ends:
         retention = Retention()
-        retention.hint(key(0), 5.0, 1.0)
+        hint(retention, 0, 5.0, 1.0)
         end(retention)
         assert retention.hinted(2.0) == []
     retention = Retention()
     retention.used(key(0), 0.0, cost_s=1.0, nbytes=1)
-    retention.hint(key(0), 5.0, 1.0)
+    hint(retention, 0, 5.0, 1.0)
     retention.left(key(0), 2.0)
     assert retention.hinted(2.0) == [(4.0, key(0))], "what was evicted is still wanted"
 
@@ -116,7 +131,7 @@ def test_pins_leave_last_the_latest_end_first_and_end_in_time() -> None:
     retention = Retention()
     for number in range(4):
         retention.used(key(number), float(number), cost_s=1.0, nbytes=1)
-    retention.hint(key(3), 0.0, 10.0)
+    hint(retention, 3, 0.0, 10.0)
     retention.pin(key(0), 20.0)
     retention.pin(key(1), 15.0)
     assert order(retention, 4, 10.0) == [2, 3, 0, 1]
@@ -133,7 +148,7 @@ def test_nothing_nearer_and_nothing_pinned_leaves_for_a_cache_that_is_read_ahead
 ) -> None:
     retention = Retention()
     for number, wait_s in enumerate(waits):
-        retention.hint(key(number), wait_s, 0.0)
+        hint(retention, number, wait_s, 0.0)
     for number in pinned:
         retention.pin(key(number), 1.0)
     wanted, held = 0, range(1, len(waits))
@@ -214,6 +229,10 @@ def test_what_is_remembered_is_bounded() -> None:
         tools.answered("a", f"kvs-{number}", "search", 1e6 + number)
     tools.asked("a", "kvs", 1e6 + 2 * LONGEST_S)
     assert len(tools.programs) == 0, "programs that went away are forgotten"
+    for number in range(2 * PROGRAMS):
+        tools.answered("a", "kvs", "search", 2e6, f"program-{number}")
+    tools.answered("b", "kvs", "search", 2e6, "program-0")
+    assert {tenant: len(programs) for tenant, programs in tools.programs.items()} == {"a": PROGRAMS, "b": 1}
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
@@ -291,13 +310,13 @@ async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
     reading = asyncio.ensure_future(residents.read_ahead_forever())
-    residents.hint(ids[0], "default", 60.0)  # far, but there is room
+    residents.hint(Hint(ids[0], 60.0), "default")  # far, but there is room
     await held(residents, ids[0])
     assert await ask(residents, ids[0])
     assert residents.take_counts() == {"read_ahead": 1, "read_ahead_used": 1}
     for cache_id in ids[1:3]:
         await ask(residents, cache_id)
-    residents.hint(ids[3], "default", 0.0)  # the least recently used makes room
+    residents.hint(Hint(ids[3], 0.0), "default")  # the least recently used makes room
     await held(residents, ids[3])
     assert ("default", ids[1]) not in residents.held
     reading.cancel()
@@ -314,17 +333,47 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
     for cache_id in (near, pinned):
         await ask(residents, cache_id)
     residents.retention.pin(("default", pinned), math.inf)
-    residents.hint(near, "default", 3.0)
-    residents.hint(wanted, "default", 4.0)
+    residents.hint(Hint(near, 3.0), "default")
+    residents.hint(Hint(wanted, 4.0), "default")
     await asyncio.sleep(0.3)
     assert {cache_id for _, cache_id in residents.held} == {near, pinned}
-    residents.hint(near, "default", None)
+    residents.hint(Hint(near, None), "default")
     await held(residents, wanted)
     assert {cache_id for _, cache_id in residents.held} == {wanted, pinned}
-    residents.hint(wanted, "default", 100.0)
-    residents.hint(other, "default", 50.0)  # nearer, but nobody makes room so early
+    residents.hint(Hint(wanted, 100.0), "default")
+    residents.hint(Hint(other, 50.0), "default")  # nearer, but nobody makes room so early
     await asyncio.sleep(0.3)
     assert ("default", other) not in residents.held
+    reading.cancel()
+
+
+async def test_what_a_waiting_question_asks_leaves_for_no_cache_that_is_read_ahead(
+    shelf: tuple[DiskStore, list[str]], engine: Engine, threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ids = shelf
+    residents = of(store, engine, threads, fits=2.5)
+    for cache_id in ids[:2]:
+        await ask(residents, cache_id)
+    reading = asyncio.ensure_future(residents.read_ahead_forever())
+    goes_on, stat = threading.Event(), store.stat
+
+    def slow(cache_id: str, *, tenant: str) -> Any:
+        goes_on.wait(60)
+        return stat(cache_id, tenant=tenant)
+
+    async def both() -> list[bool]:
+        async with residents.using_all(ids[:2], "default") as caches:
+            return [there for _, there in caches]
+
+    monkeypatch.setattr(store, "stat", slow)
+    asking = asyncio.ensure_future(both())
+    await asyncio.sleep(0)
+    residents.hint(Hint(ids[2], 0.0), "default")
+    await asyncio.sleep(0.3)
+    assert ("default", ids[2]) not in residents.held
+    goes_on.set()
+    assert await asking == [True, True]
+    await held(residents, ids[2])
     reading.cancel()
 
 
@@ -336,7 +385,7 @@ async def test_a_far_hint_makes_room_once_it_is_near(
     reading = asyncio.ensure_future(residents.read_ahead_forever())
     await ask(residents, ids[0])
     began = time.monotonic()
-    residents.hint(ids[1], "default", 1.0)
+    residents.hint(Hint(ids[1], 1.0), "default")
     await held(residents, ids[1])
     assert 0.4 < time.monotonic() - began < 5.0
     reading.cancel()
@@ -348,8 +397,8 @@ async def test_a_hint_for_a_cache_that_is_gone_is_dropped_and_stops_nothing(
     store, ids = shelf
     residents = of(store, engine, threads, fits=2.5)
     reading = asyncio.ensure_future(residents.read_ahead_forever())
-    residents.hint("kvs_" + "0" * 40, "default", 0.0)
-    residents.hint(ids[0], "default", 1.0)
+    residents.hint(Hint("kvs_" + "0" * 40, 0.0), "default")
+    residents.hint(Hint(ids[0], 1.0), "default")
     await held(residents, ids[0])
     assert [key for _, key in residents.retention.hinted(time.monotonic())] == [("default", ids[0])]
     with pytest.raises(CacheNotFound):
@@ -420,7 +469,7 @@ def test_memory_is_never_over_its_limit(
                 if act in ("ask", "call"):
                     asked.append(asyncio.ensure_future(ask(residents, ids[number], "t" if act == "call" else None)))
                 else:
-                    residents.hint(ids[number], "default", seconds if act == "hint" else None)
+                    residents.hint(Hint(ids[number], seconds if act == "hint" else None), "default")
                 await asyncio.sleep(0.001)
             async with asyncio.timeout(60):
                 await asyncio.gather(*asked)
