@@ -17,6 +17,7 @@ from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
+from kvshelf.store.ladder.table import LadderTable
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 
 RENEW_SHARE: Final = 0.01
@@ -42,6 +43,7 @@ class Store(Protocol):
     certificates: CertificateTable
     batches: BatchTable
     metering: Metering
+    ladder: LadderTable
 
     def put(
         self,
@@ -59,7 +61,8 @@ class Store(Protocol):
         home then keeps only the bytes that the parent lacks, and deletes the parent only together with this cache (see
         `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
-        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
+        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced, and of
+        one that a ladder has coded smaller the blob and what is known of its quality. Sets
         `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
         cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even
         while this cache was being written; nothing is visible after an error. A parent that has expired is no error.

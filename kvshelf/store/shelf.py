@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -33,7 +34,8 @@ from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe
+from kvshelf.store.ladder.table import LadderTable
+from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe, described_blob
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import read
@@ -82,6 +84,7 @@ class Shelf(Store):
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
         self.certificates = CertificateTable(index.jobs)
+        self.ladder = LadderTable(index, self._writer, self.sources, self._doubt.deadline)
 
     def close(self) -> None:
         self.index.close()
@@ -137,8 +140,11 @@ class Shelf(Store):
             self._require_parent(parent_id, cache_id, tenant)
         entry = self.index.find(cache_id, tenant)
         if entry is not None and entry.live(self.clock()) and is_whole(self.blobs, entry):
+            manifest = entry.manifest()
+            if manifest.recoded is not None:
+                manifest = self._as_made(entry, cache.encoded(codec).pack(), keep.judged)
             if source is None:
-                return entry.manifest()
+                return manifest
             return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
         started = time.perf_counter()
         packed = cache.encoded(codec).pack()
@@ -158,6 +164,15 @@ class Shelf(Store):
         if self.sources.claim(made) or source is None:
             return made
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
+
+    def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest:
+        """The manifest of a cache that a ladder has coded smaller, once it is again as it was made."""
+        while True:
+            changes = described_blob(packed) | {"recoded": None, "quality": judged and judged.quality}
+            manifest = entry.manifest().model_copy(update=changes)
+            if self._writer.swap(entry, blob_content(entry.id, packed), manifest=manifest):
+                return manifest
+            entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
 
     @contextmanager
     def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
@@ -294,8 +309,11 @@ class Shelf(Store):
         """A sound blob must also be the one that was stored, and that of its id, even if the index names it."""
         if summary.root.hex() != entry.manifest().blob_digest:
             raise errors.BlobError("its file holds another blob than was stored", reason="wrong_blob")
-        header = summary.header
-        if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
+        header, recoded = summary.header, entry.manifest().recoded
+        identity, codec = header.to_identity(), header.codec
+        if recoded is not None:  # the id is of the codec under which the cache was made, which no transforms belong to
+            identity, codec = replace(identity, transforms=""), recoded.codec
+        if self.cache_id(identity, tenant=tenant, codec=codec) != cache_id:
             raise errors.BlobError("its blob belongs to another cache", reason="wrong_identity")
 
     def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:

@@ -16,7 +16,7 @@ from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUn
 from kvshelf.store.manifest import StoredRecord
 
 Kind = Literal[
-    "file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure", "certificate"
+    "file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure", "certificate", "ladder"
 ]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)

@@ -61,6 +61,7 @@ class TieredStore(Store):
         self.certificates = home.certificates
         self.batches = home.batches
         self.metering = home.metering
+        self.ladder = home.ladder
         self.home = home
         self.tiers = Tiers(tiers)
         self._giving_back = threading.Lock()

@@ -34,10 +34,12 @@ from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.ladder.rule import Ladder
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
+from kvshelf.workers.replica.create.cooling import Cooling
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.files import pieces
@@ -58,7 +60,8 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica(ReplicaApi):
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
+    quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again. ladder:
+    without it caches stay as they were made.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Replica(ReplicaApi):
         tenant_quality: Mapping[str, How] | None = None,
         max_document_tokens: int | None = None,
         guard: GuardRules | None = None,
+        ladder: Ladder | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self.engine = engine
@@ -91,6 +95,7 @@ class Replica(ReplicaApi):
         rules = guard or GuardRules()
         guarding = Guard(engine, store, scheduler, threads, meter, rules, self.creations.remake)
         self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
+        self.cooling = Cooling(engine, store, scheduler, threads, meter, ladder or Ladder())
         self.searches = Searches(engine, store, scheduler, threads)
 
     def start(self) -> None:
@@ -101,11 +106,13 @@ class Replica(ReplicaApi):
         """End all work; its callers get `NoWorker`."""
         self.scheduler.stop(drain_s=drain_s)
         self.questions.stop()
+        self.cooling.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.meter.stop()
 
     async def check_health(self) -> None:
-        """Raise if this replica can no longer work and must be replaced."""
+        """Raise if this replica can no longer work and must be replaced. Called every second, first when it begins."""
+        self.cooling.begin()
         if not self.scheduler.alive:
             raise InternalError(f"the scheduler thread of {self.engine.name!r} has ended")
         if self.scheduler.overdue_s > STUCK_S:

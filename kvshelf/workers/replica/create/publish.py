@@ -57,6 +57,11 @@ class Publisher:
         parent_id, name = (None, "") if parent is None else (parent.id, name_behind(parent, "append"))
         return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s, name)
 
+    @property
+    def floor(self) -> float | None:
+        """The quality that was asked for: no ladder goes below it."""
+        return getattr(self.spec, "min_quality", None)
+
     def there(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
         found: dict[str, Manifest] = {}
@@ -75,8 +80,10 @@ class Publisher:
         `PolicyChoice.run` does if no level is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
+        recoded = {cache_id for cache_id, manifest in there.items() if manifest.recoded is not None}
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
-            level = selection.known([told.get(cache_id) for cache_id in self.ids])
+            stale = recoded if told is not own else set[str]()
+            level = selection.known([None if cache_id in stale else told.get(cache_id) for cache_id in self.ids])
             if level is not None:
                 levels = zip(self.ids, selection.levels, strict=True)
                 found = there.get(next(cache_id for cache_id, one in levels if one is level))
@@ -90,7 +97,9 @@ class Publisher:
         level, compression = made.level, made.compression
         ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
         tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
-        judged = Judgement(quality=compression.quality, tried=tried, certificate=self.certificate)
+        judged = Judgement(
+            quality=compression.quality, tried=tried, certificate=self.certificate, min_quality=self.floor
+        )
         if level.transforms is not None:
             self.store.transforms.keep(level.transforms.digest, level.transforms.data)
         manifest = self.store.put(
@@ -117,6 +126,8 @@ class Publisher:
         """A stored cache with what is known of it now."""
         before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
         newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
+        floors = [one.min_quality for one in (before, judged) if one.min_quality is not None]
+        newest = newest.model_copy(update={"min_quality": max(floors, default=None)})
         if newest == before:
             return manifest
         return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
@@ -126,7 +137,7 @@ class Publisher:
         or more time for it."""
         spec = self.spec
         manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, lifetime=spec)
-        manifest = self._judged(manifest, Judgement(certificate=self.certificate))
+        manifest = self._judged(manifest, Judgement(certificate=self.certificate, min_quality=self.floor))
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)

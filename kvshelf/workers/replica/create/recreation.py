@@ -46,7 +46,7 @@ def recreation(manifest: Manifest, source: Source, *, keep: bool, now: float) ->
         policy=manifest.policy,
         policy_params=manifest.policy_params,
         compression_ratio=None if sizes_itself else manifest.compression_ratio,
-        codec=manifest.codec,
+        codec=manifest.made_codec,
         expected_questions=list(identity["expected_questions"]),
         protect=[f"tokens:{first}-{end}" for first, end in identity.get("protect") or ()],
         **_lifetime(manifest),
