@@ -108,8 +108,8 @@ class ServedReplica(Replica):
             tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
             guard=config.guard,
-            ladder=config.ladder,
         )
+        self.cooling.follow(config.ladder)
         self.start()
         startup.end()
 

@@ -34,7 +34,6 @@ from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.ladder.rule import Ladder
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
@@ -60,8 +59,7 @@ layers, so one layer has taken this long: it hangs, or it blocks the replica for
 class Replica(ReplicaApi):
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
-    quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again. ladder:
-    without it caches stay as they were made.
+    quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Replica(ReplicaApi):
         tenant_quality: Mapping[str, How] | None = None,
         max_document_tokens: int | None = None,
         guard: GuardRules | None = None,
-        ladder: Ladder | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self.engine = engine
@@ -95,7 +92,7 @@ class Replica(ReplicaApi):
         rules = guard or GuardRules()
         guarding = Guard(engine, store, scheduler, threads, meter, rules, self.creations.remake)
         self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
-        self.cooling = Cooling(engine, store, scheduler, threads, meter, ladder or Ladder())
+        self.cooling = Cooling(self.creations)
         self.searches = Searches(engine, store, scheduler, threads)
 
     def start(self) -> None:

@@ -76,6 +76,17 @@ def test_the_id_stays_and_the_blob_is_that_of_a_creation_under_the_codec(store: 
     assert {seen.manifest.tenant: seen.codecs for seen in cold(store)} == {"default": ("int2",), "other": ("int2",)}
 
 
+def test_a_download_is_stored_elsewhere_as_what_it_is(store: DiskStore, clock: Clock) -> None:
+    manifest = store.put(large())
+    clock.time += DAY + 1
+    assert coded(store, cold(store)[0])
+    with store.open_blob(manifest.id) as blob:
+        cache = CompressedCache.from_bytes(blob.file.read())
+    again = store.put(cache, codec=cache.codec)
+    assert (again.codec, again.recoded) == ("int8", None)
+    assert again.id == store.cache_id(cache.identity, codec="int8") != manifest.id
+
+
 def test_a_use_keeps_a_cache_on_its_rung(store: DiskStore, clock: Clock) -> None:
     manifest = store.put(large())
     clock.time += DAY / 2
@@ -102,9 +113,7 @@ def test_what_is_left_alone(store: DiskStore, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", ["asked", "renamed", "deleted", "extended", "put again"])
-def test_a_cache_that_changed_since_it_was_seen_stays_as_it_is(
-    store: DiskStore, clock: Clock, meanwhile: str
-) -> None:
+def test_a_cache_that_changed_since_it_was_seen_stays_as_it_is(store: DiskStore, clock: Clock, meanwhile: str) -> None:
     root, child = family(2)
     manifest = store.put(root)
     clock.time += DAY + 1

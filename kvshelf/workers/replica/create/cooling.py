@@ -21,26 +21,23 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.certify.recheck import Remeasure
-from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, PolicyUnsupported, SourceNotKept
 from kvshelf.kernels import ans
-from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.ladder.table import ColdCache
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
+from kvshelf.workers.replica.calls import Caller, called_by
+from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import source_job
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.scheduler import Scheduler
 
 log = structlog.get_logger("kvshelf.workers")
 
 _SHARE: Final = 0.05
 """Of a replica's time."""
 _LOOK_S: Final = 600.0
-"""Seconds between two looks through the home."""
+"""Seconds between two looks through the home; a tenth of the first rung's age where that is less."""
 _STAYING: Final = 4096
 """Caches that are known to stay on their rung, the newest."""
 
@@ -54,28 +51,26 @@ class Cooling:
 
     def __init__(
         self,
-        engine: Engine,
-        store: Store,
-        scheduler: Scheduler,
-        threads: ReplicaThreads,
-        meter: Meter,
-        ladder: Ladder,
+        creations: Creations,
         *,
         now: Callable[[], float] = time.monotonic,
         share: float = _SHARE,
         pause_s: float = 0.05,
     ) -> None:
-        """Raises `PolicyUnsupported` for a ladder with `klt` and a model without transforms."""
-        if any(Codec.parse(rung.codec).name == "klt" for rung in ladder.rungs):
-            ans.require_encoder()
-            engine.coders.own  # noqa: B018 - raises where there are none
-        self.ladder = ladder
-        self._engine, self._store, self._scheduler = engine, store, scheduler
-        self.threads, self._meter = threads, meter
+        self.ladder = Ladder()
+        self._engine, self._store, self._scheduler = creations.engine, creations.store, creations.scheduler
+        self._threads, self._meter = creations.threads, creations.meter
         self._now, self._share, self._pause_s = now, share, pause_s
         self._began, self._worked_s = now(), 0.0
         self._staying: dict[tuple[str, str], None] = {}
         self._task: asyncio.Task[None] | None = None
+
+    def follow(self, ladder: Ladder) -> None:
+        """Code by this ladder. Raises `PolicyUnsupported` for one with `klt` and a model without transforms."""
+        if any(Codec.parse(rung.codec).name == "klt" for rung in ladder.rungs):
+            ans.require_encoder()
+            self._engine.coders.own  # noqa: B018 - raises where there are none
+        self.ladder = ladder
 
     def begin(self) -> None:
         """Look for cold caches from now on; nothing without a ladder, or where it does so already."""
@@ -92,23 +87,23 @@ class Cooling:
                 await self.look()
             except KvshelfError as error:
                 log.warning("the caches that cool could not be coded smaller", reason=error.message)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
 
     async def look(self) -> int:
         """Look through the home once and code what has cooled; returns how many caches. Nothing while another replica
         of this model does it."""
         table, name, count = self._store.ladder, self._engine.name, 0
-        term = await self.threads.run(table.take, name)
+        term = await self._threads.run(table.take, name)
         if term is None:
             return 0
         caches = table.cold(self.ladder, name)
-        while (cold := await self.threads.run(next, caches, _END)) is not _END:
+        while (cold := await self._threads.run(next, caches, _END)) is not _END:
             while not (self._scheduler.idle and self._may_work):
                 await asyncio.sleep(self._pause_s)
-            await self.threads.run(table.renew, name, term)
+            await self._threads.run(table.renew, name, term)
             if isinstance(cold, ColdCache) and _rung(cold) not in self._staying:
                 count += await asyncio.ensure_future(self._cooled(cold))  # a task of its own: its tenant's turn
-        await self.threads.run(table.release, name, term)  # after an error the lease ends by itself
+        await self._threads.run(table.release, name, term)  # after an error the lease ends by itself
         return count
 
     @property
@@ -121,7 +116,7 @@ class Cooling:
         try:
             with called_by(Caller(manifest.tenant)):
                 for codec in cold.codecs:
-                    smaller = await self.threads.compute(self._coded, manifest, codec)
+                    smaller = await self._threads.compute(self._coded, manifest, codec)
                     if smaller is None:
                         continue
                     cache, packed = smaller
@@ -157,7 +152,7 @@ class Cooling:
 
     async def _replaced(self, cold: ColdCache, packed: PackedBlob, quality: Quality | None) -> bool:
         manifest = cold.manifest
-        if not await self.threads.run(self._store.ladder.replace, cold, packed, quality):
+        if not await self._threads.run(self._store.ladder.replace, cold, packed, quality):
             return False
         saved = manifest.bytes_stored - packed.nbytes
         self._meter.add(manifest.tenant, recoded=1, recoded_bytes=saved)
@@ -171,7 +166,7 @@ class Cooling:
         if Codec.parse(cache.codec).name == "lossless" or (former is None and manifest.min_quality is None):
             return former
         try:
-            job = await self.threads.compute(
+            job = await self._threads.compute(
                 source_job, self._engine, self._store, manifest, Identity.from_dict(manifest.identity)
             )
         except SourceNotKept:

@@ -76,18 +76,18 @@ class Publisher:
         """The cache on the shelf that a selection would choose, or None if that is not known.
 
         There are three sources: the qualities of the caches themselves, the levels tried when one of them was chosen,
-        and the levels `refused` before. They are not mixed, because they count bytes differently. Raises as
-        `PolicyChoice.run` does if no level is good enough.
+        and the levels `refused` before. They are not mixed, because they count bytes differently. None says
+        anything of a cache that a ladder has coded smaller: it is made again. Raises as `PolicyChoice.run` does if no
+        level is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
         recoded = {cache_id for cache_id, manifest in there.items() if manifest.recoded is not None}
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
-            stale = recoded if told is not own else set[str]()
-            level = selection.known([None if cache_id in stale else told.get(cache_id) for cache_id in self.ids])
+            level = selection.known([None if cache_id in recoded else told.get(cache_id) for cache_id in self.ids])
             if level is not None:
                 levels = zip(self.ids, selection.levels, strict=True)
                 found = there.get(next(cache_id for cache_id, one in levels if one is level))
-                if found is not None:
+                if found is not None and found.id not in recoded:
                     return found
         return None
 

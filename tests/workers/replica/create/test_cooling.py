@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvshelf.api import CreateCache, Query
+from kvshelf.api.answers import Answer
 from kvshelf.api.usage import today
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import PolicyUnsupported
@@ -21,12 +22,15 @@ from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.create.cooling import Cooling
+from kvshelf.workers.replica.create.recreation import recreation
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
+from tests.conftest import save_random_model
 from tests.store.places import Clock
 
 ME = Caller("default")
 DAY = 86400.0
+LADDER = Ladder.parse("none:1d,int8:7d,klt")
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +53,7 @@ def clock() -> Clock:
 @pytest.fixture
 def replica(engine: Engine, tmp_path: Path, clock: Clock) -> Iterator[Replica]:
     store = DiskStore.open(tmp_path / "home", now=clock)
-    replica = Replica(engine, store, Scheduler(engine), ladder=Ladder.parse("none:1d,int8:7d,klt"))
+    replica = Replica(engine, store, Scheduler(engine))
     replica.start()
     yield replica
     replica.stop()
@@ -58,22 +62,15 @@ def replica(engine: Engine, tmp_path: Path, clock: Clock) -> Iterator[Replica]:
 
 async def made(replica: Replica, seed: int = 1, *, tenant: str = "default", **options: Any) -> Manifest:
     document = make_document("multikey", "prose", 220, seed, lambda text: len(text.split()))
-    spec = CreateCache(document=document.text, **{"policy": "full", "codec": "none", "quality": False} | options)
+    measured = {} if "min_quality" in options else {"quality": False}
+    spec = CreateCache(document=document.text, **{"policy": "full", "codec": "none"} | measured | options)
     return (await replica.create(spec, caller=Caller(tenant))).manifest
 
 
 async def look(replica: Replica) -> int:
     """One look of a replica that has all of its time for it."""
-    cooling = Cooling(
-        replica.engine,
-        replica.store,
-        replica.scheduler,
-        replica.cooling.threads,
-        replica.meter,
-        replica.cooling.ladder,
-        share=1.0,
-        pause_s=0.001,
-    )
+    cooling = Cooling(replica.creations, share=1.0, pause_s=0.001)
+    cooling.follow(LADDER)
     async with asyncio.timeout(120):
         return await cooling.look()
 
@@ -135,23 +132,90 @@ async def test_what_is_said_of_a_quality(replica: Replica, clock: Clock) -> None
 
 
 async def test_a_quality_that_was_asked_for_holds(replica: Replica, clock: Clock) -> None:
-    floor: dict[str, Any] = {"policy": "auto", "codec": "int8", "min_quality": 0.5}
-    for name in ("codec", "quality"):
-        floor.setdefault(name, None)
-    options = {"policy": "auto", "min_quality": 0.5}
-    spec = CreateCache(document=(make_document("multikey", "prose", 220, 4, lambda text: len(text.split()))).text)
-    del floor, spec
-    lone = await chosen(replica, 4, **options)
-    kept = await chosen(replica, 5, keep_source=True, **options)
-    assert (lone.min_quality, kept.min_quality) == (0.5, 0.5)
+    full, low = {"min_quality": 0.97}, {"compression_ratio": 0.25, "min_quality": 0.05}
+    lone = await made(replica, 1, policy="keydiff", **low)
+    close = await made(replica, 2, keep_source=True, **full)
+    loose = await made(replica, 3, policy="keydiff", keep_source=True, **low)
+    assert [each.min_quality for each in (lone, close, loose)] == [0.05, 0.97, 0.05]
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    for manifest in (lone, close):
+        assert replica.store.stat(manifest.id) == manifest, "nobody can measure, or no cues show so much"
+    coded = replica.store.stat(loose.id)
+    assert (coded.codec, coded.min_quality) == ("int8", 0.05)
+    assert coded.quality is not None
+    assert coded.quality.low is not None
+    assert coded.quality.low >= 0.05
 
 
-async def chosen(replica: Replica, seed: int, **options: Any) -> Manifest:
-    document = make_document("multikey", "prose", 220, seed, lambda text: len(text.split()))
-    return (await replica.create(CreateCache(document=document.text, **options), caller=ME)).manifest
+async def test_a_creation_that_asks_for_more_makes_it_again(replica: Replica, clock: Clock) -> None:
+    manifest = await made(replica, 1, quality="full")
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    assert (await made(replica, 1)).codec == "int8", "who asks for no quality has what is there"
+    again = await made(replica, 1, min_quality=0.9)
+    assert (again.id, again.codec, again.blob_digest) == (manifest.id, "none", manifest.blob_digest)
+    assert again.quality is not None
+    assert again.quality.low is not None
+    assert again.quality.low >= 0.9
 
 
-async def test_klt_without_transforms_is_refused_at_the_start(engine: Engine, replica: Replica) -> None:
-    del engine
-    assert replica
-    assert PolicyUnsupported
+async def test_what_cannot_be_coded_stays(replica: Replica, clock: Clock) -> None:
+    pruned = await made(replica, 1, policy="think")
+    short = await made_of(replica, "Bells ring at noon.")
+    clock.time += 2 * DAY
+    assert await look(replica) == 1
+    assert replica.store.stat(short.id).codec == "none", "all of it is residual, so it would be no smaller"
+    clock.time += 8 * DAY
+    assert await look(replica) == 1
+    assert replica.store.stat(pruned.id).codec == "int8", "klt transforms whole keys"
+    assert replica.store.stat(short.id).codec == "klt"
+    await answer(replica, pruned)
+
+
+async def made_of(replica: Replica, text: str) -> Manifest:
+    spec = CreateCache(document=text, policy="full", codec="none", quality=False)
+    return (await replica.create(spec, caller=ME)).manifest
+
+
+async def test_a_made_again_cache_has_its_id(replica: Replica, clock: Clock) -> None:
+    """From the kept source of one that has expired since it was coded smaller."""
+    manifest = await made(replica, 1, keep_source=True)
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    replica.store.update(manifest.id, ttl_s=1.0)
+    clock.time += 2
+    last, source = replica.store.original(manifest.id)
+    assert (last.codec, last.made_codec) == ("int8", "none")
+    again = recreation(last, source, keep=False, now=clock.time)
+    assert (await replica.create(again, caller=ME)).manifest.id == manifest.id
+
+
+async def test_a_turn_behind_a_blob_that_was_replaced_meanwhile_is_not_stored(replica: Replica, clock: Clock) -> None:
+    manifest = await made(replica)
+    query = Query(prompt="What is said of the tide?", max_tokens=16, store=True)
+    clock.time += DAY + 1
+    coded = False
+    async for piece in replica.stream(manifest.id, query, caller=ME):
+        if not coded:
+            clock.time += DAY + 1
+            cold = next(each for each in replica.store.ladder.cold(LADDER, "kvshelf-tiny") if each is not None)
+            smaller = replica.engine.coders.recoded(replica.store.get(manifest.id), "int8")
+            assert replica.store.ladder.replace(cold, smaller.pack(), None)
+            coded = True
+        last = piece
+    assert isinstance(last, Answer)
+    assert "was coded anew while it was asked" in (last.served.not_stored or "")
+    again = await replica.query(manifest.id, query, caller=ME)
+    turn = replica.store.stat(again.served.stored_cache_id or "")
+    assert (turn.codec, turn.parent_id) == ("int8", manifest.id)
+    clock.time += 9 * DAY
+    assert await look(replica) == 0, "what another extends, and what extends, stay"
+
+
+async def test_klt_without_transforms_is_refused_at_the_start(tmp_path: Path) -> None:
+    engine = Engine.load(str(save_random_model(tmp_path / "m", seed=9)), device="cpu")
+    replica = Replica(engine, DiskStore.open(tmp_path / "home"), Scheduler(engine))
+    with pytest.raises(PolicyUnsupported, match="codec klt needs the transforms of"):
+        replica.cooling.follow(Ladder.parse("none:1d,klt"))
+    replica.cooling.follow(Ladder.parse("none:1d,int4"))
