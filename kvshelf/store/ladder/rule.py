@@ -37,7 +37,8 @@ class Ladder:
     def parse(cls, text: str) -> Ladder:
         """Read a rule. Raises `InvalidRequest` that names what is wrong."""
         rungs, after_s = list[Rung](), 0.0
-        items = list(_items(text))
+        if len(items := list(_items(text))) < 2:
+            raise _refused("a ladder has two rungs at least", text)
         for number, item in enumerate(items):
             codec, _, age = item.rpartition(":")
             if (match := _AGE.fullmatch(age)) is None:
@@ -53,8 +54,6 @@ class Ladder:
                 if age_s <= after_s:
                     raise _refused(f"the age of {item!r:.80} is not above that of the rung before, or 0", text)
                 after_s = age_s
-        if len(rungs) < 2:
-            raise _refused("a ladder has two rungs at least", text)
         for above, below in pairwise(_ORDER.index(Codec.parse(rung.codec).name) for rung in rungs):
             if _ORDER[below] == "lossless" and above > below:
                 raise _refused(f"lossless gives back nothing that {_ORDER[above]} has rounded away", text)

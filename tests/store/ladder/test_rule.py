@@ -40,8 +40,9 @@ def test_a_rule_is_read(text: str, rungs: list[tuple[str, float]]) -> None:
         ("none,int8", "'none' has no age"),
         ("none:1d,int8:7d", "'int8:7d' has an age"),
         ("none", "two rungs at least"),
+        ("none:1d", "two rungs at least"),
         ("none:1week,int8", "codec none has no parameter '1week'"),
-        ("", "unknown codec ''"),
+        ("", "two rungs at least"),
     ],
 )
 def test_what_is_no_rule_is_refused_by_name(text: str, why: str) -> None:
