@@ -219,3 +219,28 @@ async def test_klt_without_transforms_is_refused_at_the_start(tmp_path: Path) ->
     with pytest.raises(PolicyUnsupported, match="codec klt needs the transforms of"):
         replica.cooling.follow(Ladder.parse("none:1d,klt"))
     replica.cooling.follow(Ladder.parse("none:1d,int4"))
+
+
+async def test_it_takes_its_share_of_the_time(replica: Replica, clock: Clock) -> None:
+    time = Clock()
+    cooling = Cooling(replica.creations, now=time, share=0.05, pause_s=0.001)
+    cooling.follow(LADDER)
+    ids = [(await made(replica, seed)).id for seed in (1, 2)]
+    clock.time += DAY + 1
+    looking = asyncio.ensure_future(cooling.look())
+    await asyncio.sleep(2)
+    assert sorted(replica.store.stat(id_).codec for id_ in ids) == ["int8", "none"], "time has stood still since"
+    assert await Cooling(replica.creations).look() == 0, "another has the lease"
+    time.time += 3600
+    assert await looking == 2
+
+
+async def test_it_begins_with_the_first_health_check_and_ends_with_the_replica(replica: Replica, clock: Clock) -> None:
+    manifest = await made(replica)
+    clock.time += DAY + 1
+    replica.cooling.follow(LADDER)
+    await replica.check_health()
+    async with asyncio.timeout(30):
+        while replica.store.stat(manifest.id).recoded is None:
+            await asyncio.sleep(0.01)
+    replica.cooling.stop()
