@@ -139,8 +139,15 @@ class Store(Protocol):
         one. It counts for the tenant's quota. Raises as `put` and `get` do.
         """
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        """Replace the measured quality in a stored cache's manifest. Raises as `get` does."""
+    def keep_judgement(
+        self,
+        cache_id: str,
+        judged: Judgement,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+    ) -> Manifest:
+        """Replace the measured quality in a stored cache's manifest. if_revision, errors: as of `update`."""
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         """The manifest; the blob is not read. Raises as `get` does."""

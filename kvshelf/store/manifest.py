@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
 _REVISED = {
-    "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "name", "pinned", "quality", "source",
-    "tried",
+    "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "min_quality", "name", "pinned",
+    "quality", "source", "tried",
 }  # fmt: skip
+
+BY_GUARD: Final = "measured by the guard"
+"""How the reason of a quality begins by which the guard has found a cache below its floor."""
 
 
 class StoredRecord(BaseModel):
@@ -138,6 +141,11 @@ class Manifest(StoredRecord):
     def made_codec(self) -> str:
         """The codec under which it was made, and of which its id is."""
         return self.codec if self.recoded is None else self.recoded.codec
+
+    @property
+    def found_by_guard(self) -> bool:
+        """Whether the guard has found it below its floor."""
+        return self.quality is not None and (self.quality.reason or "").startswith(BY_GUARD)
 
     @property
     def promised(self) -> bool:

@@ -139,15 +139,17 @@ class Shelf(Store):
         if parent_id is not None:
             self._require_parent(parent_id, cache_id, tenant)
         entry = self.index.find(cache_id, tenant)
+        started, packed = time.perf_counter(), None
         if entry is not None and entry.live(self.clock()) and is_whole(self.blobs, entry):
-            manifest = entry.manifest()
-            if manifest.recoded is not None:
-                manifest = self._as_made(entry, cache.encoded(codec).pack(), keep.judged)
-            if source is None:
-                return manifest
-            return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
-        started = time.perf_counter()
-        packed = cache.encoded(codec).pack()
+            there: Manifest | None = entry.manifest()
+            if entry.manifest().recoded is not None:
+                packed = cache.encoded(codec).pack()
+                there = self._as_made(entry, packed, keep.judged)
+            if there is not None and source is not None:
+                return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
+            if there is not None:
+                return there
+        packed = packed or cache.encoded(codec).pack()
         described |= {
             "id": cache_id,
             "document_id": self.document_id(cache.identity, tenant=tenant),
@@ -165,14 +167,31 @@ class Shelf(Store):
             return made
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
 
-    def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest:
-        """The manifest of a cache that a ladder has coded smaller, once it is again as it was made."""
-        while True:
-            changes = described_blob(packed) | {"recoded": None, "quality": judged and judged.quality}
-            manifest = entry.manifest().model_copy(update=changes)
-            if self._writer.swap(entry, blob_content(entry.id, packed), manifest=manifest):
+    def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest | None:
+        """The manifest of a cache that a ladder has coded smaller, once it is again as it was made, which counts as a
+        use; None if it has ended meanwhile.
+
+        What extends it stays as it is: a cache with all that it needs. Raises as `put` does; a promised cache is to fit
+        among the promises with its new size.
+        """
+        for _ in range(_ROUNDS):
+            manifest = entry.manifest()
+            if manifest.recoded is None:  # another creation was first
                 return manifest
-            entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
+            if manifest.promised:
+                self._require_promisable(entry.tenant, packed.nbytes - entry.nbytes)
+            changes = described_blob(packed) | {"recoded": None, "quality": judged and judged.quality}
+            manifest = manifest.model_copy(update=changes)
+            if self._writer.swap(entry, blob_content(entry.id, packed), manifest=manifest):
+                self.index.touch(entry.id, entry.tenant, self.clock())
+                return manifest
+            try:
+                entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
+            except (errors.CacheNotFound, errors.CacheError):
+                return None
+        raise errors.StateConflict(
+            f"cache {entry.id} was changed {_ROUNDS} times while it was made again; try again when it is at rest"
+        )
 
     @contextmanager
     def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
@@ -252,11 +271,15 @@ class Shelf(Store):
 
     def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
         checks.require_promise(guaranteed_until, expires_at, self.clock())
+        self._require_promisable(tenant, 1)
+
+    def _require_promisable(self, tenant: str, nbytes: int) -> None:
+        """Whether so many bytes more may be promised."""
         quota = self._rules.quota
         for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
             most = getattr(quota, limit)
-            if most is not None and (taken := self.index.promised(of).bytes) >= most:
-                raise quota.exceeded(limit, taken, 1)
+            if most is not None and (taken := self.index.promised(of).bytes) + nbytes > most:
+                raise quota.exceeded(limit, taken, nbytes)
 
     def keep_source(
         self,
@@ -276,8 +299,15 @@ class Shelf(Store):
                 if swapped and self.sources.claim(manifest):
                     return manifest
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        return self._changed(cache_id, tenant, dict(judged), None)
+    def keep_judgement(
+        self,
+        cache_id: str,
+        judged: Judgement,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+    ) -> Manifest:
+        return self._changed(cache_id, tenant, dict(judged), if_revision)
 
     # Reading
 
@@ -664,14 +694,14 @@ class Shelf(Store):
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
-            for _ in range(_SEAL_ROUNDS):
+            for _ in range(_ROUNDS):
                 with ExitStack() as parent, suppress(BasesGone):
                     if self._writer.swap(entry, self._content(entry, parent)):
                         return None
                 entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except errors.KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
-        return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
+        return f"it was changed {_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _content(self, entry: Entry, opened: ExitStack) -> Content:
         """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent
@@ -684,7 +714,7 @@ class Shelf(Store):
         return self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
 
 
-_SEAL_ROUNDS = 10
+_ROUNDS: Final = 10
 
 _COMPACT_BASES = 8
 """A cache with so many bases is written anew: in object storage, each costs a request of its own."""

@@ -91,7 +91,6 @@ class Writer:
     ) -> Manifest:
         """Store a cache.
 
-
         started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until publishing begins.
         parent_id: a cache that must not have been deleted, and whose deletion takes this one into account. Returns the
         manifest that is visible in the end: another writer's, if that writer published first. Raises `CacheNotFound`

@@ -40,7 +40,7 @@ class Metered(ResponseBody):
     workers spent on this, `quality_s` of them on measuring quality. `saved_s`: seconds of prefill that answers did not
     spend, because their documents were on the shelf. `guarded`: answers that were asked again of the full cache, of
     which `guard_differed` differ, in `guard_s` of `worker_s`. `recoded`: caches that the ladder coded smaller, by
-    `recoded_bytes` together."""
+    `recoded_bytes` together; it measured their quality anew in `recoded_s` of `worker_s`."""
 
     answers: int = 0
     caches_created: int = 0
@@ -55,6 +55,7 @@ class Metered(ResponseBody):
     guard_s: float = 0.0
     recoded: int = 0
     recoded_bytes: int = 0
+    recoded_s: float = 0.0
 
     def __add__(self, other: Metered) -> Metered:
         return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})

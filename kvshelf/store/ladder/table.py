@@ -70,7 +70,8 @@ class LadderTable:
         """The caches of a model that have cooled, of all tenants; None now and then, where there is none.
 
         Left alone are promised caches (pinned or guaranteed), those that extend others or that others extend, because
-        they share bytes, and those that a certificate has chosen: it speaks of their codec.
+        they share bytes, and those of whose codec something is said: a certificate, the guard's finding, or a choice
+        among levels whose floor no manifest has, as that of an earlier version.
         """
         for number, entry in enumerate(self._index.stored()):
             if number % _LOOKS == 0:
@@ -87,7 +88,9 @@ class LadderTable:
             return None
         manifest = entry.manifest()
         codecs = ladder.below(manifest.codec, now - max(manifest.created_at, used_at))
-        if not codecs or manifest.model != model or manifest.certificate is not None or self._is_extended(entry):
+        if not codecs or manifest.model != model or manifest.identity.get("parent"):  # a parent that is not here, too
+            return None
+        if _is_judged(manifest) or self._is_extended(entry):
             return None
         return ColdCache(entry, manifest, tuple(codecs))
 
@@ -103,19 +106,27 @@ class LadderTable:
         manifest = seen.model_copy(update=changes)
         content = blob_content(seen.id, packed)
         swapped = self._writer.swap(
-            cold.entry, content, evict=False, manifest=manifest, still=lambda: self._is_cold(cold.entry)
+            cold.entry, content, evict=False, manifest=manifest, still=lambda: self.is_cold(cold)
         )
         if swapped and manifest.has_source:
             self._sources.claim(manifest)
         return swapped
 
-    def _is_cold(self, seen: Entry) -> bool:
+    def is_cold(self, cold: ColdCache) -> bool:
+        """Whether a cache is as it was seen."""
+        seen = cold.entry
         entry = self._index.find(seen.id, seen.tenant)
         same = entry is not None and replace(entry, priority=seen.priority) == seen and entry.live(self._now())
         return same and not self._is_extended(seen)
 
     def _is_extended(self, entry: Entry) -> bool:
         return any(child.stored for child in self._index.children(entry.id, entry.tenant))
+
+
+def _is_judged(manifest: Manifest) -> bool:
+    """Whether what is said of a cache would not be true of it under another codec, or nobody could tell."""
+    chosen = bool(manifest.tried) and manifest.min_quality is None
+    return chosen or manifest.certificate is not None or manifest.found_by_guard
 
 
 def _item_id(model: str) -> str:

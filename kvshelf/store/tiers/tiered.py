@@ -245,8 +245,8 @@ class TieredStore(Store):
         self.tiers.keep_source(manifest, source)
         return manifest
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant)
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **seen: Any) -> Manifest:
+        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant, **seen)
         manifest = self._insist(cache_id, tenant, keep)
         self.tiers.confirm(manifest)
         return manifest

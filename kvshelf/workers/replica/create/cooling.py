@@ -1,9 +1,9 @@
 """Caches that cool are coded smaller, by the rule of a ladder, while the model has no other work.
 
 A cache that nobody has asked for long goes to the smallest rung that is due, else to one before it: where its kind
-cannot be coded so, where the blob is not smaller, or where the quality that a creation asked for is not reached. Then
-it stays as it is until the next start. A figure of its quality is measured anew where the document is kept; otherwise
-it is no figure of this cache any more, and its reason says what it was.
+cannot be coded so, where the blob is not smaller, or where the quality that a creation asked for is not reached. Then,
+and after an error that is its own, it stays as it is until the next start. A figure of its quality is measured anew
+where the document is kept; otherwise it is no figure of this cache any more, and its reason says what it was.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.certify.recheck import Remeasure
 from kvshelf.engine.quality import VERSION
-from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, PolicyUnsupported, SourceNotKept
+from kvshelf.errors import (
+    Cancelled,
+    InvalidRequest,
+    ModelMismatch,
+    NoWorker,
+    PolicyUnsupported,
+    QueueFull,
+    SourceNotKept,
+    StateConflict,
+    StoreUnavailable,
+)
 from kvshelf.kernels import ans
 from kvshelf.store.ladder.rule import Ladder
-from kvshelf.store.ladder.table import ColdCache
+from kvshelf.store.ladder.table import LEASE_S, ColdCache
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, called_by
 from kvshelf.workers.replica.create.creations import Creations
@@ -38,15 +48,19 @@ _SHARE: Final = 0.05
 """Of a replica's time."""
 _LOOK_S: Final = 600.0
 """Seconds between two looks through the home; a tenth of the first rung's age where that is less."""
-_STAYING: Final = 4096
-"""Caches that are known to stay on their rung, the newest."""
+_STAYING: Final = 65_536
+"""Caches that are known to stay on their rung; with so many of them the ladder rests until the next start."""
+_CREDIT_S: Final = 3600.0
+"""How much of the time without cold caches counts for the share."""
+_PASSING: Final = (Cancelled, QueueFull, NoWorker, StoreUnavailable)
+"""Errors of the moment."""
 
 
 class Cooling:
     """See the module. Its methods are called on the replica's event loop.
 
-    now: of `time.monotonic`. share: of the time since then that coding may take. pause_s: between two looks whether the
-    model has other work.
+    now: of `time.monotonic`, for the share of the time since then that coding may take. pause_s: between two looks
+    whether the model has other work.
     """
 
     def __init__(
@@ -61,8 +75,10 @@ class Cooling:
         self._engine, self._store, self._scheduler = creations.engine, creations.store, creations.scheduler
         self._threads, self._meter = creations.threads, creations.meter
         self._now, self._share, self._pause_s = now, share, pause_s
-        self._began, self._worked_s = now(), 0.0
-        self._staying: dict[tuple[str, str], None] = {}
+        self._seen, self._credit_s = now(), 0.0
+        self._term: int | None = None
+        self._renewed = 0.0
+        self._staying: set[tuple[str, str, str, float | None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, ladder: Ladder) -> None:
@@ -85,54 +101,72 @@ class Cooling:
         while True:
             try:
                 await self.look()
-            except KvshelfError as error:
-                log.warning("the caches that cool could not be coded smaller", reason=error.message)
+            except Exception as error:  # the next look may do better, whatever it is
+                log.warning("the caches that cool could not be coded smaller", reason=str(error), exc_info=True)
             await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
 
     async def look(self) -> int:
         """Look through the home once and code what has cooled; returns how many caches. Nothing while another replica
         of this model does it."""
         table, name, count = self._store.ladder, self._engine.name, 0
-        term = await self._threads.run(table.take, name)
-        if term is None:
-            return 0
+        self._term, self._renewed = await self._threads.run(table.take, name), time.monotonic()
         caches = table.cold(self.ladder, name)
-        while (cold := await self._threads.run(next, caches, _END)) is not _END:
-            while not (self._scheduler.idle and self._may_work):
+        while self._term is not None and (cold := await self._threads.run(next, caches, _END)) is not _END:
+            if len(self._staying) >= _STAYING:
+                log.warning("the ladder rests until the next start", staying=len(self._staying))
+                break
+            while await self._has_lease() and not (self._scheduler.idle and self._may_work):
                 await asyncio.sleep(self._pause_s)
-            await self._threads.run(table.renew, name, term)
-            if isinstance(cold, ColdCache) and _rung(cold) not in self._staying:
+            if self._term is not None and isinstance(cold, ColdCache) and _rung(cold) not in self._staying:
                 count += await asyncio.ensure_future(self._cooled(cold))  # a task of its own: its tenant's turn
-        await self._threads.run(table.release, name, term)  # after an error the lease ends by itself
+        if self._term is not None:
+            await self._threads.run(table.release, name, self._term)  # after an error the lease ends by itself
         return count
+
+    async def _has_lease(self) -> bool:
+        """Whether the ladder is still this replica's: renews the lease in time."""
+        if self._term is not None and time.monotonic() - self._renewed >= _RENEW_S:
+            try:
+                await self._threads.run(self._store.ladder.renew, self._engine.name, self._term)
+                self._renewed = time.monotonic()
+            except StateConflict:
+                self._term = None
+        return self._term is not None
 
     @property
     def _may_work(self) -> bool:
-        return self._worked_s <= self._share * (self._now() - self._began)
+        now = self._now()
+        self._credit_s = min(self._credit_s + self._share * (now - self._seen), self._share * _CREDIT_S)
+        self._seen = now
+        return self._credit_s >= 0
 
     async def _cooled(self, cold: ColdCache) -> bool:
-        """Whether a cache was coded smaller; what fails otherwise than by its rule is tried with the next look."""
-        manifest = cold.manifest
+        """Whether a cache was coded smaller. What an error of the moment kept is tried with the next look."""
+        manifest, began = cold.manifest, time.monotonic()
         try:
             with called_by(Caller(manifest.tenant)):
+                if not await self._threads.run(self._store.ladder.is_cold, cold):
+                    return False
                 for codec in cold.codecs:
                     smaller = await self._threads.compute(self._coded, manifest, codec)
                     if smaller is None:
                         continue
                     cache, packed = smaller
                     quality = await self._quality(manifest, cache)
-                    if _reaches(manifest.min_quality, quality):
-                        return await self._replaced(cold, packed, quality)
-                self._staying[_rung(cold)] = None
-                if len(self._staying) > _STAYING:
-                    del self._staying[next(iter(self._staying))]
-        except KvshelfError as error:
+                    if Codec.parse(codec).name == "lossless" or _reaches(manifest.min_quality, quality):
+                        return await self._has_lease() and await self._replaced(cold, packed, quality)
+            self._staying.add(_rung(cold))
+        except _PASSING as error:
             log.info("a cache could not be coded smaller", cache_id=manifest.id, reason=error.message)
+        except Exception as error:  # one cache's error is its own, whatever it is
+            self._staying.add(_rung(cold))
+            log.warning("a cache cannot be coded smaller", cache_id=manifest.id, reason=str(error), exc_info=True)
+        finally:
+            self._credit_s -= time.monotonic() - began
         return False
 
     def _coded(self, manifest: Manifest, codec: str) -> tuple[CompressedCache, PackedBlob] | None:
         """The cache and its blob under a codec; None where that cannot be, or is no smaller."""
-        began = time.thread_time()
         try:
             stored = whole(self._engine, self._store, manifest.id, manifest.tenant)
             self._engine.identity.require_match(stored.identity.model)
@@ -140,8 +174,6 @@ class Cooling:
         except (InvalidRequest, ModelMismatch, PolicyUnsupported) as error:
             log.info("a cache stays on its rung", cache_id=manifest.id, codec=codec, reason=error.message)
             return None
-        finally:
-            self._worked_s += time.thread_time() - began
         packed = cache.pack()
         if packed.nbytes >= manifest.bytes_stored:
             return None
@@ -169,32 +201,35 @@ class Cooling:
             job = await self._threads.compute(
                 source_job, self._engine, self._store, manifest, Identity.from_dict(manifest.identity)
             )
-        except SourceNotKept:
+        except (SourceNotKept, StateConflict):  # or what is kept is read as another document now
             measured = None
         else:
             measured = await self._measured(manifest, Remeasure(job, cache))
         return measured or unmeasured(manifest, cache.codec)
 
     async def _measured(self, manifest: Manifest, work: Remeasure) -> Quality | None:
-        """Raises `Cancelled` where another document came first."""
+        """Raises `Cancelled` where another document came first, or the lease was lost."""
         ticket = self._scheduler.compress(work, tenant=manifest.tenant)
         future = asyncio.wrap_future(ticket.future)
         try:
             while not (await asyncio.wait([future], timeout=self._pause_s))[0]:
-                if ticket.begun and self._scheduler.has_documents:  # before, it is one of them
+                others = ticket.begun and self._scheduler.has_documents  # before, it is one of them
+                if others or not await self._has_lease():
                     ticket.cancel()
             return await future
         finally:
             ticket.cancel()
-            self._worked_s += ticket.worked_s
+            self._meter.add(manifest.tenant, recoded_s=ticket.worked_s)
 
 
 _END: Final[Any] = object()
+_RENEW_S: Final = LEASE_S / 3
 
 
-def _rung(cold: ColdCache) -> tuple[str, str]:
-    """A blob, and the smallest codec that is due."""
-    return cold.manifest.blob_digest, cold.codecs[0]
+def _rung(cold: ColdCache) -> tuple[str, str, str, float | None]:
+    """A tenant's blob, the smallest codec that is due, and what decides whether it may have that."""
+    manifest = cold.manifest
+    return manifest.tenant, manifest.blob_digest, cold.codecs[0], manifest.min_quality
 
 
 def unmeasured(manifest: Manifest, codec: str) -> Quality | None:
