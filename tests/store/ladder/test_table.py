@@ -6,21 +6,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvshelf.api import CertifiedBy, Quality, Timings
+from kvshelf.api import CertifiedBy, Quality, Timings, Tried
 from kvshelf.api.caches import Recoded
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.errors import CacheNotFound, StorageFull
+from kvshelf.errors import CacheNotFound, QuotaExceeded, StateConflict, StorageFull
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.disk.overlay import Overlay
 from kvshelf.store.index import Quota
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.ladder.table import LEASE_S, ColdCache
-from kvshelf.store.manifest import Judgement
+from kvshelf.store.manifest import BY_GUARD, Judgement
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import is_sealed
 from kvshelf.store.sealing.keyring import Keyring
@@ -36,6 +38,7 @@ LADDER = Ladder.parse("none:1d,int8:7d,int2")
 DAY = 86400.0
 CERTIFIED = CertifiedBy(name="law", alpha=0.1, digest="0" * 64)
 MEASURED = Quality(agreement=0.9, low=0.8, high=0.95, worst=None, cues=90, kl=0.1, probe_s=0.0, version=1)
+TRIED = (Tried(policy="full", compression_ratio=0.0, codec="none", bytes=17),)
 
 
 def large(seed: int = 1) -> CompressedCache:
@@ -105,7 +108,11 @@ def test_what_is_left_alone(store: DiskStore, clock: Clock) -> None:
     store.put(large(7), judged=Judgement(certificate=CERTIFIED))
     root, child = family(2)
     store.put(child, parent_id=store.put(root).id)
-    taken = store.put(large(5))
+    imported = replace(large(8), identity=replace(large(8).identity, parent="0" * 64))
+    store.put(imported)  # what it extends is not here
+    store.put(large(9), judged=Judgement(quality=MEASURED.model_copy(update={"reason": f"{BY_GUARD}: 3 of 4"})))
+    store.put(large(10), judged=Judgement(quality=MEASURED, tried=TRIED))  # the floor of an earlier version is not told
+    taken = store.put(large(5), judged=Judgement(quality=MEASURED, tried=TRIED, min_quality=0.5))
     manifest = store.put(large(6))
     clock.time += 30 * DAY
     assert [seen.manifest.id for seen in cold(store)] == [taken.id, manifest.id]
@@ -147,6 +154,81 @@ def test_a_creation_makes_it_again_as_it_was(store: DiskStore, clock: Clock) -> 
     assert (again.id, again.name, again.codec, again.recoded) == (manifest.id, "report", "none", None)
     assert (again.blob_digest, again.quality) == (manifest.blob_digest, MEASURED)
     require_equal(cache, store.get(manifest.id))
+    assert cold(store) == [], "who made it again has used it"
+    clock.time += DAY + 1
+    assert len(cold(store)) == 1
+
+
+@pytest.mark.parametrize("meanwhile", ["deleted", "renamed once", "renamed", "made again"])
+def test_a_creation_while_others_change_the_cache(home: Path, clock: Clock, meanwhile: str) -> None:
+    changes = list[str]()
+
+    def change(step: str) -> None:
+        if step != "verified" or not armed or (changes and meanwhile != "renamed"):
+            return
+        changes.append(step)
+        if meanwhile == "deleted":
+            store.delete(manifest.id)
+        elif meanwhile == "made again":
+            store.put(large())
+        else:
+            store.update(manifest.id, name=f"name {len(changes)}")
+
+    armed = False
+    with DiskStore.open(home, now=clock, on_step=change) as store:
+        manifest = store.put(large())
+        clock.time += DAY + 1
+        assert coded(store, cold(store)[0])
+        armed = True
+        if meanwhile == "renamed":
+            with pytest.raises(StateConflict, match="was changed 10 times while it was made again"):
+                store.put(large())
+        else:
+            assert store.put(large()).recoded is None
+            require_equal(large(), store.get(manifest.id))
+        assert store.stat(manifest.id).name == {"renamed once": "name 1", "renamed": "name 10"}.get(meanwhile, "")
+        assert store.check() == []
+
+
+def test_a_promised_cache_is_made_again_where_the_promises_have_room(home: Path, clock: Clock) -> None:
+    size = len(large().to_bytes())
+    with DiskStore.open(home, now=clock, rules=Rules(quota=Quota(tenant_promised_bytes=size))) as store:
+        manifest = store.put(large())
+        clock.time += DAY + 1
+        assert coded(store, cold(store)[0])
+        store.update(manifest.id, pinned=True)
+        small = store.put(make_cache(2), pinned=True)
+        with pytest.raises(QuotaExceeded):
+            store.put(large())
+        store.update(small.id, pinned=False)
+        assert store.put(large()).recoded is None
+        assert store.usage(tenant="default").caches == 2
+
+
+def test_a_cache_that_is_smaller_on_the_shelf_below_is_made_on_this_one(home: Path, tmp_path: Path) -> None:
+    clock = LateClock()
+    with DiskStore.open(home, now=clock) as below:
+        manifest = below.put(large())
+        clock.time += DAY + 1
+        assert coded(below, cold(below)[0])
+    with Overlay.open_over(tmp_path / "own", home, rules=Rules()) as store:
+        assert store.stat(manifest.id).codec == "int8"
+        again = store.put(large())
+        assert (again.id, again.codec, again.recoded) == (manifest.id, "none", None)
+        require_equal(large(), store.get(manifest.id))
+
+
+def test_what_extends_a_cache_that_is_made_again_stays(store: DiskStore, clock: Clock) -> None:
+    root, child = family(2, entries=256)
+    manifest = store.put(root)
+    clock.time += DAY + 1
+    assert coded(store, cold(store)[0])
+    extending = store.put(child, parent_id=manifest.id)
+    assert store.put(root).codec == "none"
+    require_equal(root, store.get(manifest.id))
+    require_equal(child, store.get(extending.id))
+    store.delete(manifest.id, cascade=True)
+    assert store.usage(tenant="default").bytes == 0
 
 
 def test_a_reader_finishes_with_the_former_blob(store: DiskStore, clock: Clock) -> None:
@@ -301,8 +383,8 @@ def test_killed_at_a_named_point(place: Place, step: str) -> None:
 
 
 def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> None:
-    """The child codes a cache smaller and makes it again, as fast as it can."""
-    cache, clock, codecs = large(), LateClock(), list[str]()
+    """The child codes a cache smaller and makes it again, as fast as it can, a moment later each time."""
+    cache, clock, codecs, soon = large(), LateClock(), list[str](), Ladder.parse("none:1s,int8")
     with place.open() as store:
         cache_id = store.put(cache).id
     clock.time += DAY + 1
@@ -313,7 +395,8 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
             with place.open(now=clock) as store:
                 log.say("begin")
                 while True:
-                    for seen in cold(store):
+                    clock.time += 2
+                    for seen in cold(store, soon):
                         coded(store, seen)
                     store.put(cache)
 
@@ -322,6 +405,7 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
         time.sleep(0.01 + 0.013 * (number % 8))
         writer.kill()
         assert writer.wait() == -signal.SIGKILL
+        clock.time += DAY  # later than it was for the child
         codecs.append(require_either(place, cache, cache_id, clock))
     print(f"{len(codecs)} kills on {place.kind}: {codecs.count('int8')} left it smaller, 0 torn, 0 lost")
 

@@ -60,7 +60,7 @@ class Cooling:
     """See the module. Its methods are called on the replica's event loop.
 
     now: of `time.monotonic`, for the share of the time since then that coding may take. pause_s: between two looks
-    whether the model has other work.
+    whether the model has other work. renew_s: between two renewals of the lease.
     """
 
     def __init__(
@@ -70,11 +70,13 @@ class Cooling:
         now: Callable[[], float] = time.monotonic,
         share: float = _SHARE,
         pause_s: float = 0.05,
+        renew_s: float = LEASE_S / 3,
     ) -> None:
         self.ladder = Ladder()
         self._engine, self._store, self._scheduler = creations.engine, creations.store, creations.scheduler
         self._threads, self._meter = creations.threads, creations.meter
         self._now, self._share, self._pause_s = now, share, pause_s
+        self._renew_s = renew_s
         self._seen, self._credit_s = now(), 0.0
         self._term: int | None = None
         self._renewed = 0.0
@@ -125,7 +127,7 @@ class Cooling:
 
     async def _has_lease(self) -> bool:
         """Whether the ladder is still this replica's: renews the lease in time."""
-        if self._term is not None and time.monotonic() - self._renewed >= _RENEW_S:
+        if self._term is not None and time.monotonic() - self._renewed >= self._renew_s:
             try:
                 await self._threads.run(self._store.ladder.renew, self._engine.name, self._term)
                 self._renewed = time.monotonic()
@@ -223,7 +225,6 @@ class Cooling:
 
 
 _END: Final[Any] = object()
-_RENEW_S: Final = LEASE_S / 3
 
 
 def _rung(cold: ColdCache) -> tuple[str, str, str, float | None]:

@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 
-from kvshelf.api import CreateCache, Query
+from kvshelf.api import AppendCache, CertifiedBy, CreateCache, Query
 from kvshelf.api.answers import Answer
 from kvshelf.api.usage import today
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.samples.tasks import make_document
 from kvshelf.service.losses import warnings_of
 from kvshelf.service.service import cache_object
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.ladder.rule import Ladder
-from kvshelf.store.manifest import Manifest
+from kvshelf.store.ladder.table import LEASE_S
+from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.create.auto import AutoChoice
 from kvshelf.workers.replica.create.cooling import Cooling
-from kvshelf.workers.replica.create.recreation import recreation
+from kvshelf.workers.replica.create.publish import Publisher
+from kvshelf.workers.replica.create.recreation import Recreation, document_fields, finer, recreation
+from kvshelf.workers.replica.create.spec import appended_level, requested_levels
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from tests.conftest import save_random_model
@@ -60,11 +65,14 @@ def replica(engine: Engine, tmp_path: Path, clock: Clock) -> Iterator[Replica]:
     assert store.check() == []
 
 
-async def made(replica: Replica, seed: int = 1, *, tenant: str = "default", **options: Any) -> Manifest:
+def spec_of(seed: int, **options: Any) -> CreateCache:
     document = make_document("multikey", "prose", 220, seed, lambda text: len(text.split()))
     measured = {} if "min_quality" in options else {"quality": False}
-    spec = CreateCache(document=document.text, **{"policy": "full", "codec": "none"} | measured | options)
-    return (await replica.create(spec, caller=Caller(tenant))).manifest
+    return CreateCache(document=document.text, **{"policy": "full", "codec": "none"} | measured | options)
+
+
+async def made(replica: Replica, seed: int = 1, *, tenant: str = "default", **options: Any) -> Manifest:
+    return (await replica.create(spec_of(seed, **options), caller=Caller(tenant))).manifest
 
 
 async def look(replica: Replica) -> int:
@@ -152,12 +160,105 @@ async def test_a_creation_that_asks_for_more_makes_it_again(replica: Replica, cl
     manifest = await made(replica, 1, quality="full")
     clock.time += DAY + 1
     assert await look(replica) == 1
-    assert (await made(replica, 1)).codec == "int8", "who asks for no quality has what is there"
     again = await made(replica, 1, min_quality=0.9)
     assert (again.id, again.codec, again.blob_digest) == (manifest.id, "none", manifest.blob_digest)
     assert again.quality is not None
     assert again.quality.low is not None
     assert again.quality.low >= 0.9
+
+
+async def test_a_creation_has_the_codec_that_it_asks_for(replica: Replica, clock: Clock) -> None:
+    manifest = await made(replica, 1, quality="full", keep_source=True)
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    small = replica.store.stat(manifest.id)
+    pruned = await made(replica, 2, policy="keydiff", compression_ratio=0.5)
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    levels = [{"compression_ratio": 0.5, "codec": codec} for codec in ("none", "int4")]
+    one, two = (await replica.create(spec_of(2, policy="keydiff", levels=levels), caller=ME)).caches
+    assert (one.manifest.id, one.manifest.blob_digest, one.existing) == (pruned.id, pruned.blob_digest, True)
+    assert (two.manifest.codec, two.existing) == ("int4", False)
+    fields = document_fields(small, replica.store.source(small.id))
+    full = Recreation.model_construct(**fields, policy="full", ttl_s=600.0)  # as a comparison asks for it
+    compared = (await replica.create(full, caller=ME)).manifest
+    assert (compared.id, compared.blob_digest) == (manifest.id, manifest.blob_digest)
+
+
+async def test_no_figure_of_the_former_blob_is_written_onto_the_new_one(replica: Replica, clock: Clock) -> None:
+    """By a creation that has found the cache before the ladder coded it smaller."""
+    manifest = await made(replica, 1, quality="full")
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    small = replica.store.stat(manifest.id)
+    spec = spec_of(1, min_quality=0.5)
+    work = requested_levels(replica.engine, spec, "full", None)
+    late = Publisher.of(replica.store, "default", spec, work.levels).as_asked(manifest)
+    assert late == replica.store.stat(manifest.id) == small.model_copy(update={"min_quality": 0.5})
+    assert late.quality is not None
+    assert late.quality.agreement is None
+
+
+async def test_what_was_appended_to_the_former_blob_is_not_stored(replica: Replica, clock: Clock) -> None:
+    manifest, engine = await made(replica, 1), replica.engine
+    level = appended_level(engine, replica.store.get(manifest.id), AppendCache(document="Bells ring at noon."))
+    publisher = Publisher.of(replica.store, "default", AppendCache(document="Bells ring at noon."), [level], manifest)
+    appended = AutoChoice(level, engine.run_levels([level], cues=0)[0])
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    with pytest.raises(StateConflict, match="was coded anew while it was appended to"):
+        publisher.put(appended, 0.0)
+    made_again = await replica.append(manifest.id, AppendCache(document="Bells ring at noon."), caller=ME)
+    assert (made_again.manifest.codec, made_again.manifest.parent_id) == ("int8", manifest.id)
+
+
+async def test_one_caches_error_is_its_own_and_not_met_again(
+    replica: Replica, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = [await made(replica, seed) for seed in (1, 2)]
+    recoded, tries = replica.engine.coders.recoded, list[str]()
+
+    def broken(cache: CompressedCache, codec: str) -> CompressedCache:
+        tries.append(codec)
+        if cache.pack().root.hex() == first.blob_digest:
+            raise RuntimeError("a bug")
+        return recoded(cache, codec)
+
+    monkeypatch.setattr(replica.engine.coders, "recoded", broken)
+    clock.time += DAY + 1
+    cooling = Cooling(replica.creations, share=1.0, pause_s=0.001)
+    cooling.follow(LADDER)
+    assert [await cooling.look() for _ in range(3)] == [1, 0, 0]
+    assert tries == ["int8", "int8"]
+    assert [replica.store.stat(each.id).codec for each in (first, second)] == ["none", "int8"]
+
+
+async def test_what_stays_of_one_tenant_is_coded_of_another(replica: Replica, clock: Clock) -> None:
+    close = await made(replica, 1, min_quality=0.97)
+    other = await made(replica, 1, tenant="another")
+    assert close.blob_digest == other.blob_digest
+    clock.time += DAY + 1
+    assert await look(replica) == 1
+    codecs = [replica.store.stat(each.id, tenant=each.tenant).codec for each in (close, other)]
+    assert codecs == ["none", "int8"]
+
+
+async def test_a_replica_that_lost_the_lease_ends_its_look(replica: Replica, clock: Clock) -> None:
+    ids = [(await made(replica, seed)).id for seed in (1, 2)]
+    clock.time += DAY + 1
+    cooling = Cooling(replica.creations, now=Clock(), share=0.05, pause_s=0.001, renew_s=0.0)
+    cooling.follow(LADDER)
+    looking = asyncio.ensure_future(cooling.look())
+    async with asyncio.timeout(60):
+        while all(replica.store.stat(id_).recoded is None for id_ in ids):
+            await asyncio.sleep(0.01)
+        clock.time += LEASE_S + 1  # in which it did not live; now it waits for its share of the time
+        term = None
+        while term is None:
+            clock.time += LEASE_S + 1
+            term = replica.store.ladder.take("kvshelf-tiny")
+        assert await looking == 1
+    replica.store.ladder.renew("kvshelf-tiny", term)  # and it has not ended the other one's
 
 
 async def test_what_cannot_be_coded_stays(replica: Replica, clock: Clock) -> None:
@@ -180,7 +281,7 @@ async def made_of(replica: Replica, text: str) -> Manifest:
 
 async def test_a_made_again_cache_has_its_id(replica: Replica, clock: Clock) -> None:
     """From the kept source of one that has expired since it was coded smaller."""
-    manifest = await made(replica, 1, keep_source=True)
+    manifest = await made(replica, 1, keep_source=True, min_quality=0.05)
     clock.time += DAY + 1
     assert await look(replica) == 1
     replica.store.update(manifest.id, ttl_s=1.0)
@@ -188,7 +289,12 @@ async def test_a_made_again_cache_has_its_id(replica: Replica, clock: Clock) -> 
     last, source = replica.store.original(manifest.id)
     assert (last.codec, last.made_codec) == ("int8", "none")
     again = recreation(last, source, keep=False, now=clock.time)
-    assert (await replica.create(again, caller=ME)).manifest.id == manifest.id
+    made_again = (await replica.create(again, caller=ME)).manifest
+    assert (made_again.id, made_again.min_quality) == (manifest.id, 0.05), "what was asked of it holds on"
+    certified = last.model_copy(update={"certificate": CertifiedBy(name="law", alpha=0.1, digest="0" * 64)})
+    assert recreation(certified, source, keep=False, now=clock.time).judged.certificate == certified.certificate
+    assert recreation(certified, source, keep=True, now=clock.time).judged.certificate is None, "of another model"
+    assert finer(certified, source, 0.5, clock.time).judged == Judgement()
 
 
 async def test_a_turn_behind_a_blob_that_was_replaced_meanwhile_is_not_stored(replica: Replica, clock: Clock) -> None:
