@@ -136,6 +136,14 @@ class Tried(ResponseBody):
     reason: str | None = None
 
 
+class Recoded(ResponseBody):
+    """A cache that a ladder has coded smaller. `codec`: under which it was made, and of which its id is. `at`: when it
+    was coded last, Unix seconds."""
+
+    codec: str
+    at: float
+
+
 class SourceObject(ResponseBody):
     """What is kept of a document, to make its cache again. `bytes` on the shelf, before encryption. `expires_at` null:
     30 days after the cache has expired or was evicted. It never stays when the cache is deleted."""
@@ -162,6 +170,7 @@ class CacheObject(ResponseBody):
     policy_params: dict[str, Any]
     compression_ratio: float
     codec: str
+    recoded: Recoded | None = Field(None, description="what it was, if the ladder has coded it smaller since")
     dtype: str = Field("", description="of the model and of stored entries under codec none; empty: not told")
     tokens: TokenCounts
     bytes: ByteCounts

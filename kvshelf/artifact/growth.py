@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.blob.layer import MAX_RECORDS
-from kvshelf.artifact.codecs import BITS, Codec
+from kvshelf.artifact.codecs import BITS, Codec, refused
 from kvshelf.artifact.coder import plain_record
+from kvshelf.artifact.encoding import apart
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.planes import PlaneRows, encode_planes
 from kvshelf.artifact.records import (
@@ -30,7 +31,7 @@ from kvshelf.artifact.records import (
     with_entries,
 )
 from kvshelf.errors import InvalidRequest
-from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head
+from kvshelf.kernels.quantize.rows import QuantizedRows, Rows, by_head, plain
 
 _JOIN_AT: Final = 12
 """Records of a layer from which on neighbours are joined: attention reads each by an operation of its own, and joining
@@ -90,6 +91,22 @@ def joined(parts: Sequence[PackedRecord]) -> tuple[PackedRecord, ...]:
         else:
             group.append(part)
     return tuple(group[0] if len(group) == 1 else _one(group) for group in made)
+
+
+def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRecord:
+    """A layer under a quantizing codec with plain rows, its residual behind the entries that it was cut from, so that
+    it can be encoded anew; what lies in protected `spans` stays a record of its own. Raises `InvalidRequest` for kinds
+    of records that do not go on in another."""
+    entries = entries_of(layer)
+    if entries is None or isinstance(entries, Recent):
+        return layer
+    aside, left = apart(entries, spans)
+    rows = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in left]
+    if len(rows) > 1:
+        if not all(part.continues and type(part) is type(rows[0]) for part in rows):
+            raise refused("records of this kind are not coded a second time")
+        rows = [_one(rows)]
+    return with_entries(layer, entries_from([*aside, *rows]))
 
 
 def _parts(layer: LayerRecord) -> tuple[PackedRecord, ...]:

@@ -461,7 +461,7 @@ _CELLS: dict[str, Callable[[CacheObject], str]] = {
     "age": lambda cache: common.duration(time.time() - cache.created_at),
     "expiry": lambda cache: "never" if cache.expires_at is None else common.duration(cache.expires_at - time.time()),
     "uses": lambda cache: str(cache.uses),
-    "codec": lambda cache: cache.codec,
+    "codec": lambda cache: cache.codec if cache.recoded is None else f"{cache.codec} (was {cache.recoded.codec})",
     "model": lambda cache: cache.model,
     "name": lambda cache: cache.name,
 }
@@ -544,7 +544,7 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head"
         + (f", {cache.tokens.protected} of them protected" if cache.tokens.protected else ""),
-        "codec": cache.codec,
+        "codec": cache.codec + (f", {cache.recoded.codec} until {when(cache.recoded.at)}" if cache.recoded else ""),
         "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
         **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),

@@ -30,6 +30,12 @@ class _Serving(_options.Hosting):
     threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None
+    ladder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE", help="Code caches smaller that nobody asks: none:1d,int8:7d,klt.  [default: never]"
+        ),
+    ] = None
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None
 
 

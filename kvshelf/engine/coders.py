@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.codecs import Codec
+from kvshelf.artifact.codecs import BITS, Codec
 from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.growth import plain_again
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.exclusions import rope_to_undo
@@ -36,6 +38,20 @@ class Coders:
     def decoded(self, cache: CompressedCache) -> CompressedCache:
         """A cache under codec klt or lossless with plain keys and values; any other as it is. Raises as `of` does."""
         return cache.decoded(self.of(cache.identity)) if cache.coded else cache
+
+    def recoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
+        """A cache that nothing was appended to under a codec in place of its own. From `none` and `lossless` it is what
+        a creation under this codec makes, to the bit; from another the errors of both codecs add up.
+
+        Raises as `encoded`, and `InvalidRequest` for a cache that cannot be coded a second time.
+        """
+        present = Codec.parse(cache.codec)
+        if present.name == "lossless":
+            cache = replace(cache.decoded(), codec="none")
+        elif present.name in BITS:
+            layers = tuple(plain_again(layer, cache.identity.protect) for layer in cache.layers)
+            cache = replace(cache, layers=layers, codec="none")
+        return self.encoded(cache, codec)
 
     def of(self, cache: Identity) -> Coder | None:
         """The coder of a cache under codec klt; None for any other. Raises as `with_transforms`."""

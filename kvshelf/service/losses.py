@@ -36,7 +36,8 @@ LOSSES: Final = (
 
 
 def warnings_of(manifest: Manifest) -> list[str]:
-    """A line for a cache that removes entries, or whose agreement is below `LEAST`; none for another."""
+    """A line for a cache that removes entries, that a ladder has rounded, or whose agreement is below `LEAST`; none for
+    another."""
     quality, parts = manifest.quality, []
     if quality is not None and quality.agreement is not None and quality.agreement < LEAST:
         by_cues = (
@@ -44,6 +45,9 @@ def warnings_of(manifest: Manifest) -> list[str]:
             f"cache ({quality.cues} cues)"
         )
         parts.append(by_cues if quality.cues else f"{quality.reason}")
+    if manifest.recoded is not None and manifest.codec != "lossless":
+        measured = f"; {quality.reason}" if quality is not None and quality.agreement is None else ""
+        parts.append(f"made under codec {manifest.recoded.codec}, and since coded as {manifest.codec}{measured}")
     if manifest.compression_ratio > 0:
         parts.append(f"{manifest.policy} removed {manifest.compression_ratio:.0%} of the entries; {_cost(manifest)}")
     return [f"{'; '.join(parts)}; {_without_loss(manifest)}"] if parts else []

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 from kvshelf.api.creation import Measured
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.private import without_secret
 
 PREFIX = "KVSHELF_"
@@ -185,6 +186,12 @@ class Settings(BaseSettings):
         "", max_length=64, description="a label whose values metrics of the guard tell apart, the first 20 of them"
     )
 
+    ladder: str = Field(
+        "",
+        max_length=512,
+        description="caches that nobody asks are coded smaller by it: none:1d,int8:7d,klt, the age behind the codec "
+        "that they leave; default: they stay as they were made",
+    )
     sweep_interval_s: Seconds = Field(60.0, description="time between two removals of expired caches")
     startup_deadline_s: Seconds = Field(300.0, description="limit for loading the models")
     shutdown_grace_s: Seconds = Field(10.0, description="time for open requests when the service stops")
@@ -243,11 +250,22 @@ class Settings(BaseSettings):
             raise ValueError("weights in int8 are of one process; take 1, or plain weights")
         return value
 
-    @field_validator("guard_share")
+    @field_validator("guard_share", "ladder")
     @classmethod
-    def _of_one_process(cls, value: float, info: ValidationInfo) -> float:
+    def _of_one_process(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("gpus_per_replica", 1) > 1 and info.data.get("device") != "spread":
-            raise ValueError("the guard is of replicas of one process; take gpus_per_replica 1, or device spread")
+            what = "the guard" if info.field_name == "guard_share" else "a ladder"
+            raise ValueError(f"{what} is of replicas of one process; take gpus_per_replica 1, or device spread")
+        return value
+
+    @field_validator("ladder")
+    @classmethod
+    def _possible(cls, value: str) -> str:
+        try:
+            if value:
+                Ladder.parse(value)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
         return value
 
     @field_validator("models")

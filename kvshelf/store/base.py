@@ -19,6 +19,7 @@ from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.jobs.workflows import WorkflowTable
+from kvshelf.store.ladder.table import LadderTable
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 
 RENEW_SHARE: Final = 0.01
@@ -48,6 +49,7 @@ class Store(Protocol):
     workflows: WorkflowTable
     batches: BatchTable
     metering: Metering
+    ladder: LadderTable
 
     def put(
         self,
@@ -65,7 +67,8 @@ class Store(Protocol):
         home then keeps only the bytes that the parent lacks, and deletes the parent only together with this cache (see
         `delete`).
         If this cache is on the shelf already, nothing is written and its manifest is returned unchanged, labels and
-        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced. Sets
+        expiry included; only a source is added as by `keep_source`. An expired or corrupt cache is replaced, and of
+        one that a ladder has coded smaller the blob and what is known of its quality. Sets
         `store_s` in the manifest's timings. Raises `InvalidRequest` (arguments, or a cache that the codec or the format
         cannot hold), `QuotaExceeded`, `StorageFull`, `CacheNotFound` if the parent is unknown or was deleted, even
         while this cache was being written; nothing is visible after an error. A parent that has expired is no error.
@@ -142,8 +145,15 @@ class Store(Protocol):
         one. It counts for the tenant's quota. Raises as `put` and `get` do.
         """
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        """Replace the measured quality in a stored cache's manifest. Raises as `get` does."""
+    def keep_judgement(
+        self,
+        cache_id: str,
+        judged: Judgement,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+    ) -> Manifest:
+        """Replace the measured quality in a stored cache's manifest. if_revision, errors: as of `update`."""
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         """The manifest; the blob is not read. Raises as `get` does."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvshelf.api import CertifiedBy, Quality, Timings, Tried
+from kvshelf.api.caches import Recoded
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.identity import canonical_json, digest
 
@@ -14,9 +15,12 @@ if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
 
 _REVISED = {
-    "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "name", "pinned", "quality", "source",
-    "tried",
+    "blob_digest", "certificate", "created_at", "guaranteed_until", "labels", "min_quality", "name", "pinned",
+    "quality", "source", "tried",
 }  # fmt: skip
+
+BY_GUARD: Final = "measured by the guard"
+"""How the reason of a quality begins by which the guard has found a cache below its floor."""
 
 
 class StoredRecord(BaseModel):
@@ -47,14 +51,15 @@ class Judgement(StoredRecord):
     """How a cache compares with the full one, as the API reports it.
 
     quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
-    certificate: by which it was chosen.
+    certificate: by which it was chosen. min_quality: the highest that a creation asked of it.
     """
 
-    LATER = ("certificate",)
+    LATER = ("certificate", "min_quality")
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
     certificate: CertifiedBy | None = None
+    min_quality: float | None = None
 
 
 class StoredBody(StoredRecord):
@@ -88,10 +93,11 @@ class Manifest(StoredRecord):
     ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
     guaranteed_until: as `pinned` until then; None once a sweep has seen that it is over.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
-    quality, tried, certificate: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
+    quality, tried, certificate, min_quality: see `Judgement`. parent_id: the cache that this one extends, None if it
+    extends none. codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made.
     """
 
-    LATER = ("certificate", "guaranteed_until")
+    LATER = ("certificate", "guaranteed_until", "min_quality", "recoded")
 
     id: str
     parent_id: str | None = None
@@ -113,6 +119,8 @@ class Manifest(StoredRecord):
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
     certificate: CertifiedBy | None = None
+    min_quality: float | None = None
+    recoded: Recoded | None = None
     timings: Timings = Field(default_factory=Timings)
     created_at: float
     expires_at: float | None = None
@@ -128,6 +136,16 @@ class Manifest(StoredRecord):
     @property
     def has_source(self) -> bool:
         return self.source is not None
+
+    @property
+    def made_codec(self) -> str:
+        """The codec under which it was made, and of which its id is."""
+        return self.codec if self.recoded is None else self.recoded.codec
+
+    @property
+    def found_by_guard(self) -> bool:
+        """Whether the guard has found it below its floor."""
+        return self.quality is not None and (self.quality.reason or "").startswith(BY_GUARD)
 
     @property
     def promised(self) -> bool:
@@ -165,18 +183,25 @@ def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manif
     """The manifest of a cache and its blob. fields: the fields of `Manifest` that neither determines."""
     identity = packed.header.identity
     return Manifest(
-        identity=identity.model_dump(),
         model=identity.model.name,
         layout=identity.layout,
         policy=identity.policy,
         policy_params=identity.policy_params,
         compression_ratio=identity.compression_ratio,
-        codec=packed.header.codec,
         num_tokens=cache.num_tokens,
         kept_tokens=cache.kept_tokens,
         bytes_full=cache.bytes_full,
-        bytes_stored=packed.nbytes,
-        blob_digest=packed.root.hex(),
-        segment_digests=tuple(layer.digest.hex() for layer in packed.header.layers),
+        **described_blob(packed),
         **fields,
     )
+
+
+def described_blob(packed: PackedBlob) -> dict[str, Any]:
+    """The fields of `Manifest` that another codec changes."""
+    return {
+        "identity": packed.header.identity.model_dump(),
+        "codec": packed.header.codec,
+        "bytes_stored": packed.nbytes,
+        "blob_digest": packed.root.hex(),
+        "segment_digests": tuple(layer.digest.hex() for layer in packed.header.layers),
+    }

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any, Final, Unpack
@@ -34,7 +35,8 @@ from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.jobs.workflows import WorkflowTable
-from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe
+from kvshelf.store.ladder.table import LadderTable
+from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe, described_blob
 from kvshelf.store.reader import Reader
 from kvshelf.store.rules import Rules
 from kvshelf.store.table import read
@@ -84,6 +86,7 @@ class Shelf(Store):
         self.transforms = KeptTransforms(index.jobs, bodies)
         self.certificates = CertificateTable(index.jobs)
         self.workflows = WorkflowTable(index.jobs)
+        self.ladder = LadderTable(index, self._writer, self.sources, self._doubt.deadline)
 
     def close(self) -> None:
         self.index.close()
@@ -138,12 +141,17 @@ class Shelf(Store):
         if parent_id is not None:
             self._require_parent(parent_id, cache_id, tenant)
         entry = self.index.find(cache_id, tenant)
+        started, packed = time.perf_counter(), None
         if entry is not None and entry.live(self.clock()) and is_whole(self.blobs, entry):
-            if source is None:
-                return entry.manifest()
-            return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
-        started = time.perf_counter()
-        packed = cache.encoded(codec).pack()
+            there: Manifest | None = entry.manifest()
+            if entry.manifest().recoded is not None:
+                packed = cache.encoded(codec).pack()
+                there = self._as_made(entry, packed, keep.judged)
+            if there is not None and source is not None:
+                return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
+            if there is not None:
+                return there
+        packed = packed or cache.encoded(codec).pack()
         described |= {
             "id": cache_id,
             "document_id": self.document_id(cache.identity, tenant=tenant),
@@ -160,6 +168,32 @@ class Shelf(Store):
         if self.sources.claim(made) or source is None:
             return made
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
+
+    def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest | None:
+        """The manifest of a cache that a ladder has coded smaller, once it is again as it was made, which counts as a
+        use; None if it has ended meanwhile.
+
+        What extends it stays as it is: a cache with all that it needs. Raises as `put` does; a promised cache is to fit
+        among the promises with its new size.
+        """
+        for _ in range(_ROUNDS):
+            manifest = entry.manifest()
+            if manifest.recoded is None:  # another creation was first
+                return manifest
+            if manifest.promised:
+                self._require_promisable(entry.tenant, packed.nbytes - entry.nbytes)
+            changes = described_blob(packed) | {"recoded": None, "quality": judged and judged.quality}
+            manifest = manifest.model_copy(update=changes)
+            if self._writer.swap(entry, blob_content(entry.id, packed), manifest=manifest):
+                self.index.touch(entry.id, entry.tenant, self.clock())
+                return manifest
+            try:
+                entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
+            except (errors.CacheNotFound, errors.CacheError):
+                return None
+        raise errors.StateConflict(
+            f"cache {entry.id} was changed {_ROUNDS} times while it was made again; try again when it is at rest"
+        )
 
     @contextmanager
     def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
@@ -239,11 +273,15 @@ class Shelf(Store):
 
     def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
         checks.require_promise(guaranteed_until, expires_at, self.clock())
+        self._require_promisable(tenant, 1)
+
+    def _require_promisable(self, tenant: str, nbytes: int) -> None:
+        """Whether so many bytes more may be promised."""
         quota = self._rules.quota
         for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
             most = getattr(quota, limit)
-            if most is not None and (taken := self.index.promised(of).bytes) >= most:
-                raise quota.exceeded(limit, taken, 1)
+            if most is not None and (taken := self.index.promised(of).bytes) + nbytes > most:
+                raise quota.exceeded(limit, taken, nbytes)
 
     def keep_source(
         self,
@@ -263,8 +301,15 @@ class Shelf(Store):
                 if swapped and self.sources.claim(manifest):
                     return manifest
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        return self._changed(cache_id, tenant, dict(judged), None)
+    def keep_judgement(
+        self,
+        cache_id: str,
+        judged: Judgement,
+        *,
+        tenant: str = "default",
+        if_revision: Collection[str] | None = None,
+    ) -> Manifest:
+        return self._changed(cache_id, tenant, dict(judged), if_revision)
 
     # Reading
 
@@ -296,8 +341,11 @@ class Shelf(Store):
         """A sound blob must also be the one that was stored, and that of its id, even if the index names it."""
         if summary.root.hex() != entry.manifest().blob_digest:
             raise errors.BlobError("its file holds another blob than was stored", reason="wrong_blob")
-        header = summary.header
-        if self.cache_id(header.to_identity(), tenant=tenant, codec=header.codec) != cache_id:
+        header, recoded = summary.header, entry.manifest().recoded
+        identity, codec = header.to_identity(), header.codec
+        if recoded is not None:  # the id is of the codec under which the cache was made, which no transforms belong to
+            identity, codec = replace(identity, transforms=""), recoded.codec
+        if self.cache_id(identity, tenant=tenant, codec=codec) != cache_id:
             raise errors.BlobError("its blob belongs to another cache", reason="wrong_identity")
 
     def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
@@ -648,14 +696,14 @@ class Shelf(Store):
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
         try:
-            for _ in range(_SEAL_ROUNDS):
+            for _ in range(_ROUNDS):
                 with ExitStack() as parent, suppress(BasesGone):
                     if self._writer.swap(entry, self._content(entry, parent)):
                         return None
                 entry = self.reader.ready(entry.id, entry.tenant)  # it was changed meanwhile
         except errors.KvshelfError as error:
             return None if error.code in ("cache_not_found", "cache_expired") else error.message
-        return f"it was changed {_SEAL_ROUNDS} times while it was sealed anew; try again when it is at rest"
+        return f"it was changed {_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _content(self, entry: Entry, opened: ExitStack) -> Content:
         """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent
@@ -668,7 +716,7 @@ class Shelf(Store):
         return self._blob_content(entry.id, packed, parent_id, entry.tenant, opened)
 
 
-_SEAL_ROUNDS = 10
+_ROUNDS: Final = 10
 
 _COMPACT_BASES = 8
 """A cache with so many bases is written anew: in object storage, each costs a request of its own."""

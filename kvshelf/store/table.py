@@ -27,6 +27,7 @@ Kind = Literal[
     "erasure",
     "certificate",
     "workflow",
+    "ladder",
 ]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)

@@ -110,15 +110,24 @@ class Writer:
         # Any other error leaves the bytes alone: the index may have published them although its answer was lost. If it
         # has not, the lease runs out and a sweep removes them.
 
-    def swap(self, entry: Entry, content: Content, *, evict: bool = True) -> bool:
+    def swap(
+        self,
+        entry: Entry,
+        content: Content,
+        *,
+        evict: bool = True,
+        manifest: Manifest | None = None,
+        still: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Store the blob of an entry anew.
 
-        evict: whether other caches may be evicted for it. False: the entry has changed since. Raises `BasesGone`.
+        evict: whether other caches may be evicted for it. manifest: another one of the entry. still: asked when all is
+        written, whether it is still wanted. False: it is not, or the entry has changed since. Raises `BasesGone`.
         """
         with self.writing(entry.id, entry.tenant, content, evict=evict) as writing:
             self.keep_until(writing, entry.expires_at)
         try:
-            swapped = self._index.swap(entry, entry.manifest(), writing)
+            swapped = still() and self._index.swap(entry, manifest or entry.manifest(), writing)
         except BasesGone:
             self.discard(writing)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshelf.api import Tried
-from kvshelf.errors import CacheNotFound
+from kvshelf.errors import CacheNotFound, EtagMismatch
 from kvshelf.store.manifest import Judgement
 from tests.qualities import quality_of
 from tests.store.caches import make_cache
@@ -28,6 +28,17 @@ def test_it_is_stored_with_the_cache_and_replaced_later(place: Place) -> None:
         assert ours.stat(bare.id) == seen == bare.model_copy(update=dict(GOOD))
         assert seen.revision != bare.revision
         assert ours.get(bare.id).to_bytes() == make_cache(0).to_bytes()
+
+
+def test_it_is_of_the_cache_as_it_was_seen(place: Place) -> None:
+    with place.open() as shelf:
+        bare = shelf.put(make_cache())
+        renamed = shelf.update(bare.id, name="another")
+        with pytest.raises(EtagMismatch):
+            shelf.keep_judgement(bare.id, GOOD, if_revision=[bare.revision])
+        asked = Judgement(min_quality=0.5)
+        seen = shelf.keep_judgement(bare.id, asked, if_revision=[renamed.revision])
+        assert seen.revision != renamed.revision, "a floor that was raised is seen by who saw the former one"
 
 
 def test_it_goes_with_other_changes(place: Place) -> None:

@@ -39,7 +39,8 @@ class Metered(ResponseBody):
     """What was used. `prefill_tokens`: of documents and questions that went through the model. `worker_s`: seconds that
     workers spent on this, `quality_s` of them on measuring quality. `saved_s`: seconds of prefill that answers did not
     spend, because their documents were on the shelf. `guarded`: answers that were asked again of the full cache, of
-    which `guard_differed` differ, in `guard_s` of `worker_s`."""
+    which `guard_differed` differ, in `guard_s` of `worker_s`. `recoded`: caches that the ladder coded smaller, by
+    `recoded_bytes` together; it measured their quality anew in `recoded_s` of `worker_s`."""
 
     answers: int = 0
     caches_created: int = 0
@@ -52,6 +53,9 @@ class Metered(ResponseBody):
     guarded: int = 0
     guard_differed: int = 0
     guard_s: float = 0.0
+    recoded: int = 0
+    recoded_bytes: int = 0
+    recoded_s: float = 0.0
 
     def __add__(self, other: Metered) -> Metered:
         return Metered(**{name: getattr(self, name) + getattr(other, name) for name in Metered.model_fields})

@@ -98,6 +98,25 @@ class Recheck:
         return torch.cat(rows)[-len(answer) :].float().log_softmax(dim=-1)
 
 
+@dataclass(frozen=True)
+class Remeasure:
+    """The quality of a cache under another codec than the one it was measured under. job: as of `Recheck`."""
+
+    job: Job
+    cache: CompressedCache
+
+    @property
+    def num_tokens(self) -> int:
+        return self.job.num_tokens
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint = nothing) -> Quality | None:
+        """None where the document can have no cues. `checkpoint` and errors as of `Recheck.run`."""
+        compressor = engine.compressor
+        full = compressor.prefill([Level(self.job)], checkpoint=checkpoint).compressions[0].cache
+        reference = compressor.reference(self.job, full, checkpoint)
+        return None if reference is None else compressor.measure(self.cache, reference, None, checkpoint)
+
+
 def compared(full: Tensor, other: Tensor) -> tuple[bool, float]:
     """Whether an answer differs, and its divergence in nats, at most `_MOST_NATS`, from log-probabilities `[tokens,
     vocabulary]` fp32 under the full cache and another one. Logits of the other that are not numbers differ."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvshelf.service.observe import logs
 from kvshelf.service.settings import Settings
+from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import deployment
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -63,6 +64,7 @@ def _config(
             settings.guard_below,
             settings.guard_label,
         ),
+        ladder=Ladder.parse(settings.ladder) if settings.ladder else Ladder(),
         gpus=settings.gpus_per_replica,
         begin=partial(logs.configure, settings.log_level),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import Annotated, BinaryIO
@@ -111,10 +111,12 @@ def _arrived(service: Service, file: BinaryIO) -> _Arrived:
 def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -> tuple[Manifest, bool]:
     """Stores the cache that arrived. Returns its manifest, and whether the shelf already had it."""
     cache, about = CompressedCache.from_bytes(arrived.blob), arrived.about
-    try:
+    manifest: Manifest | None = None
+    with suppress(CacheNotFound, CacheError):  # an unusable cache on the shelf is replaced
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
-        there = store.stat(cache_id, tenant=tenant)
-    except (CacheNotFound, CacheError):  # an unusable cache on the shelf is replaced
+        manifest = store.stat(cache_id, tenant=tenant)
+    existing = manifest is not None
+    if manifest is None or manifest.recoded is not None:  # what a ladder has coded smaller is made as it was
         manifest = store.put(
             cache,
             tenant=tenant,
@@ -126,8 +128,9 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
             source=arrived.source,
             judged=Judgement(quality=about.quality),
         )
+    if not existing:
         return manifest, False
-    manifest = as_requested(store, there, labels=wanted.labels, name=wanted.name or "", lifetime=wanted)
+    manifest = as_requested(store, manifest, labels=wanted.labels, name=wanted.name or "", lifetime=wanted)
     if arrived.source is not None and not manifest.has_source:
         manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
     return manifest, True

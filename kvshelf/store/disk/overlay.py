@@ -255,7 +255,9 @@ class Overlay(DiskStore):
     ) -> Manifest:
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=str(codecs.resolve(cache.codec, codec)))
         if fields.get("source") is None and self._only_below(cache_id, tenant):
-            return self.stat(cache_id, tenant=tenant)
+            manifest = self.stat(cache_id, tenant=tenant)
+            if manifest.recoded is None:  # else the shelf below has it smaller than it is to be
+                return manifest
         if (parent_id := fields.get("parent_id")) is not None:
             self._own(parent_id, tenant)
         return super().put(cache, codec=codec, tenant=tenant, **fields)
@@ -268,9 +270,9 @@ class Overlay(DiskStore):
         self._own(cache_id, tenant)
         return super().keep_source(cache_id, source, tenant=tenant, **until)
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **seen: Any) -> Manifest:
         self._own(cache_id, tenant)
-        return super().keep_judgement(cache_id, judged, tenant=tenant)
+        return super().keep_judgement(cache_id, judged, tenant=tenant, **seen)
 
     def delete(self, cache_id: str, *, tenant: str = "default", **how: Any) -> Receipt:
         if self._only_below(cache_id, tenant):

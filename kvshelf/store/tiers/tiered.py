@@ -62,6 +62,7 @@ class TieredStore(Store):
         self.workflows = home.workflows
         self.batches = home.batches
         self.metering = home.metering
+        self.ladder = home.ladder
         self.home = home
         self.tiers = Tiers(tiers)
         self._giving_back = threading.Lock()
@@ -245,8 +246,8 @@ class TieredStore(Store):
         self.tiers.keep_source(manifest, source)
         return manifest
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default") -> Manifest:
-        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant)
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **seen: Any) -> Manifest:
+        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant, **seen)
         manifest = self._insist(cache_id, tenant, keep)
         self.tiers.confirm(manifest)
         return manifest

@@ -27,6 +27,7 @@ from kvshelf.engine.parallel.engine import ParallelEngine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
 from kvshelf.model import calibration
+from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
@@ -70,6 +71,7 @@ class ReplicaConfig:
     tenant_quality: Mapping[str, How] = field(default_factory=dict)
     max_document_tokens: int | None = None
     guard: GuardRules = field(default_factory=GuardRules)
+    ladder: Ladder = field(default_factory=Ladder)
     gpus: int = 1
     intensity: float | None = None
     chat_template: str | None = None
@@ -119,6 +121,7 @@ class ServedReplica(Replica):
             max_document_tokens=config.max_document_tokens,
             guard=config.guard,
         )
+        self.cooling.follow(config.ladder)
         self.start()
         startup.end()
 

@@ -19,7 +19,7 @@ from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
-from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept
+from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept, StateConflict
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store, lineage
 from kvshelf.store.manifest import Manifest
@@ -169,11 +169,12 @@ class Conversations:
         said: Said,
         turn: Turn | KvshelfError | None,
         tenant: str,
+        digest: str,
     ) -> KeptConversation:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the question
-        has. The texts of a turn are its cache's source. document: that cache, attached. line: of a conversation; None
-        for a plain text. said: the answer as the next request has it. turn: of the answer. What was stored before an
-        error stays.
+        has. The texts of a turn are its cache's source. document: that cache, attached, of a blob with this digest.
+        line: of a conversation; None for a plain text. said: the answer as the next request has it. turn: of the
+        answer. What was stored before an error stays.
 
         Raises as `Store.put` and `Turns.caches`, and the error that kept the turn from being whole.
         """
@@ -181,6 +182,8 @@ class Conversations:
             raise turn
         assert turn is not None, "the question was asked with its turn to be kept"
         manifest = self._store.stat(cache_id, tenant=tenant)
+        if manifest.blob_digest != digest:  # its identity would name a parent that it was not read behind
+            raise StateConflict(f"cache {cache_id} was coded anew while it was asked; ask again", param="store")
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         lives = self._lifetime(query, manifest)
         for messages, cache in self._caches(parent, query, line, said, turn):

@@ -32,7 +32,7 @@ from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.manifest import Manifest
+from kvshelf.store.manifest import BY_GUARD, Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.inspect import source_job
 from kvshelf.workers.replica.reading import whole
@@ -51,7 +51,6 @@ _DRIFTS: Final = 256
 _GROUPS: Final = 20
 _STEP: Final = 0.1
 """gamma over alpha: ten answers that differ beyond their share raise an alarm."""
-_BY: Final = "measured by the guard"
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Guard:
         self._now, self._draw, self._pause_s = now, draw, pause_s
         self._began, self._worked_s = now(), 0.0
         self._waiting: deque[Answered] = deque(maxlen=_WAITING)
-        self._results: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+        self._results: OrderedDict[tuple[str, str, str], tuple[int, int]] = OrderedDict()  # of one blob each
         self._drifts: dict[tuple[str, str], Drift] = {}
         self._groups: set[str] = set()
         self._remade: set[tuple[str, str]] = set()  # as many as caches were found below the floor
@@ -186,7 +185,7 @@ class Guard:
             return manifest, None
         job = source_job(self._engine, self._store, manifest, identity)
         cache = whole(self._engine, self._store, manifest.id, answered.tenant)
-        floor = None if _recorded(manifest) else self.rules.floor
+        floor = None if manifest.found_by_guard else self.rules.floor
         return manifest, Recheck(job, cache, answered.query, answered.answer, floor)
 
     async def _checked(self, answered: Answered, work: Recheck) -> Rechecked | None:
@@ -207,7 +206,7 @@ class Guard:
             self._meter.add(answered.tenant, guard_s=ticket.worked_s)
 
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
-        key = manifest.id, manifest.tenant
+        key = manifest.id, manifest.tenant, manifest.blob_digest
         checked, agreed = self._results.pop(key, (0, 0))
         self._results[key] = checked, agreed = checked + 1, agreed + (not result.differs)
         if len(self._results) > _CACHES:
@@ -215,7 +214,7 @@ class Guard:
         self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
         group = self.group(manifest)
         drifts = self._drift(manifest.policy, group, differs=result.differs)
-        recorded = _recorded(manifest)
+        recorded = manifest.found_by_guard
         quality = measured(result.quality, checked, agreed, result.kl)
         looks = quality.cues > 0 or checked.bit_count() == 1  # a bound that is looked at each time is none
         below = recorded or (looks and quality.high is not None and quality.high < self.rules.floor)
@@ -245,7 +244,8 @@ class Guard:
         """Record what a cache below the floor is worth, if that is new, and have a finer one made by the rule. What
         fails is tried again with the next answer that differs."""
         if quality is not None:
-            await self._threads.run(self._store.update, manifest.id, tenant=manifest.tenant, quality=quality)
+            seen = {"tenant": manifest.tenant, "if_revision": [manifest.revision]}  # it is of the blob that was asked
+            await self._threads.run(self._store.update, manifest.id, quality=quality, **seen)
             about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high}
             log.warning("the guard found a cache below its floor", floor=self.rules.floor, **about)
         if self.rules.below != "remake" or (key := (manifest.id, manifest.tenant)) in self._remade:
@@ -260,15 +260,10 @@ class Guard:
             self._worked_s += self._now() - began
 
 
-def _recorded(manifest: Manifest) -> bool:
-    """Whether the guard has found a cache below the floor."""
-    return manifest.quality is not None and (manifest.quality.reason or "").startswith(_BY)
-
-
 def measured(quality: Quality | None, checked: int, agreed: int, kl: float) -> Quality:
     """The quality of a cache after a check: by cues where they tell, otherwise by its own answers."""
     if quality is not None and quality.low is not None:
-        return quality.model_copy(update={"reason": _BY})
+        return quality.model_copy(update={"reason": BY_GUARD})
     low, high = bounds(agreed, checked)
     return Quality(
         agreement=agreed / checked,
@@ -277,7 +272,7 @@ def measured(quality: Quality | None, checked: int, agreed: int, kl: float) -> Q
         worst=None,
         cues=0,
         full=False,
-        reason=f"{_BY}: {checked - agreed} of {checked} answers differ from the full cache's",
+        reason=f"{BY_GUARD}: {checked - agreed} of {checked} answers differ from the full cache's",
         kl=kl,
         probe_s=0.0,
         version=VERSION,

@@ -447,7 +447,15 @@ class Questions:
         assert isinstance(document, Attachment)
         try:
             kept = await self.threads.run(
-                keep, cache_id, document, loaded.query, loaded.line, said, ticket.turn, tenant
+                keep,
+                cache_id,
+                document,
+                loaded.query,
+                loaded.line,
+                said,
+                ticket.turn,
+                tenant,
+                loaded.held[cache_id][0].digest,
             )
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=cache_id, reason=error.message)

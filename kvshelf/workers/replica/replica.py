@@ -38,6 +38,7 @@ from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
+from kvshelf.workers.replica.create.cooling import Cooling
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.files import pieces
@@ -92,6 +93,7 @@ class Replica(ReplicaApi):
         rules = guard or GuardRules()
         guarding = Guard(engine, store, scheduler, threads, meter, rules, self.creations.remake)
         self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
+        self.cooling = Cooling(self.creations)
         self.searches = Searches(engine, store, scheduler, threads)
 
     def start(self) -> None:
@@ -102,11 +104,13 @@ class Replica(ReplicaApi):
         """End all work; its callers get `NoWorker`."""
         self.scheduler.stop(drain_s=drain_s)
         self.questions.stop()
+        self.cooling.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.meter.stop()
 
     async def check_health(self) -> None:
-        """Raise if this replica can no longer work and must be replaced."""
+        """Raise if this replica can no longer work and must be replaced. Called every second, first when it begins."""
+        self.cooling.begin()
         if not self.scheduler.alive:
             raise InternalError(f"the scheduler thread of {self.engine.name!r} has ended")
         if self.scheduler.overdue_s > STUCK_S:

@@ -205,7 +205,8 @@ class Creations:
 @dataclass(eq=False)
 class Creation:
     """The caches of one document: of all levels, or of the one that a selection chooses. Those on the shelf stay as
-    they are; the others are made by whoever asks first, and all who ask meanwhile wait for that."""
+    they are, except that what a ladder has coded smaller is made again; the others are made by whoever asks first, and
+    all who ask meanwhile wait for that."""
 
     creations: Creations
     work: Levels | PolicyChoice
@@ -234,7 +235,8 @@ class Creation:
             missing: Levels | PolicyChoice = self.work
         else:
             pairs = zip(self.publisher.ids, self.work.levels, strict=True)
-            missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in there))
+            asis = {cache_id for cache_id, manifest in there.items() if manifest.recoded is None}
+            missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in asis))
         stored: dict[str, Manifest] = {}
         phases: tuple[Phase, ...] = ()
         if missing.levels:

@@ -5,33 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
 from kvshelf.api import AppendCache, CertifiedBy, CreateCache, Timings, Tried
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import VERSION
-from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest
+from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, InvalidRequest, StateConflict
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
 from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.existing import as_requested
+from kvshelf.workers.replica.create.recreation import Recreation
 from kvshelf.workers.replica.create.spec import source_of
 
 
 @dataclass(frozen=True)
 class Publisher:
     """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
-    the cache that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`. certificate:
-    by which the level is chosen."""
+    the cache that the document is appended to, if it is, and the digest of its blob. source: to be kept with each, for
+    `source_ttl_s`. certificate: by which the level is chosen."""
 
     store: Store
     tenant: str
     spec: CreateCache | AppendCache
     ids: tuple[str, ...]
     parent_id: str | None = None
+    parent_digest: str = ""
     source: Source | None = None
     source_ttl_s: float | None = None
     name: str = ""
@@ -54,8 +56,19 @@ class Publisher:
             store.expiry(source_ttl_s, None)
         except InvalidRequest as error:
             raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
-        parent_id, name = (None, "") if parent is None else (parent.id, name_behind(parent, "append"))
-        return cls(store, tenant, spec, ids, parent_id, source, source_ttl_s, name)
+        certificate = spec.judged.certificate if isinstance(spec, Recreation) else None
+        made = cls(store, tenant, spec, ids, source=source, source_ttl_s=source_ttl_s, certificate=certificate)
+        if parent is None:
+            return made
+        name = name_behind(parent, "append")
+        return replace(made, parent_id=parent.id, parent_digest=parent.blob_digest, name=name)
+
+    @property
+    def floor(self) -> float | None:
+        """The quality that was asked for: no ladder goes below it."""
+        if isinstance(self.spec, Recreation) and self.spec.min_quality is None:
+            return self.spec.judged.min_quality
+        return getattr(self.spec, "min_quality", None)
 
     def there(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
@@ -71,16 +84,18 @@ class Publisher:
         """The cache on the shelf that a selection would choose, or None if that is not known.
 
         There are three sources: the qualities of the caches themselves, the levels tried when one of them was chosen,
-        and the levels `refused` before. They are not mixed, because they count bytes differently. Raises as
-        `PolicyChoice.run` does if no level is good enough.
+        and the levels `refused` before. They are not mixed, because they count bytes differently. None says
+        anything of a cache that a ladder has coded smaller: it is made again. Raises as `PolicyChoice.run` does if no
+        level is good enough.
         """
         own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
+        recoded = {cache_id for cache_id, manifest in there.items() if manifest.recoded is not None}
         for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
-            level = selection.known([told.get(cache_id) for cache_id in self.ids])
+            level = selection.known([None if cache_id in recoded else told.get(cache_id) for cache_id in self.ids])
             if level is not None:
                 levels = zip(self.ids, selection.levels, strict=True)
                 found = there.get(next(cache_id for cache_id, one in levels if one is level))
-                if found is not None:
+                if found is not None and found.id not in recoded:
                     return found
         return None
 
@@ -88,9 +103,12 @@ class Publisher:
         """Store a level, with all levels that were tried, so that the same choice need not be made again. A cache that
         was on the shelf gets the new measurements. Raises as `Store.put` does."""
         level, compression = made.level, made.compression
+        self._require_parent()
         ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
         tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
-        judged = Judgement(quality=compression.quality, tried=tried, certificate=self.certificate)
+        judged = Judgement(
+            quality=compression.quality, tried=tried, certificate=self.certificate, min_quality=self.floor
+        )
         if level.transforms is not None:
             self.store.transforms.keep(level.transforms.digest, level.transforms.data)
         manifest = self.store.put(
@@ -110,23 +128,44 @@ class Publisher:
             parent_id=self.parent_id,
         )
         # Another process may have put it meanwhile.
+        digest = manifest.blob_digest
         manifest = as_requested(self.store, manifest, labels=self.spec.labels, name=self.spec.name)
-        return self._judged(manifest, judged)
+        return self._judged(manifest, judged, digest)
 
-    def _judged(self, manifest: Manifest, judged: Judgement) -> Manifest:
-        """A stored cache with what is known of it now."""
-        before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
-        newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
-        if newest == before:
-            return manifest
-        return self.store.keep_judgement(manifest.id, newest, tenant=self.tenant)
+    def _require_parent(self) -> None:
+        """Raises `StateConflict` if the parent has another blob than the one that was appended to, as after a ladder:
+        what names the former one as its parent would be found behind no cache."""
+        with suppress(CacheNotFound, CacheError):  # without its parent a cache is whole, too
+            if self.parent_id is not None:
+                parent = self.store.stat(self.parent_id, tenant=self.tenant)
+                if parent.blob_digest != self.parent_digest:
+                    raise StateConflict(f"cache {parent.id} was coded anew while it was appended to; append again")
+
+    def _judged(self, manifest: Manifest, judged: Judgement, digest: str) -> Manifest:
+        """A stored cache with what is known of it now. digest: of the blob of which the quality is known; a ladder may
+        have put another one in its place."""
+        while True:
+            if manifest.blob_digest != digest:
+                judged = judged.model_copy(update={"quality": None})
+            before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
+            newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
+            floors = [one.min_quality for one in (before, judged) if one.min_quality is not None]
+            newest = newest.model_copy(update={"min_quality": max(floors, default=None)})
+            if newest == before:
+                return manifest
+            try:
+                keep = self.store.keep_judgement
+                return keep(manifest.id, newest, tenant=self.tenant, if_revision=[manifest.revision])
+            except EtagMismatch:  # it was changed since it was read
+                manifest = self.store.stat(manifest.id, tenant=self.tenant)
 
     def as_asked(self, manifest: Manifest) -> Manifest:
         """An existing cache with what this request adds: labels, a name, a later expiry, a certificate, a kept source
         or more time for it."""
         spec = self.spec
         manifest = as_requested(self.store, manifest, labels=spec.labels, name=spec.name, lifetime=spec)
-        manifest = self._judged(manifest, Judgement(certificate=self.certificate))
+        judged = Judgement(certificate=self.certificate, min_quality=self.floor)
+        manifest = self._judged(manifest, judged, manifest.blob_digest)
         if self.source is not None:
             keep = self.store.keep_source
             manifest = keep(manifest.id, self.source, tenant=manifest.tenant, ttl_s=self.source_ttl_s)

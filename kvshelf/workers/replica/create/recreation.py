@@ -8,7 +8,7 @@ from typing import Any
 from kvshelf.api import CreateCache, Message
 from kvshelf.artifact.identity import Boundary
 from kvshelf.methods.policies import POLICIES
-from kvshelf.store.manifest import Manifest
+from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source, TokenIds
 
 
@@ -16,10 +16,12 @@ class Recreation(CreateCache):
     """A creation from a kept source. No request is one: the service makes it.
 
     Of token ids the first `protected_prefix` were written by the chat template. boundary: where the document ends.
+    judged: what was asked of the cache and holds again, because it is the same: `min_quality` and its certificate.
     """
 
     protected_prefix: int = 0
     boundary: Boundary = "text"
+    judged: Judgement = Judgement()
 
 
 def document_fields(manifest: Manifest, source: Source) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def recreation(manifest: Manifest, source: Source, *, keep: bool, now: float) ->
         policy=manifest.policy,
         policy_params=manifest.policy_params,
         compression_ratio=None if sizes_itself else manifest.compression_ratio,
-        codec=manifest.codec,
+        codec=manifest.made_codec,
         expected_questions=list(identity["expected_questions"]),
         protect=[f"tokens:{first}-{end}" for first, end in identity.get("protect") or ()],
         **_lifetime(manifest),
@@ -54,6 +56,7 @@ def recreation(manifest: Manifest, source: Source, *, keep: bool, now: float) ->
         labels=manifest.labels,
         keep_source=keep and ("tokens" if isinstance(source, TokenIds) else True),
         source_ttl_s=None if ends is None else max(ends - now, 1.0),
+        judged=Judgement(min_quality=manifest.min_quality, certificate=None if keep else manifest.certificate),
     )
 
 
@@ -62,6 +65,7 @@ def finer(manifest: Manifest, source: Source, floor: float, now: float) -> Recre
     ratio of the same one would have to be is not known."""
     same = recreation(manifest, source, keep=True, now=now)
     free: dict[str, Any] = {"policy": "auto", "policy_params": {}, "compression_ratio": None, "expected_questions": []}
+    free["judged"] = Judgement()
     default = Recreation.model_fields["codec"].get_default(call_default_factory=True)
     return same.model_copy(update={**free, "codec": default, "min_quality": floor})
 
