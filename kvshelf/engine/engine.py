@@ -82,7 +82,7 @@ class Engine:
         self.kinds, self.rope, self.max_tokens = facts.kinds, facts.rope, facts.max_tokens
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         self.passes = passes = Passes(facts)
-        self.encoder = Encoder(facts.name, facts.text, facts.max_tokens, model.config.vocab_size, facts.longest)
+        self.encoder = Encoder.of(facts)
         self.preparer = Preparer(facts)
         self.coders = self._coders(passes)
         self.attachments = Attachments(passes, self.coders)

@@ -79,6 +79,7 @@ class DocumentView:
     KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
     tokens among `whole_ids`, those of the document that these are a part of (`judged`); None: these are all.
     `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
+    `images`: spans of tokens in whose place images stand, of the whole document alone.
     """
 
     token_ids: Sequence[int]
@@ -96,6 +97,7 @@ class DocumentView:
     places: tuple[int, ...] | None = None
     whole_ids: Sequence[int] | None = None
     surprisals: Tensor | None = field(default=None, repr=False)
+    images: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +128,7 @@ class DocumentView:
             places=places,
             whole_ids=self.token_ids,
             surprisals=None if self.surprisals is None else self.surprisals[list(places)],
+            images=(),
         )
 
     @cached_property
