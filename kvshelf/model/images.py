@@ -25,13 +25,14 @@ from kvshelf.model.layers import layer_kinds
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
     from transformers import PreTrainedModel
 
 FAMILIES: Final = ("idefics3", "smolvlm")
 """Types of models, as transformers names them."""
 
-MAX_PIXELS: Final = 1 << 25
-"""Of one image: a page of A4 at 600 dots an inch has a few more, one at 400 half as many. In memory three bytes each."""
+MAX_PIXELS: Final = 1 << 24
+"""Of one image: a page of A4 at 400 dots an inch has a few less. To make such a one smaller takes seconds."""
 
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -56,6 +57,12 @@ class PlacedImage(NamedTuple):
     data: bytes
 
 
+def num_pixels(data: bytes, param: str) -> int:
+    """Of a PNG or JPEG file, by its header. Raises `InvalidRequest` about `param`."""
+    image = _opened(data, param)
+    return image.width * image.height
+
+
 def pixels(data: bytes, param: str) -> Image:
     """The pixels of a PNG or JPEG file, RGB, turned as its EXIF says; what is transparent lies on white.
 
@@ -63,22 +70,30 @@ def pixels(data: bytes, param: str) -> Image:
     """
     from PIL import Image, ImageOps
 
-    try:
-        image = Image.open(BytesIO(data), formats=_FORMATS)
-    except Exception as error:  # whatever a decoder raises for a broken file
-        raise _refused(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise _refused(param, f"has {image.width} x {image.height} pixels, and {MAX_PIXELS} are taken; make it smaller")
-    if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
-        raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
+    image = _opened(data, param)
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)
         if turned.has_transparency_data:
             turned = Image.alpha_composite(Image.new("RGBA", turned.size, "white"), turned.convert("RGBA"))
         return turned.convert("RGB")
-    except Exception as error:  # as above
+    except Exception as error:  # whatever a decoder raises for a broken file
         raise _refused(param, f"is broken ({type(error).__name__}: {error})") from error
+
+
+def _opened(data: bytes, param: str) -> ImageFile:
+    """The header of a file."""
+    from PIL import Image
+
+    try:
+        image = Image.open(BytesIO(data), formats=_FORMATS)
+    except Exception as error:  # as above
+        raise _refused(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
+    if image.width * image.height > MAX_PIXELS:
+        raise _refused(param, f"has {image.width} x {image.height} pixels, and {MAX_PIXELS} are taken; make it smaller")
+    if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
+        raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
+    return image
 
 
 def pixels_digest(image: Image) -> str:

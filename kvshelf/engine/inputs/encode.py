@@ -114,8 +114,7 @@ class Encoder:
         images, chars = list[ImagePart](), None
         if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
             document, images = _without_images(document)
-            if document and not isinstance(document, str):
-                document, rules = _without_marks(document, rules)
+            document, rules = _without_marks(document, rules)
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
             if encoded.images:
@@ -426,8 +425,10 @@ def _without_images(document: Any) -> tuple[Any, list[ImagePart]]:
     return left, [ImagePart.model_construct(**image) for image in images]
 
 
-def _without_marks(document: Sequence[Any], rules: Sequence[str]) -> tuple[Any, list[str]]:
+def _without_marks(document: Any, rules: Sequence[str]) -> tuple[Any, list[str]]:
     """Blocks of text, or messages with some, as plain text, and with the rules those that say what was marked."""
+    if document == "":  # of images alone
+        return document, list(rules)
     try:
         if "role" in document[0]:
             _, plain, marked = unmarked(None, document)

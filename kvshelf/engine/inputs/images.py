@@ -9,13 +9,13 @@ from typing import Final
 from kvshelf.api.options import ImagePart
 from kvshelf.artifact.identity import Layout
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, pixels, pixels_digest
+from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, num_pixels, pixels, pixels_digest
 from kvshelf.model.text import EncodedDocument, TemplateOptions, TextFormat
 from kvshelf.model.tokens import Place
 
 Span = tuple[int, int]
 
-MAX_PIXELS: Final = 1 << 27
+MAX_PIXELS: Final = 1 << 26
 """Of all images of a document together. They are decoded one after another, before the prefill and at its beginning."""
 
 
@@ -54,17 +54,16 @@ def with_images(
                 f"{len(text)} characters",
                 param=f"images[{number}].at",
             )
+    files = [image.file(f"images[{number}]") for number, image in enumerate(images)]
+    if (size := sum(num_pixels(data, f"images[{number}]") for number, data in enumerate(files))) > MAX_PIXELS:
+        raise InvalidRequest(
+            f"the images have {size} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
+        )
     document = form.document(text[: ends[0]], layout, told)
     ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
-    placed, left = list[PlacedImage](), MAX_PIXELS
-    for number, (image, end) in enumerate(zip(images, [*ends[1:], len(text)], strict=True)):
-        param = f"images[{number}]"
-        seen = pixels(data := image.file(param), param)
-        if (left := left - seen.width * seen.height) < 0:
-            raise InvalidRequest(
-                f"{param}: the images up to this one have more than {MAX_PIXELS} pixels together; make them smaller",
-                param=param,
-            )
+    placed = list[PlacedImage]()
+    for number, (image, data, end) in enumerate(zip(images, files, [*ends[1:], len(text)], strict=True)):
+        seen = pixels(data, param := f"images[{number}]")
         own = encoder.token_ids(seen, param)
         placed.append(PlacedImage(len(ids), len(ids) + len(own), pixels_digest(seen), data))
         piece, place = text[image.at : end], _place_behind(form, own[-1])

@@ -75,7 +75,9 @@ class Preparer:
         images = tuple((image.first, image.end, image.digest) for image in encoded.images)
         identity = Identity(
             model=self.facts.identity,
-            document=digest("kvshelf.images", named, canonical_json(images)) if images else digest("kvshelf.tokens", named),
+            document=digest("kvshelf.images", named, canonical_json(images))
+            if images
+            else digest("kvshelf.tokens", named),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
