@@ -224,6 +224,8 @@ def _texts(blocks: Sequence[Any], where: str) -> Iterator[tuple[str, bool]]:
         text, protect = (block.get("text"), block.get("protect", False)) if known else (None, None)
         if not isinstance(text, str) or not isinstance(protect, bool) or block.get("type", "text") != "text":
             raise misuse(
-                f"{where}[{number}]", 'a block is {"text": "..."}, with "protect": true where every policy keeps it'
+                f"{where}[{number}]",
+                'a block is {"text": "..."}, with "protect": true where every policy keeps it; of images only a '
+                "document has some",
             )
         yield text, protect
