@@ -163,16 +163,16 @@ class ImageEncoder:
 
     def states(self, image: Image, param: str) -> Tensor:
         """What stands in the places of its tokens `token_id`, in order, `[n, width]`."""
-        given = self._processed(image, param)
+        inputs = self._processed(image, param)
         device = next(self._whole.vision_model.parameters()).device
         with torch.no_grad():
             out = self._whole.get_image_features(
-                given["pixel_values"].to(device), given["pixel_attention_mask"].to(device)
+                inputs["pixel_values"].to(device), inputs["pixel_attention_mask"].to(device)
             )
         states = getattr(out, "pooler_output", out)  # older versions of transformers 5 give them alone
         states = torch.cat(list(states)) if isinstance(states, list | tuple) else states
         states = states.reshape(-1, states.shape[-1])
-        if len(states) != int((given["input_ids"] == self.token_id).sum()):
+        if len(states) != int((inputs["input_ids"] == self.token_id).sum()):
             raise _refused(param, "is one that the model takes for padding; give another")
         return states
 

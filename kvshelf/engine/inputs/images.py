@@ -37,7 +37,7 @@ def with_images(
     text: str,
     images: Sequence[ImagePart],
     layout: Layout,
-    told: TemplateOptions,
+    options: TemplateOptions,
     require_length: Callable[[int], None],
 ) -> tuple[EncodedDocument, list[Span]]:
     """A text with images at their places, and the characters of the text in each token behind the template's, as of
@@ -59,7 +59,7 @@ def with_images(
         raise InvalidRequest(
             f"the images have {size} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
         )
-    document = form.document(text[: ends[0]], layout, told)
+    document = form.document(text[: ends[0]], layout, options)
     ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
     placed = list[PlacedImage]()
     for number, (image, data, end) in enumerate(zip(images, files, [*ends[1:], len(text)], strict=True)):

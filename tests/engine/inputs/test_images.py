@@ -13,6 +13,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.integrations.vllm.model import ReadingModel
 from tests.images import block, picture, processor, save_image_model
 
 ROWS = "The harbour of Brask has forty berths. The wheel is under the kettle and the code is 482913. "
@@ -218,3 +219,13 @@ def test_models_and_policies_that_take_no_images_say_so(engine: Engine, tiny_fol
             engine.prepare(DOCUMENT, policy=policy, compression_ratio=0.5)
     with pytest.raises(PolicyUnsupported, match="in chunks"):
         engine.prepare(DOCUMENT * 2, policy="lagkv", compression_ratio=0.5, policy_params={"prefill": "chunked"})
+
+
+def test_vllm_is_not_given_what_it_was_not_tried_with(engine: Engine) -> None:
+    reading = ReadingModel(engine.identity, engine.passes.layer_shapes, engine.rope, {})
+    made = {
+        document: engine.compress(what, policy="full") for document, what in {"text": ROWS, "seen": DOCUMENT}.items()
+    }
+    reading.require_own(made["text"], {})  # type: ignore[arg-type]
+    with pytest.raises(PolicyUnsupported, match="with images"):
+        reading.require_own(made["seen"], {})  # type: ignore[arg-type]
