@@ -50,10 +50,10 @@ def test_the_same_pixels_are_one_cache_that_answers(client: Client) -> None:
     assert first.tokens.protected > 0
     assert first.quality is not None
     for cache in (first, other):
-        answer = client.caches.query(cache.id, prompt="Where is the wheel?", max_new_tokens=4)
+        answer = client.caches.query(cache.id, prompt="Where is the wheel?", max_tokens=4)
         assert answer.usage.cache_read_tokens == cache.tokens.document
     longer = client.caches.append(first.id, document=" The mill is by the weir.")
-    assert client.caches.query(longer.id, prompt="Where is the mill?", max_new_tokens=2).text is not None
+    assert client.caches.query(longer.id, prompt="Where is the mill?", max_tokens=2).text is not None
     removed = client.caches.create(document=DOCUMENT, policy="keydiff", compression_ratio=0.3)
     assert removed.tokens.kept < removed.tokens.document
     assert client.estimate(document=DOCUMENT).tokens == first.tokens.document
@@ -61,7 +61,7 @@ def test_the_same_pixels_are_one_cache_that_answers(client: Client) -> None:
 
 def test_a_request_in_the_background_keeps_its_images(client: Client) -> None:
     request = client.caches.create(document=[{"text": TEXT}, block(picture(3))], respond_async=True)
-    done = client.requests.wait(request.id)
+    done = client.requests.retrieve(request.id, wait_s=60)
     direct = client.caches.create(document=[{"text": TEXT}, block(picture(3), optimize=True)])
     assert direct.existing
     assert done.cache_id == direct.id
@@ -90,7 +90,7 @@ def test_it_is_refused_by_name(
 def test_kept_tokens_need_a_source(client: Client) -> None:
     cache = client.caches.create(document=DOCUMENT)
     with pytest.raises(SourceNotKept):
-        client.caches.kept_tokens(cache.id)
+        client.caches.kept(cache.id)
 
 
 def test_the_command_puts_images_behind_a_text(client: Client, running: LiveService, tmp_path: Path) -> None:
