@@ -12,7 +12,7 @@ from PIL import Image
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
 from tests.images import block, picture, processor, save_image_model
 
@@ -174,6 +174,13 @@ def test_text_is_appended_behind_images_and_caches_are_asked_together(engine: En
     assert said[0] == said[1]
     text = engine.compress(ROWS, policy="full")
     assert engine.answer([cache, text], "Where is the mill?", max_new_tokens=2).token_ids
+
+
+def test_the_prompt_is_shown_for_the_document_with_the_same_images(engine: Engine) -> None:
+    cache = engine.compress(DOCUMENT, policy="full")
+    assert engine.prompt(cache, "Where is the wheel?", DOCUMENT)
+    with pytest.raises(StateConflict, match="another document"):
+        engine.prompt(cache, "Where is the wheel?", [*DOCUMENT[:3], block(picture(9, 33, 70)), DOCUMENT[4]])
 
 
 def big(width: int, height: int) -> dict[str, str]:
