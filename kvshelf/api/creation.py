@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from kvshelf.api.certificates import CertificateName
-from kvshelf.api.options import Protecting, unmarked
+from kvshelf.api.options import ImageParts, Protecting, has_images, unmarked, without_images
 from kvshelf.api.shapes import TemplateKwargs
 from kvshelf.api.strict import (
     MAX_EPISODES,
@@ -302,7 +302,11 @@ class CreateCache(CacheOptions):
     document: str | None = Field(
         None,
         description='the document as text; special tokens in it are plain text; or blocks of text, {"text": "...", '
-        '"protect": true} for those that every policy keeps',
+        '"protect": true} for those that every policy keeps, and {"type": "image", "data": "..."} for images',
+    )
+    images: ImageParts = Field(
+        default_factory=list,
+        description="PNG or JPEG files in base64, each before the character `at` of the document, for models that see",
     )
     messages: MessageList | None = Field(None, description="a conversation prefix, for chat models")
     token_ids: TokenIds | None = Field(None, description="the document as token ids of the model")
@@ -338,6 +342,8 @@ class CreateCache(CacheOptions):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         require_one_document(self)
+        if self.images:
+            self._require_seen_whole()
         if self.episodes is not None:
             self._require_episodes()
         if self.split_options is not None:
@@ -347,6 +353,17 @@ class CreateCache(CacheOptions):
         if self.keep_source is True and self.token_ids is not None:
             raise misuse("keep_source", "token_ids have no text to keep; keep the ids alone, with tokens")
         return self
+
+    def _require_seen_whole(self) -> None:
+        if self.document is None:
+            raise misuse("images", "images stand in a text; send it as document, and no messages or token_ids")
+        for name, why in {
+            "split": "a text that is split",
+            "episodes": "a text that is split",
+            "keep_source": "a kept source, which is text or token ids alone",
+        }.items():
+            if getattr(self, name):
+                raise misuse(name, f"images have no place in {why}; leave {name} or the images out")
 
     def _require_episodes(self) -> None:
         if self.token_ids is not None:
@@ -427,6 +444,8 @@ class AppendCache(Protecting, Renewable):
     @model_validator(mode="before")
     @classmethod
     def _marked(cls, data: Any) -> Any:
+        if isinstance(data, dict) and has_images(data.get("document")):
+            raise misuse("document", "images are read with the document that they are in, not behind it; append text")
         return without_marks(data)
 
     @model_validator(mode="after")
@@ -443,9 +462,15 @@ class AppendCache(Protecting, Renewable):
 
 
 def without_marks(data: Any) -> Any:
-    """The fields of a creation with blocks of text as plain text: those that were marked are rules of `protect`."""
+    """The fields of a creation with blocks of text as plain text: those that were marked are rules of `protect`, and
+    images among them are `images`."""
     if not isinstance(data, dict):
         return data
+    if has_images(data.get("document")):
+        if data.get("images"):
+            raise misuse("images", "the images of a document are blocks of it or in images; give them in one way")
+        document, images = without_images(data["document"])
+        data = data | {"document": document, "images": images}
     document, messages, rules = unmarked(data.get("document"), data.get("messages"))
     if document is data.get("document") and not rules and messages == data.get("messages"):
         return data

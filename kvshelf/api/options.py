@@ -6,12 +6,14 @@ arguments, as clients and `Engine` take them: a type checker reads no keywords o
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Self, TypedDict, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvshelf.api.strict import RequestBody, Seed, Stops, Temperature, TopP, misuse
+from kvshelf.errors import InvalidRequest
 
 
 class Ask(RequestBody):
@@ -118,6 +120,63 @@ class ProtectFields(TypedDict, total=False):
     protect: Rules | None
 
 
+MAX_IMAGES: Final = 32
+"""Of a document."""
+
+
+class ImagePart(RequestBody):
+    """An image of a document: a PNG or JPEG file in base64, before the character `at` of the text."""
+
+    at: Annotated[int, Field(ge=0, lt=2**31)]
+    data: Annotated[str, Field(min_length=1)]
+
+    def file(self, param: str) -> bytes:
+        """The file. Raises `InvalidRequest` about `param`."""
+        try:
+            return base64.b64decode(self.data, validate=True)
+        except ValueError as error:
+            raise InvalidRequest(f"{param}.data is no base64: {error}", param=f"{param}.data") from error
+
+
+ImageParts = Annotated[list[ImagePart], Field(max_length=MAX_IMAGES, fail_fast=True)]
+
+
+def without_images(document: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A document in which blocks `{"type": "image", "data": "..."}` are taken out, and each of them as an `ImagePart`.
+    Whatever has none stays as it is. Raises as `misuse`."""
+    if not has_images(document):
+        return document, []
+    texts, images, at = [], [], 0
+    for number, block in enumerate(document):
+        if not _is_image(block):
+            texts.append(block)
+            text = block.get("text") if isinstance(block, Mapping) else None
+            at += len(text) if isinstance(text, str) else 0
+        elif set(block) == {"type", "data"} and isinstance(block["data"], str):
+            images.append({"at": at, "data": block["data"]})
+        else:
+            raise misuse(f"document[{number}]", 'an image is {"type": "image", "data": "..."}, a file in base64')
+    return texts or "", images
+
+
+def has_images(document: Any) -> bool:
+    """Whether it is blocks, and some of them are images."""
+    return _of_blocks(document) and any(_is_image(block) for block in document)
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
+
+
+def with_images(text: str, images: Sequence[ImagePart]) -> Any:
+    """The blocks of which `without_images` makes this text and these images."""
+    ends = [image.at for image in images]
+    blocks: list[dict[str, str]] = [{"text": text[: ends[0]]}]
+    for image, end in zip(images, [*ends[1:], len(text)], strict=True):
+        blocks += [{"type": "image", "data": image.data}, {"text": text[image.at : end]}]
+    return blocks
+
+
 def unmarked(document: Any, messages: Any) -> tuple[Any, Any, list[str]]:
     """A text or messages in which blocks `{"text": ..., "protect": true}` are plain text again, and the rules of
     `protect` that say the same. Whatever is no list of blocks stays as it is. Raises as `misuse`."""
@@ -165,6 +224,8 @@ def _texts(blocks: Sequence[Any], where: str) -> Iterator[tuple[str, bool]]:
         text, protect = (block.get("text"), block.get("protect", False)) if known else (None, None)
         if not isinstance(text, str) or not isinstance(protect, bool) or block.get("type", "text") != "text":
             raise misuse(
-                f"{where}[{number}]", 'a block is {"text": "..."}, with "protect": true where every policy keeps it'
+                f"{where}[{number}]",
+                'a block is {"text": "..."}, with "protect": true where every policy keeps it; of images only a '
+                "document has some",
             )
         yield text, protect

@@ -24,11 +24,14 @@ Boundary = Literal["text", "document", "after_system", "after_user", "after_assi
 RopeMode = Literal["baked", "pre"]
 """Whether a layer's keys are rotated to the positions of their tokens, or not rotated yet."""
 
-_UNSAID = ("date", "variables", "protect")
+_UNSAID = ("date", "variables", "protect", "images", "image_encoder")
 """Fields of an identity that are left out where there is nothing to say."""
 
 MAX_PROTECTED_SPANS = 1024
 """Of a document. Limited, because its blob's header has them."""
+
+MAX_IMAGES = 32
+"""Of a document, for the same reason."""
 
 DIGEST_BYTES = 20
 """Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
@@ -123,7 +126,9 @@ class Identity:
     is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
     `document` is the same whatever the day. `variables` are those that the chat template was told and that changed
     what it wrote into these tokens. `protect` are spans of the document's tokens, each with the place behind its last,
-    ascending and apart: every policy keeps them, and no codec rounds them.
+    ascending and apart: every policy keeps them, and no codec rounds them. `images` are the spans of tokens that are
+    images, each with the hex SHA-256 of its pixels, of which `document` is a digest, too; `image_encoder` is the digest
+    of what read them.
     """
 
     model: ModelIdentity
@@ -144,19 +149,22 @@ class Identity:
     date: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     protect: tuple[tuple[int, int], ...] = ()
+    images: tuple[tuple[int, int, str], ...] = ()
+    image_encoder: str = ""
 
     def __post_init__(self) -> None:
         # 0 and 0.0 are equal and must have one content address; JSON and msgpack write them differently.
         object.__setattr__(self, "compression_ratio", float(self.compression_ratio))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the blob header and the manifest. Without a date, variables or protected
-        tokens there are no such fields, so that caches keep the ids that they had before there were any."""
+        """Plain JSON types, for the blob header and the manifest. Without a date, variables, protected
+        tokens or images there are no such fields, so that caches keep the ids that they had before there were any."""
         made = asdict(self) | {
             "policy_params": dict(self.policy_params),
             "expected_questions": list(self.expected_questions),
             "variables": dict(self.variables),
             "protect": [list(span) for span in self.protect],
+            "images": [list(image) for image in self.images],
         }
         return {name: value for name, value in made.items() if value or name not in _UNSAID}
 
@@ -167,6 +175,7 @@ class Identity:
         values["model"] = ModelIdentity(**values["model"])
         values["expected_questions"] = tuple(values["expected_questions"])
         values["protect"] = tuple((first, end) for first, end in values.get("protect") or ())
+        values["images"] = tuple((first, end, pixels) for first, end, pixels in values.get("images") or ())
         return cls(**values)
 
     def content(self) -> str:
@@ -191,6 +200,8 @@ class Identity:
             budget_tokens=kept_tokens + self.budget_tokens,
             protect=parent.protect + tuple((a + parent.num_tokens, b + parent.num_tokens) for a, b in self.protect),
             parent=parent.as_parent(codec),
+            images=parent.images,
+            image_encoder=parent.image_encoder,
         )
 
     def cache_id(self, *, key: bytes, tenant: str, codec: str, format_major: int) -> str:

@@ -229,7 +229,7 @@ _HELP_TEXTS: Final = {
     "model": "one of the service's models; default: its first",
     "name": "display name; default: the file's name",
 }
-_DOCUMENT: Final = frozenset({"document", "messages", "token_ids", "tokenizer", "expires_at"})
+_DOCUMENT: Final = frozenset({"document", "images", "messages", "token_ids", "tokenizer", "expires_at"})
 
 CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, help_texts=_HELP_TEXTS)
 """How one document is compressed and kept."""

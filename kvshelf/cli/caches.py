@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
@@ -39,9 +40,18 @@ _SEVERAL = "Several, with commas between them, are asked together. Left out with
 Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 
 
+Images = Annotated[
+    list[Path],
+    typer.Option(
+        "--image", metavar="FILE", help="A PNG or JPEG behind the text, for models that see; several in their order."
+    ),
+]
+
+
 def put(
     files: Files,
     fields: Annotated[dict[str, Any], _forms.CREATION],
+    image: Images = [],  # noqa: B006 - typer's form of an option that may be given several times
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -54,7 +64,8 @@ def put(
     with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
-                _put_one(client, file, fields | {"name": name or ("" if file == STDIN else told(file.name))}, as_json)
+                own = fields | {"name": name or ("" if file == STDIN else told(file.name))}
+                _put_one(client, file, own | _seen(file, image), as_json)
     raise typer.Exit(failures.exit_code)
 
 
@@ -85,10 +96,30 @@ def _named(file: Path) -> str:
     return "standard input" if file == STDIN else told(file)
 
 
+def _seen(file: Path, images: Sequence[Path]) -> dict[str, Any]:
+    """The fields of a document with images behind its text; none without."""
+    from kvshelf.corpus.input.extract import plain_text
+
+    if not images:
+        return {}
+    text = common.standard_input() if file == STDIN else plain_text(_read(file), told(file), "file")
+    files = [base64.b64encode(_read(image)).decode() for image in images]
+    return {"document": text, "images": [{"at": len(text), "data": data} for data in files]}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {told(path)}: {error.strerror}", param="file") from error
+
+
 def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: bool) -> None:
     from kvshelf.api import CreationProgress
 
-    document = {"document": common.standard_input()} if file == STDIN else {"file": file}
+    document: dict[str, Any] = {}
+    if "document" not in fields:
+        document = {"document": common.standard_input()} if file == STDIN else {"file": file}
     made: CacheObject | list[CacheObject] = []
     watched: Any = {**document, **fields}
     spent = Spent()

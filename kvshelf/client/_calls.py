@@ -32,7 +32,8 @@ MEDIA_TYPES = {".pdf": "application/pdf", ".html": "text/html", ".htm": "text/ht
 """By the end of a file's name. Not guessed from the system's list of media types, in which .ts is a film."""
 
 Blocks = Sequence[Mapping[str, str | bool]]
-"""A text in blocks, `{"text": ..., "protect": True}` for those that every policy keeps."""
+"""A text in blocks, `{"text": ..., "protect": True}` for those that every policy keeps, and of a document that is put
+also `{"type": "image", "data": ...}`."""
 Messages = Sequence[Mapping[str, str | Blocks] | api.Message]
 Prompts = list[str]
 Answers = list[api.AnswerObject]
@@ -90,7 +91,10 @@ class DocumentFields(TypedDict, total=False):
 
 
 class KeptDocumentFields(OptionFields, DocumentFields, total=False):
-    """Which document to keep, and how."""
+    """Which document to keep, and how. `images`: mappings of `at`, a character of `document`, and `data`, a PNG or JPEG
+    file in base64; blocks of `document` may be images, too."""
+
+    images: Sequence[Mapping[str, Any]] | None
 
 
 class CreateFields(KeptDocumentFields, total=False):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.api import Quality
-from kvshelf.api.options import Rules
+from kvshelf.api.options import Rules, has_images
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
 from kvshelf.engine.attachments import Attachments
@@ -103,7 +103,8 @@ class Compressor:
         policy, of the cache or of this call, that cannot go on.
         """
         self._attachments.require_own(cache)
-        require_possible(Combination(facts=self._facts, verb="append", cache=cache))
+        appends_images = bool(more.images) if isinstance(more, EncodedDocument) else has_images(more)
+        require_possible(Combination(facts=self._facts, verb="append", cache=cache, appends_images=appends_images))
         made = cache.identity
         encoded = self._encoder.appended(made, more, protect)
         policy = options.built(made.policy)

@@ -82,7 +82,7 @@ class Engine:
         self.kinds, self.rope, self.max_tokens = facts.kinds, facts.rope, facts.max_tokens
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         self.passes = passes = Passes(facts)
-        self.encoder = Encoder(facts.name, facts.text, facts.max_tokens, model.config.vocab_size, facts.longest)
+        self.encoder = Encoder.of(facts)
         self.preparer = Preparer(facts)
         self.coders = self._coders(passes)
         self.attachments = Attachments(passes, self.coders)
@@ -153,8 +153,8 @@ class Engine:
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
-        `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`. Thread-safe. Raises as
-        `prepare` does."""
+        `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`, beside which images
+        may stand (docs/internals/images.md). Thread-safe. Raises as `prepare` does."""
         return self.encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def prepare(

@@ -37,7 +37,7 @@ class Combination:
 
     sizes: the fields of a request that say how much stays. document, budget, passes, absorber: of a compression; a
     policy without a document chooses at the question. cache: that `verb` is done to. ends: of the sentences of each
-    document that is asked.
+    document that is asked. appends_images: whether images are to be appended.
     """
 
     facts: ModelFacts | None = None
@@ -53,6 +53,7 @@ class Combination:
     ends: Sequence[Sequence[int]] = ()
     verb: Verb | None = None
     cache: CompressedCache | None = None
+    appends_images: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -96,6 +97,12 @@ class Combination:
         modules = [{name for name, _ in layer.named_modules()} for layer in layers]
         added = {name.partition(".")[2].rpartition(".")[0] for name in tensors if "." in name}
         return next((name for name in sorted(added) if not modules or any(name not in own for own in modules)), "")
+
+    @property
+    def repeats_images(self) -> bool:
+        """Whether a pass has tokens of images, in whose place no image would stand there."""
+        images = None if self.facts is None else self.facts.images
+        return images is not None and any(images.token_id in probe.token_ids for probe in self.passes)
 
     @property
     def no_prefix(self) -> str:
@@ -245,6 +252,11 @@ TURNING_ROPE: Final = Feature(
 )
 SOFT: Final = Feature("learned tokens", lambda c: any(probe.soft is not None for probe in c.passes))
 PROTECT: Final = Feature("protect", lambda c: c.document is not None and bool(c.document.protect))
+IMAGES: Final = Feature(
+    "images in the document", lambda c: c.appends_images or (c.document is not None and bool(c.document.images))
+)
+REPEATS_IMAGES: Final = Feature("passes that repeat images", lambda c: c.repeats_images)
+SURPRISED: Final = _at_work("a policy that asks what surprises", lambda policy: Needs.SURPRISALS in policy.needs)
 INDEXES: Final = _of_policy("an index (infllm)", lambda policy: policy.indexes)
 IN_BLOCKS: Final = _of_policy("an index in blocks (infllm)", lambda policy: policy.index_block is not None)
 NO_PRECISION: Final = _of_policy("a policy that says no shares", lambda policy: not policy.sets_precision)
@@ -438,6 +450,24 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         (SOFT, OTHER_LINEAR),
         "learned tokens add to {c.module} in every layer, and {model!r} has other layers; take policy kvzip_gate",
         "policy",
+    ),
+    # Images, which stand in the place of tokens in the pass over the document alone.
+    *_each(
+        IMAGES,
+        [
+            (READS_TEXT, "reads the document's text, and images have none"),
+            (IN_CHUNKS, "reads the document in chunks"),
+            (SURPRISED, "reads the document twice"),
+            (REPEATS_IMAGES, "reads tokens of the document again behind it, and those of images would be words there"),
+        ],
+        "policy {policy!r} {why}; of a document with images take full, keydiff or snapkv",
+        "policy",
+    ),
+    Exclusion(
+        (APPEND, IMAGES),
+        "images are read with the document that they are in, and not behind a cache; compress the whole document "
+        "anew, or append text",
+        "document",
     ),
     # What is appended to a cache.
     *_each(

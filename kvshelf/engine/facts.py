@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshelf.engine.ranks import SharedModel
 from kvshelf.model import loading as models
+from kvshelf.model.images import ImageEncoder
 from kvshelf.model.layers import layer_kinds
 from kvshelf.model.rope import Rope, changes_with_length, reach
 from kvshelf.model.text import TextFormat
@@ -23,7 +24,7 @@ class ModelFacts:
     sequence. kv_bytes_per_token: of all layers, uncompressed. rope: None where there is none that could be read. kinds:
     of the layers. ranks: the processes that share the model's heads, this one among them; None where there is one.
     one_by_one: whether the keys of a token may change with the length of its call. recordable: whether the operations
-    on a token are the same whatever the length of the call.
+    on a token are the same whatever the length of the call. images: what reads images beside text; None: nothing.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ModelFacts:
         """KV heads of each layer, of all processes together."""
         self.rope = Rope.of(model)
         self.kinds = layer_kinds(model.config)
+        self.images = ImageEncoder.of(model)
         self.ranks = ranks
         # Without a RoPE that could be read nobody knows, but where some layers do not see all, it differs from that of
         # the others in frequencies alone, latents have theirs in a part of their own, and states have none.

@@ -342,12 +342,14 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
     numbers and names, and a model that only copies what follows is no witness of what it can find. Of each kind the
     places are taken evenly from the whole document, the rarest of each part; rare means few in this document, because
     the model's own surprise would need logits of all of it. No answer begins where one of policy `kvcues` does,
-    which keeps what its own cues read.
+    which keeps what its own cues read. No cue has a token of an image: it would stand there without its states.
     """
     ids = document.token_ids
     prefix, last = document.protected_prefix, document.num_tokens - ANSWER
     first = prefix + ASKED + SKIPPED + GIVEN
     allowed = [at for at in range(first, last + 1) if (at - prefix - CUE_ASKED) % CUE_EVERY]
+    if document.images:
+        allowed = [at for at in allowed if not _sees_image(document, at - ASKED - SKIPPED - GIVEN, at + ANSWER)]
     frequency = Counter(ids)
     rarity = [-math.log(frequency[token]) for token in ids]
     taken = bytearray(document.num_tokens)
@@ -363,6 +365,10 @@ def cue_places(document: DocumentView, count: int) -> list[int]:
                     taken[best : best + ANSWER] = b"\1" * ANSWER
                     chosen.append(best)
     return sorted(chosen)
+
+
+def _sees_image(document: DocumentView, first: int, end: int) -> bool:
+    return any(begin < end and first < behind for begin, behind in document.images)
 
 
 def _free(taken: bytearray, at: int) -> bool:

@@ -1,5 +1,5 @@
-"""Learned tokens in a pass of the model: embeddings in place of a token's, and low-rank additions for their rows alone
-(LookaheadKV, arXiv 2603.10899)."""
+"""What stands in the place of tokens' embeddings in a pass of the model: learned tokens, with low-rank additions for
+their rows alone (LookaheadKV, arXiv 2603.10899), and images."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ class Soft(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     rows: slice
+
+
+class Placed(NamedTuple):
+    """States in the place of embeddings. rows: the tokens of a pass, `[n]`; states: theirs, `[n, width]`."""
+
+    rows: Tensor
+    states: Tensor
+
+
+@contextmanager
+def placed_states(model: PreTrainedModel, placed: Placed) -> Iterator[None]:
+    """Inside the block the model's modules run with these states in the place of the embeddings at `placed.rows`."""
+
+    def hook(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+        return out.index_copy(1, placed.rows.to(out.device), placed.states.to(out).expand(len(out), -1, -1))
+
+    handle = model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

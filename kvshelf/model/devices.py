@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
+from kvshelf.artifact.identity import DIGEST_BYTES
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 
 if TYPE_CHECKING:
@@ -104,6 +106,17 @@ def weight_of(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     the CPU or the device where it will be used."""
     hook = _offloading(model, name) if tensor.is_meta else None
     return tensor if hook is None else hook.weights_map[name.rpartition(".")[2]]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Hex digest of all weights and buffers, with their names, dtypes and shapes."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, held in sorted(model.state_dict().items()):
+        # Of processes that share the model, each has a part.
+        tensor = held.full_tensor() if hasattr(held, "full_tensor") else weight_of(model, name, held)
+        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest(length=DIGEST_BYTES)
 
 
 def _offloading(model: nn.Module, name: str) -> Any:

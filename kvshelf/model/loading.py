@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from blake3 import blake3
 
-from kvshelf.artifact.identity import DIGEST_BYTES, ModelIdentity, canonical_json
+from kvshelf.artifact.identity import ModelIdentity, canonical_json
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weight_of
+from kvshelf.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weights_digest
 from kvshelf.model.hub import require_available
 from kvshelf.model.layers import attending, layer_kinds, readers
 from kvshelf.model.source import source_of
@@ -71,6 +70,7 @@ def load(
     """
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
+    from kvshelf.model.images import ImageEncoder
     from kvshelf.model.language import require_weights
 
     if dtype != "auto" and dtype not in _DTYPES:
@@ -103,10 +103,14 @@ def load(
         model = merge(model, adapter, name)
     if weights == "int8":
         round_to_int8(model, name)
+    if model is not whole and ranks == 1:
+        ImageEncoder.beside(model, whole, source)
     if placed and packed is None:
         return model.eval(), tokenizer
     target = chosen_device(device)
     try:
+        if ImageEncoder.of(model) is not None:
+            whole.to(target).eval()
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
         raise PolicyUnsupported(
@@ -349,7 +353,7 @@ def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> Mode
         del attention["layer_types"]
     return ModelIdentity(
         name=name,
-        weights=_weights_digest(model),
+        weights=weights_digest(model),
         dtype=str(model.dtype).removeprefix("torch."),
         rope=canonical_json(rope),
         attention=canonical_json(attention | {"model_type": config.model_type}),
@@ -510,16 +514,6 @@ def head_sizes(config: Any) -> tuple[int, int]:
     """Channels that are cached of a key and of a value: where these are latents, of a latent and its rotated part."""
     found = next((kind.latents for kind in layer_kinds(config) if kind.latents), None)
     return found or (head_size(config), head_size(config))
-
-
-def _weights_digest(model: PreTrainedModel) -> str:
-    hasher = blake3(max_threads=blake3.AUTO)
-    for name, held in sorted(model.state_dict().items()):
-        # Of processes that share the model, each has a part.
-        tensor = held.full_tensor() if hasattr(held, "full_tensor") else weight_of(model, name, held)
-        hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        hasher.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
-    return hasher.hexdigest(length=DIGEST_BYTES)
 
 
 def chosen_device(name: str) -> torch.device:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from kvshelf.artifact.identity import Boundary, Identity, Layout, canonical_json, digest
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.bounds import TokenBound
+from kvshelf.model.images import PlacedImage
 from kvshelf.model.templates.template import ANY_DATE, ChatTemplate, Said
 from kvshelf.model.templates.thoughts import Thoughts
 from kvshelf.model.tokens import Place, Run, Tokens, unused_characters
@@ -96,7 +97,7 @@ class EncodedDocument:
     """Token ids to prefill. The first `protected_prefix` of them come from the template, not from the document. date:
     that the template wrote among them, "" if it writes none; then `named_ids` are the same with `ANY_DATE`, by which
     the document is known on any day. variables: that the template was told and that changed what it wrote.
-    protect: spans of these tokens, as of an `Identity`."""
+    protect: spans of these tokens, as of an `Identity`. images: those that are images, in order."""
 
     token_ids: list[int]
     protected_prefix: int
@@ -106,6 +107,7 @@ class EncodedDocument:
     named_ids: list[int] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     protect: tuple[tuple[int, int], ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def told(self) -> TemplateOptions:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from pydantic import ValidationError
 
 from kvshelf.artifact import blob
 from kvshelf.artifact.blob import header as headers
@@ -184,6 +185,33 @@ def test_the_header_has_every_field_of_an_identity() -> None:
     """A new field of the identity changes the format: it needs a new version of it, and golden blobs made anew."""
     assert set(headers.IdentityHeader.model_fields) == {field.name for field in fields(Identity)}
     assert set(headers.ModelHeader.model_fields) == {field.name for field in fields(ModelIdentity)}
+
+
+PIXELS = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("images", "fine"),
+    [
+        ([[0, 4, PIXELS], [4, 9, PIXELS]], True),
+        ([], False),
+        ([[4, 4, PIXELS]], False),
+        ([[4, 9, PIXELS], [0, 4, PIXELS]], False),
+        ([[0, 4, "ab"]], False),
+        ([["0", 4, PIXELS]], False),
+        ([[0, 4]], False),
+        ([[at, at + 1, PIXELS] for at in range(33)], False),
+    ],
+)
+def test_images_of_a_header_ascend_and_have_a_digest(images: Any, fine: bool) -> None:
+    fields = make_identity(40).to_dict() | {"images": images, "image_encoder": "0d" * 20}
+    if fine:
+        made = headers.IdentityHeader.model_validate(fields)
+        assert made.model_dump() == fields
+        assert Identity.from_dict(fields).to_dict() == fields
+        return
+    with pytest.raises(ValidationError):
+        headers.IdentityHeader.model_validate(fields)
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ CHANGES: dict[str, Any] = {
     "date": "2031-03-07",
     "variables": {"reasoning_effort": "low"},
     "protect": ((0, 4),),
+    "images": ((2, 9, "ab" * 32),),
+    "image_encoder": "0d" * 20,
 }
 
 

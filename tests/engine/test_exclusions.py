@@ -32,6 +32,7 @@ from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf_bench.models.small import small_model
 from scripts import publish_exclusions
+from tests.images import block, picture, save_image_model
 from tests.methods.policies.gates import random_gates
 from tests.tokenizers import metaspace
 
@@ -87,7 +88,7 @@ class Model:
     features: frozenset[Feature]
     made: Callable[[], Any]
     text: bool = True
-    document: str | list[int] = TEXT * 3
+    document: str | list[Any] = TEXT * 3
     within: tuple[str, ...] = ()
 
 
@@ -96,6 +97,8 @@ def of(kind: str) -> Callable[[], Any]:
 
 
 PLAIN: Final = "plain"
+IMAGES: Final = "images"
+"""A model and a document of its own."""
 MODELS: Final = {
     "windows": Model(frozenset({x.WINDOWS, x.NO_ROPE, x.OTHER_LINEAR, x.NO_PREFIX}), of("gemma2")),
     "windows alone": Model(frozenset({x.WINDOWS, x.ALL_WHOLE, x.OTHER_LINEAR, x.NO_PREFIX}), of("mistral")),
@@ -114,8 +117,9 @@ MODELS: Final = {
         frozenset({x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, document=TEXT[:60], within=("lagkv chunked",)
     ),
     "LongRoPE, a long document": Model(
-        frozenset({x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "lookaheadkv")
+        frozenset({x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "kvzip", "lookaheadkv")
     ),
+    IMAGES: Model(frozenset({x.IMAGES}), of("llama"), document=[{"text": TEXT * 3}, block(picture(1)), {"text": TEXT}]),
 }
 
 
@@ -174,6 +178,7 @@ CHOSEN: Final = {
     "kvzip chunked": chosen(
         "kvzip", x.BLIND, x.IN_CHUNKS, x.PROBED_CHUNKS, prefill="chunked", chunk=64, entries=["uneven"]
     ),
+    "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),
     "infllm": chosen(
         "infllm", x.BLIND, x.KEEPS_ALL, x.INDEXES, x.IN_BLOCKS, x.UNROTATES, x.REDUCES, sized=True, block=32
@@ -182,7 +187,7 @@ CHOSEN: Final = {
         "mikv", frozenset({x.BLIND, x.KEEPS_ALL, x.REDUCES}), {}, sized=True, entries=frozenset({"no index"})
     ),
     "pyramidinfer": chosen("pyramidinfer", x.BLIND, decay=1.0),  # of two layers none keeps fewer, of four some do
-    "sirllm": chosen("sirllm", x.BLIND),
+    "sirllm": chosen("sirllm", x.BLIND, x.SURPRISED),
     "pressed": chosen("pressed", x.BLIND, x.CALLS),
 }
 
@@ -300,7 +305,7 @@ ALL: Final = [one for model in (PLAIN, *MODELS) for one in tried(model)]
 class Maker:
     """Makes requests of one engine. document: what they compress. tokens: that an answer reads by quest."""
 
-    def __init__(self, engine: Engine, document: str | list[int], tokens: int = 32) -> None:
+    def __init__(self, engine: Engine, document: str | list[Any], tokens: int = 32) -> None:
         self.engine = engine
         self.document = document
         self.tokens = tokens
@@ -390,6 +395,9 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if name == PLAIN:
             engine = Engine.load(str(request.getfixturevalue("tiny_folder")), device="cpu")
             made = Maker(engine, TEXT * 20, 140)
+        elif name == IMAGES:
+            save_image_model(folder)
+            made = Maker(engine := Engine.load(str(folder), device="cpu"), MODELS[name].document)
         else:
             model = MODELS[name]
             try:

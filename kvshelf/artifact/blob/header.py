@@ -7,6 +7,7 @@ they are parsed, every field has one type, and each refusal has one name (docs/i
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -25,7 +26,7 @@ from kvshelf.artifact import positions
 from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
+from kvshelf.artifact.identity import MAX_IMAGES, MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES, Shape
 from kvshelf.errors import BlobError, InvalidRequest
 
@@ -37,6 +38,7 @@ SENTENCE_BYTES: Final = 32 * 1024
 
 _MAX_MAP = 256
 _MAX_DEPTH = 32
+_SHA256: Final = re.compile("[0-9a-f]{64}")
 _STRINGS: Final = frozenset({str})
 _SHOWN = 200  # characters of a name that a message repeats
 
@@ -62,6 +64,24 @@ def _apart(spans: list[list[int]]) -> list[list[int]]:
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Spans = Annotated[
     list[Span], Field(min_length=1, max_length=MAX_PROTECTED_SPANS, fail_fast=True), AfterValidator(_apart)
+]
+
+
+def _images(images: list[list[int | str]]) -> list[list[int | str]]:
+    behind = 0
+    for first, end, pixels in images:
+        if not (isinstance(first, int) and isinstance(end, int) and isinstance(pixels, str)):
+            raise ValueError("an image is its first token, the one behind its last, and a digest")
+        if not behind <= first < end or not _SHA256.fullmatch(pixels):
+            raise ValueError("the images do not ascend, or a digest is no SHA-256")
+        behind = end
+    return images
+
+
+Images = Annotated[
+    list[Annotated[list[Count | str], Field(min_length=3, max_length=3)]],
+    Field(min_length=1, max_length=MAX_IMAGES, fail_fast=True),
+    AfterValidator(_images),
 ]
 
 
@@ -98,6 +118,8 @@ class IdentityHeader(Strict):
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")] | None = None
     variables: Annotated[dict[str, JsonValue], Field(min_length=1, max_length=16)] | None = None
     protect: Spans | None = None
+    images: Images | None = None
+    image_encoder: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:

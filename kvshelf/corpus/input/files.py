@@ -49,7 +49,8 @@ _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
 """What pyarrow raises for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
-_FIELDS: Final = {"custom_id", *CreateCache.model_fields}
+_FIELDS: Final = {"custom_id", *CreateCache.model_fields} - {"images"}
+"""Columns that are read. Data sets have their own in the one that is left out."""
 
 
 @dataclass(frozen=True)

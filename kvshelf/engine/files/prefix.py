@@ -75,7 +75,8 @@ def prefix_of(
         (_cast(layer.keys[0], wanted, index, "keys"), _cast(layer.values[0], wanted, index, "values"))
         for index, layer in enumerate(past.layers)
     ]
-    whole = len(document) == past.get_seq_length() == cache.num_tokens
+    # Tokens of images are the same for all images: stand-ins tell the caches apart.
+    whole = not cache.identity.images and len(document) == past.get_seq_length() == cache.num_tokens
     ids = list(document) if whole else _stand_ins(cache, past.get_seq_length(), engine.model.config.vocab_size)
     return Prefix(layers, ids, _about(engine, cache, of, len(ids), wanted, stand_ins=not whole))
 

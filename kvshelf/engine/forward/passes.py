@@ -38,7 +38,7 @@ from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
-from kvshelf.engine.soft import Soft, soft_tokens
+from kvshelf.engine.soft import Placed, Soft, placed_states, soft_tokens
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
@@ -189,15 +189,18 @@ class Passes:
         cache: Callable[[Handover], Cache] | None = None,
         soft: Soft | None = None,
         calls: Calls | None = None,
+        placed: Placed | None = None,
     ) -> Logits | None:
         """One pass over `input_ids` at `position_ids`, `[1, N]`. Without `logits` nothing runs that only these need.
         cache: makes an empty one, for a model whose modules leave states there; such a model has no program. soft:
-        learned tokens among those of the pass, calls: sees those of the attention modules; for both the model runs by
-        its own modules."""
+        learned tokens among those of the pass, placed: images among them, calls: sees those of the attention modules;
+        for each of them the model runs by its own modules."""
         learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
         seen = nullcontext() if calls is None else calls.seen()
-        with torch.no_grad(), kvshelf_attention(self.model), learned, seen:
-            if self.program is None or soft is not None or calls is not None:
+        images = nullcontext() if placed is None else placed_states(self.model, placed)
+        own = self.program is None or soft is not None or calls is not None or placed is not None
+        with torch.no_grad(), kvshelf_attention(self.model), learned, seen, images:
+            if own:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
                 states = self._decoder(**given)
                 return partial(self._head, states.last_hidden_state) if logits else None
@@ -207,6 +210,7 @@ class Passes:
                     return None
                 return _attention_of(call, query, key, value, **{CONTEXT: context})
 
+            assert self.program is not None, "as `own` says"
             made = self.program.run(inputs["input_ids"], inputs["position_ids"], attend)
             return made if logits else None
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, cast
+from typing import Any, Self, TypedDict, cast
 
 from torch import Tensor
 
-from kvshelf.api.options import Rules, unmarked, written_rule
+from kvshelf.api.options import MAX_IMAGES, ImagePart, Rules, unmarked, without_images, written_rule
 from kvshelf.artifact.identity import Boundary, Identity, Layout
+from kvshelf.engine.facts import ModelFacts
+from kvshelf.engine.inputs.images import require_encoder, with_images
 from kvshelf.engine.inputs.protect import DocumentRules, joined_spans
 from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model import split
+from kvshelf.model.images import ImageEncoder
 from kvshelf.model.text import (
     QUESTION_SEPARATOR,
     TOOL_ROLES,
@@ -59,7 +62,7 @@ class Encoder:
 
     `name`: the model's, for error messages. `text` is None for an engine without tokenizer. `max_tokens`: the longest
     sequence of the model. `vocab_size`: the number of token ids. `longest`: most tokens of a sequence that begins with
-    a document of so many.
+    a document of so many. `images`: reads those of documents; None for a model without.
     """
 
     name: str
@@ -67,6 +70,13 @@ class Encoder:
     max_tokens: int
     vocab_size: int
     longest: Callable[[int], int]
+    images: ImageEncoder | None = None
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> Self:
+        """That of a loaded model."""
+        vocabulary = facts.model.config.vocab_size
+        return cls(facts.name, facts.text, facts.max_tokens, vocabulary, facts.longest, facts.images)
 
     @property
     def part_tokens(self) -> int:
@@ -101,14 +111,22 @@ class Encoder:
             list[str](),
             None,
         )
+        images, chars = list[ImagePart](), None
         if isinstance(document, list | tuple) and document and isinstance(document[0], Mapping):
+            document, images = _without_images(document)
             document, rules = _without_marks(document, rules)
         if isinstance(document, EncodedDocument):
             encoded = replace(document, token_ids=self._checked_ids(document.token_ids, "token_ids"))
+            if encoded.images:
+                require_encoder(self.images, self.name)
         elif isinstance(document, str):
             self._require_fits([document], "document")
-            texts = [document]
-            encoded = self.require_text("document").document(document, self._checked_layout(layout), told)
+            texts, form, layout = [document], self.require_text("document"), self._checked_layout(layout)
+            if images:
+                reader = require_encoder(self.images, self.name)
+                encoded, chars = with_images(form, reader, document, images, layout, told, self._require_length)
+            else:
+                encoded = form.document(document, layout, told)
         elif not isinstance(document, Tensor) and document and isinstance(document[0], Mapping):
             if layout == "plain":
                 raise InvalidRequest("messages need the layout 'chat'", param="layout")
@@ -132,7 +150,7 @@ class Encoder:
         self.require_question(len(encoded.token_ids), encoded.boundary, encoded.told)
         if not rules:
             return encoded
-        return replace(encoded, protect=DocumentRules(rules, encoded, self.text, texts, turns).spans())
+        return replace(encoded, protect=DocumentRules(rules, encoded, self.text, texts, turns, chars=chars).spans())
 
     def options(
         self, layout: Layout | None, date: str = "", variables: Mapping[str, Any] | None = None
@@ -339,6 +357,7 @@ class Encoder:
             text=self.text,
             max_tokens=self.max_tokens,
             protect=encoded.protect,
+            images=tuple((image.first, image.end) for image in encoded.images),
         )
 
     def stored_view(self, made: Identity, entries: int) -> DocumentView:
@@ -395,8 +414,21 @@ class Encoder:
         return list(ids)
 
 
-def _without_marks(document: Sequence[Any], rules: Sequence[str]) -> tuple[Any, list[str]]:
+def _without_images(document: Any) -> tuple[Any, list[ImagePart]]:
+    """Blocks, or what may be some, without their images, and these."""
+    try:
+        left, images = without_images(document)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="document") from error
+    if len(images) > MAX_IMAGES:
+        raise InvalidRequest(f"the document has {len(images)} images, and {MAX_IMAGES} are taken", param="images")
+    return left, [ImagePart.model_construct(**image) for image in images]
+
+
+def _without_marks(document: Any, rules: Sequence[str]) -> tuple[Any, list[str]]:
     """Blocks of text, or messages with some, as plain text, and with the rules those that say what was marked."""
+    if document == "":  # of images alone
+        return document, list(rules)
     try:
         if "role" in document[0]:
             _, plain, marked = unmarked(None, document)

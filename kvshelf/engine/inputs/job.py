@@ -20,6 +20,7 @@ from kvshelf.methods.policies import Policy
 from kvshelf.methods.policies.base import Absorber
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import DocumentView, ProbePass
+from kvshelf.model.images import PlacedImage
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class Parent:
 class Job:
     """A checked and tokenized document, ready to be compressed. Its identity is known before any work is done.
 
-    parent: what the document is appended to; None: it is compressed as one.
+    parent: what the document is appended to; None: it is compressed as one. images: of the document.
     """
 
     document: DocumentView
@@ -57,6 +58,7 @@ class Job:
     absorber: Absorber | None
     identity: Identity
     parent: Parent | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvshelf.artifact.identity import Identity, digest
+from kvshelf.artifact.identity import Identity, canonical_json, digest
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.inputs.job import Job, Parent
@@ -72,9 +72,12 @@ class Preparer:
             require_possible(replace(combination, policy=policy, passes=passes, absorber=absorber))
         token_ids = as_bytes(document.token_ids)
         named = token_ids if encoded.named_ids is None else as_bytes(encoded.named_ids)
+        images = tuple((image.first, image.end, image.digest) for image in encoded.images)
         identity = Identity(
             model=self.facts.identity,
-            document=digest("kvshelf.tokens", named),
+            document=digest("kvshelf.images", named, canonical_json(images))
+            if images
+            else digest("kvshelf.tokens", named),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
@@ -89,11 +92,13 @@ class Preparer:
             expected_questions=tuple(questions),
             date=encoded.date,
             variables=encoded.variables,
+            images=images,
+            image_encoder=self.facts.images.digest if images and self.facts.images is not None else "",
         )
         if parent is not None:
             before = parent.cache
             identity = identity.behind(before.identity, before.codec, before.kept_tokens, token_ids)
-        return Job(document, policy, budget, passes, absorber, identity, parent)
+        return Job(document, policy, budget, passes, absorber, identity, parent, encoded.images)
 
     def of_model(self, document: DocumentView) -> DocumentView:
         """The document with what policies may know of the model."""

@@ -35,6 +35,7 @@ class DocumentRules:
     texts: Sequence[str]
     messages: Sequence[Message] | None
     behind: Boundary | None = None
+    chars: Sequence[Span] | None = None
 
     def spans(self) -> tuple[Span, ...]:
         """The tokens that the rules are about, as of an `Identity`. Raises `InvalidRequest` that names the rule: for
@@ -91,7 +92,9 @@ class DocumentRules:
                 )
             return self.form.message_spans(self.messages, self.encoded, chars, self.behind)
         text = self.texts[0]
-        tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text)
+        tokens = self.chars
+        if tokens is None:
+            tokens = self.form.spans(text, self.encoded) if self.behind is None else self.form.tokens.spans(text)
         before = self.num_tokens - len(tokens)
         starts, ends = ([span[side] for span in tokens] for side in (0, 1))
         return [(before + bisect_right(ends, first), before + bisect_left(starts, end)) for _, first, end in chars]

@@ -20,10 +20,12 @@ from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
 from kvshelf.engine.prefill.appending import continued
 from kvshelf.engine.prefill.chunked import ChunkedPrefill
+from kvshelf.engine.prefill.pictures import Pictures
 from kvshelf.engine.prefill.reducing import LayerReducer, Scorer, SharedReducer
 from kvshelf.engine.prefill.surprise import Surprise, surprises
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe, Reference, ask, ask_without, rows_at_once
+from kvshelf.engine.soft import Placed
 from kvshelf.engine.summary import KeyCoder, SummaryMaker
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.registry import everything
@@ -79,9 +81,10 @@ def run_prefill(
         rounds += 1
     counted = _counted(checkpoint, progress, len(attending(kinds)) * rounds)
     surprise = Surprise.of(passes, jobs[0], checkpoint, counted) if surprising else Surprise()
+    pictures = Pictures.of(passes, jobs[0], checkpoint)
     checkpoint = counted
     reduced: Sequence[LayerReducer | ChunkedPrefill]
-    summary = SummaryMaker(coder, jobs[0].num_tokens, jobs[0].document.first_position)
+    summary = SummaryMaker(None if jobs[0].images else coder, jobs[0].num_tokens, jobs[0].document.first_position)
     started = time.perf_counter()
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
@@ -95,7 +98,10 @@ def run_prefill(
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
             whole.calls = Calls(passes.model) if whole.needs_calls else None
-            reference = _apart(passes, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
+            if apart:
+                reference = _apart(passes, jobs[0], probe, whole)
+            else:
+                reference = _whole(passes, jobs[0], probe, whole, pictures.placed)
             reduced, paused_s = reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
@@ -105,7 +111,7 @@ def run_prefill(
         probe_s = elapsed * probe.num_tokens / (probe.num_tokens + jobs[0].run_tokens)
         reference = replace(reference, probe_s=reference.probe_s + probe_s)
         elapsed -= probe_s
-    prefill_s = elapsed - sum(reducer.compress_s for reducer in reduced)
+    prefill_s = elapsed + pictures.seconds - sum(reducer.compress_s for reducer in reduced)
     made: dict[int, Compression] = {}
     for job, layers, reducer in zip(jobs, records, reduced, strict=True):
         next_position = job.policy.next_position(job.num_tokens, job.budget)
@@ -154,21 +160,24 @@ def run_scores(passes: Passes, job: Job, checkpoint: Checkpoint) -> list[Tensor]
             job.inputs(passes.devices.inputs),
             SharedReducer([scorer], (), checkpoint, SummaryMaker(None, job.num_tokens)),
             soft=job.soft,
+            placed=Pictures.of(passes, job, checkpoint).placed,
         )
     layers = reducible(kinds)
     require_every_layer(scorer.scores, layers)
     return [scorer.scores[layer] for layer in layers]
 
 
-def _whole(passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer) -> Reference | None:
+def _whole(
+    passes: Passes, job: Job, probe: Probe | None, reducer: SharedReducer, placed: Placed | None
+) -> Reference | None:
     """One pass over the document and all probe passes. Returns what the full cache answered `probe`."""
     if probe is None:
-        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft, calls=reducer.calls)
+        passes.causal(job.inputs(passes.devices.inputs), reducer, soft=job.soft, calls=reducer.calls, placed=placed)
         return None
     inputs = job.inputs(passes.devices.inputs, probe.passes)
     device = passes.devices.inputs
     predicting = probe.predicting(inputs["input_ids"].shape[1] - probe.num_tokens, device)
-    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft, calls=reducer.calls)
+    logits = passes.causal(inputs, reducer, logits=True, soft=job.soft, calls=reducer.calls, placed=placed)
     assert logits is not None
     rows = rows_at_once(passes.model)
     wanted = predicting, probe.reading(device)

@@ -58,6 +58,11 @@ class ReadingModel:
         self.identity.require_match(cache.identity.model)
         cache.shape.require_bounds(self.identity)
         cache.shape.require_layers(self.layers)
+        if cache.identity.images:
+            raise PolicyUnsupported(
+                "the cache is of a document with images, which vLLM was not tried with; ask kvshelf itself",
+                param="cache_id",
+            )
         wanted = cache.identity.transforms
         if wanted and wanted not in self.coders:
             data = kept.get(wanted)

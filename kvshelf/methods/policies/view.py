@@ -83,6 +83,7 @@ class DocumentView:
     tokens among `whole_ids`, those of the document that these are a part of (`judged`); None: these are all.
     `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
     `known_ends`: which tokens end a sentence, of a stored cache, whose text nobody has.
+    `images`: spans of tokens in whose place images stand, of the whole document alone.
     """
 
     token_ids: Sequence[int]
@@ -101,6 +102,7 @@ class DocumentView:
     whole_ids: Sequence[int] | None = None
     surprisals: Tensor | None = field(default=None, repr=False)
     known_ends: Sequence[bool] | None = None
+    images: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +133,7 @@ class DocumentView:
             places=places,
             whole_ids=self.token_ids,
             surprisals=None if self.surprisals is None else self.surprisals[list(places)],
+            images=(),
         )
 
     @cached_property

@@ -7,6 +7,7 @@ from typing import Final, cast
 
 from kvshelf.api import AppendCache, Certificate, CreateCache, Estimate
 from kvshelf.api.inspect import KeptOf
+from kvshelf.api.options import with_images
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Layout, canonical_json
 from kvshelf.engine.engine import Engine
@@ -178,6 +179,8 @@ def document_of(spec: CreateCache | AppendCache | KeptOf) -> Document:
     """The one document of a request: text, messages or token ids."""
     if spec.messages is not None:
         return [message.model_dump() for message in spec.messages]
+    if isinstance(spec, CreateCache) and spec.images and spec.document is not None:
+        return with_images(spec.document, spec.images)  # type: ignore[no-any-return]
     document = spec.document if spec.document is not None else spec.token_ids
     assert document is not None  # the types ask for exactly one of the three
     return document

@@ -1,0 +1,82 @@
+"""A document with images: their tokens among those of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvshelf.api.options import ImagePart
+from kvshelf.artifact.identity import Layout
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, num_pixels, pixels, pixels_digest
+from kvshelf.model.text import EncodedDocument, TemplateOptions, TextFormat
+from kvshelf.model.tokens import Place
+
+Span = tuple[int, int]
+
+MAX_PIXELS: Final = 1 << 26
+"""Of all images of a document together. They are decoded one after another, before the prefill and at its beginning."""
+
+
+def require_encoder(encoder: ImageEncoder | None, name: str) -> ImageEncoder:
+    """Raises `PolicyUnsupported` where the engine reads no images. name: the model's."""
+    if encoder is None:
+        raise PolicyUnsupported(
+            f"{name!r} takes no images here: kvshelf takes them for models of the types {' and '.join(FAMILIES)}, "
+            "loaded by one process from a folder with an image processor, where Pillow is (the extra images); send "
+            "their text",
+            param="images",
+        )
+    return encoder
+
+
+def with_images(
+    form: TextFormat,
+    encoder: ImageEncoder,
+    text: str,
+    images: Sequence[ImagePart],
+    layout: Layout,
+    options: TemplateOptions,
+    require_length: Callable[[int], None],
+) -> tuple[EncodedDocument, list[Span]]:
+    """A text with images at their places, and the characters of the text in each token behind the template's, as of
+    `TextFormat.spans`; those of an image have none. require_length: raises for so many tokens.
+
+    The text behind an image is tokenized apart from that before it, as transformers does: marks of their own stand
+    around an image. Raises `InvalidRequest` about an image, by its number.
+    """
+    ends = [image.at for image in images]
+    for number, (before, at) in enumerate(zip([0, *ends], ends, strict=False)):
+        if not before <= at <= len(text):
+            raise InvalidRequest(
+                f"images[{number}].at is {at}, and images stand in the order of their places in the document's "
+                f"{len(text)} characters",
+                param=f"images[{number}].at",
+            )
+    files = [image.file(f"images[{number}]") for number, image in enumerate(images)]
+    if (size := sum(num_pixels(data, f"images[{number}]") for number, data in enumerate(files))) > MAX_PIXELS:
+        raise InvalidRequest(
+            f"the images have {size} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
+        )
+    document = form.document(text[: ends[0]], layout, options)
+    ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
+    placed = list[PlacedImage]()
+    for number, (image, data, end) in enumerate(zip(images, files, [*ends[1:], len(text)], strict=True)):
+        seen = pixels(data, param := f"images[{number}]")
+        own = encoder.token_ids(seen, param)
+        placed.append(PlacedImage(len(ids), len(ids) + len(own), pixels_digest(seen), data))
+        piece, place = text[image.at : end], _place_behind(form, own[-1])
+        chars += [(image.at, image.at)] * len(own)
+        chars += [(image.at + a, image.at + b) for a, b in form.tokens.spans(piece, place)]
+        ids += own + form.tokens.encode(piece, place)
+        require_length(len(ids))
+    named = document.named_ids
+    if named is not None:
+        named = named + ids[len(document.token_ids) :]
+    return replace(document, token_ids=ids, named_ids=named, images=tuple(placed)), chars
+
+
+def _place_behind(form: TextFormat, token: int) -> Place:
+    mark = next((mark for mark in form.tokens.marks.values() if mark.id == token), None)
+    return "behind text" if mark is None or mark.normalized else "behind mark"
