@@ -39,7 +39,7 @@ def graphs(draw: st.DrawFn, timed: bool = True) -> Workflow:
     steps: dict[str, Any] = {}
     for at in range(count):
         later = [names[after] for after in range(at + 1, count) if draw(st.booleans())]
-        caches = draw(st.lists(st.sampled_from(["kvs_a", "kvs_b", "kvs_c", "kvs_d"]), max_size=2))
+        caches = draw(st.lists(st.sampled_from(["kvs_a", "kvs_b", "kvs_c", "kvs_d"]), max_size=2, unique=True))
         join = draw(st.sampled_from(["any", "all"]))
         steps[names[at]] = {"next": later, "cache_ids": caches, "join": join, "duration_s": draw(durations)}
     return Workflow(steps={name: steps[name] for name in sorted(steps)})
