@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoImageProcessor, AutoModelForMultimodalLM, AutoTokenizer, Idefics3Processor
 
 from kvshelf.model.source import bundled_folder
+
+OLDER = not hasattr(transformers, "Idefics3ImageProcessorPil")
+"""Whether this transformers needs torchvision to see."""
 
 ROWS = 4
 """Of the parts that a large image is split into."""

@@ -153,8 +153,8 @@ class Engine:
     ) -> EncodedDocument:
         """Check and tokenize a document that `prepare` is given more than once, or check one that is encoded. date:
         that a chat template writes which writes the date, as YYYY-MM-DD; "": today. protect: rules of
-        `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`, beside which images
-        may stand (docs/internals/images.md). Thread-safe. Raises as `prepare` does."""
+        `api.options.Protecting`, also as blocks of text, `{"text": ..., "protect": True}`, beside which images stand
+        (docs/internals/images.md). Thread-safe. Raises as `prepare` does."""
         return self.encoder.document(document, layout, date, chat_template_kwargs, protect)
 
     def prepare(

@@ -131,8 +131,11 @@ class ImageEncoder:
             return
         if any(kind.states for kind in layer_kinds(model.config)):
             return
+        import transformers
         from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
 
+        if not hasattr(transformers, "Idefics3ImageProcessorPil"):  # older ones want torchvision
+            return
         try:
             reader = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)

@@ -396,6 +396,8 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             engine = Engine.load(str(request.getfixturevalue("tiny_folder")), device="cpu")
             made = Maker(engine, TEXT * 20, 140)
         elif name == IMAGES:
+            if OLDER:
+                pytest.skip("this transformers needs torchvision to see")
             save_image_model(folder)
             made = Maker(engine := Engine.load(str(folder), device="cpu"), MODELS[name].document)
         else:

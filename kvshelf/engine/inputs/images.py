@@ -24,8 +24,8 @@ def require_encoder(encoder: ImageEncoder | None, name: str) -> ImageEncoder:
     if encoder is None:
         raise PolicyUnsupported(
             f"{name!r} takes no images here: kvshelf takes them for models of the types {' and '.join(FAMILIES)}, "
-            "loaded by one process from a folder with an image processor, where Pillow is (the extra images); send "
-            "their text",
+            "loaded by one process from a folder with an image processor, with Pillow (the extra images) and "
+            "transformers 5.24; send their text",
             param="images",
         )
     return encoder

@@ -14,8 +14,9 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
-from tests.images import block, picture, processor, save_image_model
+from tests.images import OLDER, block, picture, processor, save_image_model
 
+pytestmark = pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
 ROWS = "The harbour of Brask has forty berths. The wheel is under the kettle and the code is 482913. "
 BETWEEN = " The tide is on the other page.\n"
 PICTURES = [picture(1), picture(2, 33, 70)]

@@ -18,8 +18,9 @@ from PIL import Image
 from kvshelf.client import Client
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, SourceNotKept
 from tests.conftest import LiveService
-from tests.images import block, picture, save_image_model
+from tests.images import OLDER, block, picture, save_image_model
 
+pytestmark = pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
 TEXT = "The harbour of Brask has forty berths. The wheel is under the kettle. " * 4
 DOCUMENT: list[Any] = [{"text": TEXT, "protect": True}, block(picture(1)), {"text": "The tide is on the other page."}]
 
