@@ -202,7 +202,7 @@ async def download_blob(
 
 
 def _about(store: Store, cache_id: str, tenant: str, digest: str) -> bytes:
-    """What an export says of the blob with this digest. Raises `StateConflict` where the cache has another one by now."""
+    """What an export says of the blob with this digest. Raises `StateConflict` where there is another one by now."""
     manifest = store.stat(cache_id, tenant=tenant)
     if manifest.blob_digest != digest:
         raise StateConflict(f"cache {cache_id} was coded anew while it was read; read it again", param="cache_id")

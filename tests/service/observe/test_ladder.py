@@ -56,7 +56,6 @@ def test_a_cache_cools_under_its_id(
         assert cooled().json()["codec"] == "int8"
         imported = http.post("/v1/caches/import", content=blob, headers=binary)
         assert (imported.status_code, imported.json()["codec"], imported.json()["recoded"]) == (200, "none", None)
-        assert http.get(f"{path}/blob").content == blob or cooled().json()["codec"] == "int8"
         time.sleep(3)  # until the replica has added to the store what it has used
         (row,) = http.get("/v1/usage").json()["data"]
         saved = cache["bytes"]["stored"] - now.json()["bytes"]["stored"]
