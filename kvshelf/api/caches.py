@@ -177,6 +177,7 @@ class CacheObject(ResponseBody):
     quality: Quality | None = None
     tried: list[Tried] = Field(default_factory=list)
     certificate: CertifiedBy | None = None
+    min_quality: float | None = Field(None, description="the highest that a creation asked of it; no ladder goes below")
     created_at: float
     expires_at: float | None = None
     ttl_renew: bool = Field(False, description="each question moves expires_at to ttl_s from then")

@@ -575,7 +575,8 @@ def _details(cache: CacheObject, prices: Prices | None) -> Table:
         "policy": f"{cache.policy}{f' ({used})' if used else ''}, {cache.compression_ratio:.0%} removed",
         "tokens": f"{cache.tokens.document}, of which {cache.tokens.kept} kept per layer and head"
         + (f", {cache.tokens.protected} of them protected" if cache.tokens.protected else ""),
-        "codec": cache.codec + (f", {cache.recoded.codec} until {when(cache.recoded.at)}" if cache.recoded else ""),
+        "codec": cache.codec
+        + (f", made under {cache.recoded.codec}, coded last {when(cache.recoded.at)}" if cache.recoded else ""),
         "size": f"{cache.bytes.told(common.megabytes)}; {cache.entries_told}",
         "quality": _quality(cache),
         **({"certificate": _certificate(cache.certificate)} if cache.certificate else {}),

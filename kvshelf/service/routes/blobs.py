@@ -19,7 +19,15 @@ from kvshelf.artifact.blob import inspect
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
-from kvshelf.errors import CacheCorrupt, CacheError, CacheNotFound, ModelMismatch, NoWorker, SourceNotKept
+from kvshelf.errors import (
+    CacheCorrupt,
+    CacheError,
+    CacheNotFound,
+    ModelMismatch,
+    NoWorker,
+    SourceNotKept,
+    StateConflict,
+)
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.engines import serving
 from kvshelf.service.http import openapi
@@ -181,13 +189,24 @@ async def download_blob(
 ) -> Response:
     """The stored bytes, for `CompressedCache.from_bytes`. With `about` they are an export: behind the blob follow its
     name, labels, quality and kept source, for an import. Honours one byte range; several ranges get everything."""
+    blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
     more = b""
     if about:
-        manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-        more = await off_loop(export_part, service.store, manifest)
-        request.state.hold(len(more))  # until the answer is read; the blob itself is read from its file
-    blob = await in_turn(service, caller, service.store.open_blob, cache_id, tenant=caller.tenant)
+        try:
+            more = await off_loop(_about, service.store, cache_id, caller.tenant, blob.digest)
+            request.state.hold(len(more))  # until the answer is read; the blob itself is read from its file
+        except BaseException:
+            blob.close()
+            raise
     return download(blob, selection, BLOB_TYPE, more)
+
+
+def _about(store: Store, cache_id: str, tenant: str, digest: str) -> bytes:
+    """What an export says of the blob with this digest. Raises `StateConflict` where there is another one by now."""
+    manifest = store.stat(cache_id, tenant=tenant)
+    if manifest.blob_digest != digest:
+        raise StateConflict(f"cache {cache_id} was coded anew while it was read; read it again", param="cache_id")
+    return export_part(store, manifest)
 
 
 @router.get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvshelf.engine.quality import exact
 from kvshelf.errors import QueueFull
 from kvshelf.samples.tasks import TaskDocument, make_document
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
 from kvshelf.workers.replica.guard import Answered, Drift, Guard, GuardRules, measured
@@ -125,6 +127,30 @@ async def test_a_bad_cache_is_recorded_as_one(guarded: Callable[..., Replica]) -
     assert sum(one.below for one in told) == 1, "once"
     assert used(replica)[1] >= 2
     assert replica.store.stat(manifest.id).revision != manifest.revision
+
+
+async def test_a_finding_is_not_written_onto_another_blob(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ladder has put one in the place of the blob that was asked."""
+    replica, ladder, run = guarded(), Ladder.parse("none:1s,int8"), Recheck.run
+    manifest = await made(replica, 2, **BAD)
+    table, coders = replica.store.ladder, replica.engine.coders
+
+    def late(work: Recheck, engine: Engine, **checkpoint: Any) -> Any:
+        result = run(work, engine, **checkpoint)
+        time.sleep(1.1)
+        for cold in table.cold(ladder, engine.name):
+            if cold is not None:
+                assert table.replace(cold, coders.recoded(replica.store.get(manifest.id), "int8").pack(), None)
+        return result
+
+    monkeypatch.setattr(Recheck, "run", late)
+    await ask(replica, manifest, 2)
+    (told,) = replica.questions.guard.take_results()
+    assert (told.differs, told.below) == (True, True)
+    coded = replica.store.stat(manifest.id)
+    assert (coded.codec, coded.quality) == ("int8", None)
 
 
 async def test_by_the_rule_remake_a_finer_cache_is_made_beside_it(guarded: Callable[..., Replica]) -> None:

@@ -235,8 +235,8 @@ class Creation:
             missing: Levels | PolicyChoice = self.work
         else:
             pairs = zip(self.publisher.ids, self.work.levels, strict=True)
-            asis = {cache_id for cache_id, manifest in there.items() if manifest.recoded is None}
-            missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in asis))
+            unchanged = {cache_id for cache_id, manifest in there.items() if manifest.recoded is None}
+            missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in unchanged))
         stored: dict[str, Manifest] = {}
         phases: tuple[Phase, ...] = ()
         if missing.levels:

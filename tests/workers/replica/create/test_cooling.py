@@ -140,7 +140,8 @@ async def test_what_is_said_of_a_quality(replica: Replica, clock: Clock) -> None
 
 
 async def test_a_quality_that_was_asked_for_holds(replica: Replica, clock: Clock) -> None:
-    full, low = {"min_quality": 0.97}, {"compression_ratio": 0.25, "min_quality": 0.05}
+    full: dict[str, Any] = {"min_quality": 0.97}
+    low: dict[str, Any] = {"compression_ratio": 0.25, "min_quality": 0.05}
     lone = await made(replica, 1, policy="keydiff", **low)
     close = await made(replica, 2, keep_source=True, **full)
     loose = await made(replica, 3, policy="keydiff", keep_source=True, **low)
