@@ -80,14 +80,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def other_model(folder: Path) -> Engine:
-    """The model in a folder, with one other weight."""
+    """The model in a folder, with one other weight and the name that a service gives it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight[0, 0] += 1
-    return Engine(model, AutoTokenizer.from_pretrained(folder), name="other")
+    return Engine(model, AutoTokenizer.from_pretrained(folder), name=folder.name)
 
 
 @pytest.fixture(scope="module")
