@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -222,7 +222,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
             return None
         return entries.permute(_LAYOUTS[self.mem_pool_host.layout]).flatten()
 
-    def _forget_ended(self, cache_ids: set[str]) -> None:
+    def _forget_ended(self, cache_ids: Iterable[str]) -> None:
         """Refuse those that were deleted, erased or have expired: what is in memory would not show it."""
         for cache_id in cache_ids:
             try:

@@ -29,9 +29,9 @@ _WHOLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
 
-def require_unpackable(quantized: Mapping[str, Any], name: str) -> None:
-    """Raise `PolicyUnsupported` for a layout or a number of bits that is not read. quantized: the model's
-    `quantization_config`."""
+def require_unpackable(quantized: Mapping[str, Any], name: str, *, alone: bool) -> None:
+    """Raise `PolicyUnsupported` for a layout or a number of bits that is not read, and unless one process loads the
+    model onto one device (`alone`). quantized: the model's `quantization_config`."""
     method, form, bits = quantized["quant_method"], _form(quantized), quantized.get("bits")
     if form not in _FORMS[method] or bits not in _BITS[method]:
         raise PolicyUnsupported(
@@ -39,6 +39,12 @@ def require_unpackable(quantized: Mapping[str, Any], name: str) -> None:
             f"{' and '.join(_FORMS[method])} with {', '.join(map(str, _BITS[method]))}; take a checkpoint of these, of "
             "compressed-tensors, or a GGUF file",
             param="model",
+        )
+    if not alone:
+        raise PolicyUnsupported(
+            f"the weights of {name!r} are {method}, which are unpacked in one process and on one device; take one, or "
+            "a checkpoint of compressed-tensors",
+            param="device",
         )
 
 
