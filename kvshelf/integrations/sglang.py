@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
 import torch
+from packaging.version import Version
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
@@ -30,6 +32,9 @@ from kvshelf.store.types import TokenIds
 from kvshelf.store.url import StoreConfig
 
 log = structlog.get_logger("kvshelf.sglang")
+
+_SINCE: Final = "0.5.23"
+"""The version whose keys were read: its `storage_namespace_seed` has a request's salt and extra key in them."""
 
 _PASSING: Final = (CacheNotFound, CacheExpired, SourceNotKept, StoreError)
 """Errors after which a cache may be given later."""
@@ -103,6 +108,12 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         }
         if refused := [what for what, there in conflicts.items() if there]:
             raise PolicyUnsupported(f"kvshelf's backend does not take {', '.join(refused)}", param="model")
+        if Version(version("sglang")) < Version(_SINCE):
+            raise PolicyUnsupported(
+                f"SGLang is {version('sglang')}, whose keys may leave out the salt and the adapter of a request; "
+                f"kvshelf's backend takes {_SINCE} and newer",
+                param="model",
+            )
         self._settings = SglangSettings.parse(storage_config.extra_config or {})
         runs = storage_config.model_name  # the served name, which is by default the folder
         if runs and Path(runs).is_dir() and Path(runs).resolve() != Path(self._settings.model).resolve():

@@ -38,6 +38,8 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with zipfile.ZipFile(str(WHEEL)) as wheel:
         for name in INTERFACE:
             wheel.extract(f"sglang/srt/{name}", folder)
+        (about,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        wheel.extract(about, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield
@@ -262,3 +264,14 @@ def test_what_it_is_not_for_is_refused_by_name(shelf: tuple[str, list[int]], tin
         backend(url, pool)
     with pytest.raises(PolicyUnsupported, match="layer_page_first"):
         backend(url, HostPool("layer_page_first", pool.layer_num, pool.head_num - 1, pool.head_dim))
+
+
+def test_a_version_whose_keys_may_have_no_salt_is_refused(
+    shelf: tuple[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "sglang-0.5.9.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyUnsupported, match=r"SGLang is 0\.5\.9, .* takes 0\.5\.23 and newer"):
+        backend(shelf[0])
