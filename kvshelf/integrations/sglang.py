@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
 import torch
+from packaging.version import Version
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
-from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, KvshelfError, PolicyUnsupported
+from kvshelf.artifact.identity import digest
+from kvshelf.engine.inputs.prepare import as_bytes
+from kvshelf.errors import CacheExpired, CacheNotFound, InvalidRequest, PolicyUnsupported, SourceNotKept, StoreError
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -27,6 +32,12 @@ from kvshelf.store.types import TokenIds
 from kvshelf.store.url import StoreConfig
 
 log = structlog.get_logger("kvshelf.sglang")
+
+_SINCE: Final = "0.5.23"
+"""The version whose keys were read: its `storage_namespace_seed` has a request's salt and extra key in them."""
+
+_PASSING: Final = (CacheNotFound, CacheExpired, SourceNotKept, StoreError)
+"""Errors after which a cache may be given later."""
 
 _LAYOUTS: Final = {
     "layer_first": (0, 1, 2, 3, 4),
@@ -67,7 +78,10 @@ class SglangSettings:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> SglangSettings:
-        """Raises `InvalidRequest` where the model or the store is missing, and for a wrong type."""
+        """Raises `InvalidRequest` where the model or the store is missing, for a wrong type, and for SGLang's
+        `interface_v1`, under which it calls other methods."""
+        if config.get("interface_v1"):
+            raise InvalidRequest("kvshelf's backend has no interface_v1; leave it out", param="interface_v1")
         own = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
         own.setdefault("store", os.environ.get("KVSHELF_STORE"))
         for name, about in (("model", "the folder of the model"), ("store", "the URL of the shelf")):
@@ -94,7 +108,16 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         }
         if refused := [what for what, there in conflicts.items() if there]:
             raise PolicyUnsupported(f"kvshelf's backend does not take {', '.join(refused)}", param="model")
+        if Version(version("sglang")) < Version(_SINCE):
+            raise PolicyUnsupported(
+                f"SGLang is {version('sglang')}, whose keys may leave out the salt and the adapter of a request; "
+                f"kvshelf's backend takes {_SINCE} and newer",
+                param="model",
+            )
         self._settings = SglangSettings.parse(storage_config.extra_config or {})
+        runs = storage_config.model_name  # the served name, which is by default the folder
+        if runs and Path(runs).is_dir() and Path(runs).resolve() != Path(self._settings.model).resolve():
+            raise InvalidRequest(f"SGLang runs {runs!r}, and model is {self._settings.model!r}", param="model")
         self._store: Store = StoreConfig(
             self._settings.store, encryption_key_file=self._settings.encryption_key_file
         ).open()
@@ -125,7 +148,8 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ARG002
         """How many of the keys, from the first one on, are pages of stored documents."""
         with self._lock:
-            if keys and keys[0] not in self._pages and time.monotonic() - self._listed_at > self._settings.refresh_s:
+            stale = time.monotonic() - self._listed_at > self._settings.refresh_s
+            if stale and any(key not in self._pages for key in keys):
                 self._list()
             return next((at for at, key in enumerate(keys) if key not in self._pages), len(keys))
 
@@ -141,6 +165,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         """Flat pages in SGLang's layout and dtype; None from the first one on that cannot be read."""
         pages: list[Tensor | None] = []
         with self._lock:
+            self._forget_ended({self._pages[key].cache_id for key in keys if key in self._pages})
             for key in keys:
                 page = self._page(self._pages[key]) if key in self._pages else None
                 if page is None:
@@ -161,7 +186,8 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         self._store.close()
 
     def _list(self) -> None:
-        """Learn the pages of caches that came since. A store that does not answer has none."""
+        """Learn the pages of caches that came since. A store that does not answer has none. SGLang's thread would end
+        with an error of whatever kind."""
         self._listed_at = time.monotonic()
         tenant, after = self._settings.tenant, None
         try:
@@ -169,20 +195,32 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
                 listed = self._store.list(tenant=tenant, policy="full", limit=100, after=after)
                 for manifest in listed.data:
                     if manifest.id not in self._listed:
-                        self._listed.add(manifest.id)
-                        self._learn(manifest)
+                        try:
+                            self._learn(manifest)
+                        except Exception as error:
+                            self._refuse(manifest.id, error)
                 if not listed.has_more:
                     return
                 after = listed.data[-1].id
-        except KvshelfError as error:
-            log.warning("the shelf cannot be listed", code=error.code, error=error.message)
+        except Exception as error:
+            log.warning("the shelf cannot be listed", error=repr(error))
 
     def _learn(self, manifest: Manifest) -> None:
+        """Raises as `Store.source`, and `PolicyUnsupported` for ids that are not those of the cache: whoever stores it
+        says what they are. A template that writes the day hides them: then the digest is of others."""
         whole = manifest.kept_tokens == manifest.num_tokens and not manifest.identity["parent"]
         if not whole or manifest.source is None or manifest.source.form != "tokens":
             return
         source = self._store.source(manifest.id, tenant=self._settings.tenant)
         assert isinstance(source, TokenIds)
+        document = digest("kvshelf.tokens", as_bytes(source.ids))
+        if document != manifest.identity["document"]:
+            raise PolicyUnsupported(
+                f"the token ids that are kept with {manifest.id} are not known to be its document's: their digest is "
+                f"{document[:12]}, and its is {manifest.identity['document'][:12]}",
+                param="source",
+            )
+        self._listed.add(manifest.id)
         for number, key in enumerate(page_keys(source.ids, self.mem_pool_host.page_size)):
             self._pages.setdefault(key, PageOfCache(manifest.id, number))
 
@@ -190,14 +228,31 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         size = self.mem_pool_host.page_size
         try:
             entries = self._entries(page.cache_id)[:, :, page.number * size : (page.number + 1) * size]
-        except KvshelfError as error:
-            log.warning("refused", cache_id=page.cache_id, code=error.code, error=error.message)
-            if not isinstance(error, CacheNotFound | CacheExpired):  # one that is gone may come again
-                self._refused.add(page.cache_id)
-            self._listed = {*self._refused}  # others may have the same pages
-            self._pages = {key: at for key, at in self._pages.items() if at.cache_id != page.cache_id}
+        except Exception as error:
+            self._refuse(page.cache_id, error)
             return None
         return entries.permute(_LAYOUTS[self.mem_pool_host.layout]).flatten()
+
+    def _forget_ended(self, cache_ids: Iterable[str]) -> None:
+        """Refuse those that were deleted, erased or have expired: what is in memory would not show it."""
+        for cache_id in cache_ids:
+            try:
+                self._store.stat(cache_id, tenant=self._settings.tenant)
+            except Exception as error:
+                self._refuse(cache_id, error)
+
+    def _refuse(self, cache_id: str, error: Exception) -> None:
+        """Give no page of a cache: never, or until the shelf lists it again."""
+        log.warning("refused", cache_id=cache_id, error=repr(error))
+        if not isinstance(error, _PASSING):
+            self._refused.add(cache_id)
+        if self._open is not None and self._open[0] == cache_id:
+            self._open = None
+        pages = {key: at for key, at in self._pages.items() if at.cache_id != cache_id}
+        if len(pages) < len(self._pages):
+            self._listed.clear()  # others may have the same pages
+        self._pages = pages
+        self._listed |= self._refused
 
     def _entries(self, cache_id: str) -> Tensor:
         """Keys and values `[2, layers, N, heads, D]` of a cache. The last one stays in memory: its pages are asked in

@@ -245,13 +245,7 @@ def _unpacked(packed: Mapping[str, Any], source: str, name: str, placed: Mapping
     """Arguments with which transformers loads the plain weights of packed ones. packed: as of `_take_plain`."""
     from transformers import GenerationConfig
 
-    require_unpackable(packed, name)
-    if placed:
-        raise PolicyUnsupported(
-            f"the weights of {name!r} are {packed['quant_method']}, which are unpacked in one process and on one "
-            "device; take one, or a checkpoint of compressed-tensors",
-            param="device",
-        )
+    require_unpackable(packed, name, alone=not placed)
     arguments: dict[str, Any] = {"state_dict": plain_weights(source, packed)}
     with suppress(OSError):  # not every checkpoint has one
         arguments["generation_config"] = GenerationConfig.from_pretrained(source)

@@ -390,27 +390,30 @@ def require_adapter(
 
 
 def serving_all(
-    identities: Mapping[str, ModelIdentity], manifests: Sequence[Manifest], *, others_too: bool = False
-) -> str | None:
+    identities: Mapping[str, ModelIdentity],
+    manifests: Sequence[Manifest],
+    successor: Callable[[Manifest], str | None] = lambda _: None,
+) -> str:
     """The name of the served model for caches that are asked together. Raises `InvalidRequest` for caches of several
     models.
 
-    others_too: whether caches of a model that nobody runs may be among them; None if all are. Otherwise raises
+    successor: names the served model for a cache of a model that nobody runs. Where it names none, raises
     `ModelMismatch`; of several caches, `details["cache_id"]` is the one.
     """
     of: dict[str, str] = {}  # by served model, a cache
     for manifest in manifests:
         try:
-            of.setdefault(serving(identities, ModelIdentity(**manifest.identity["model"])), manifest.id)
+            name = serving(identities, ModelIdentity(**manifest.identity["model"]))
         except ModelMismatch as error:
-            if others_too:
-                continue
-            if len(manifests) > 1:
-                error.details["cache_id"] = manifest.id
-            raise
+            if (named := successor(manifest)) is None:
+                if len(manifests) > 1:
+                    error.details["cache_id"] = manifest.id
+                raise
+            name = named
+        of.setdefault(name, manifest.id)
     if len(of) > 1:
         caches = ", ".join(f"{cache_id} of {model!r}" for model, cache_id in of.items())
         raise InvalidRequest(
             f"the caches are of several models ({caches}); ask those of one model together", param="cache_ids"
         )
-    return next(iter(of), None)
+    return next(iter(of))

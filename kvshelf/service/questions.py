@@ -65,8 +65,9 @@ class CacheQuestion:
     async def find(
         cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
     ) -> CacheQuestion:
-        """Look up the caches. Raises as `Store.stat` and `hints_for` do, and `ModelMismatch` for caches of several
-        models; if a cache may be made again, `SourceNotKept` for one that was lost together with its source."""
+        """Look up the caches. Raises as `Store.stat` and `hints_for` do, and `InvalidRequest` for caches of several
+        models, and `ModelMismatch` for one of a model that nobody runs. If a cache may be made again,
+        `Service.successor` makes it; `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
         service.engine(None, adapter=asking.adapter)  # one that is not served is refused before the store is asked
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
@@ -86,7 +87,10 @@ class CacheQuestion:
                     if "write" not in caller.scopes:  # as next_use_s of a PATCH
                         hints = {}
                 caches = await off_loop(look_up)
-                engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
+                engine = service.engine_for_all(
+                    [cache.manifest for cache in caches],
+                    lambda manifest: service.successor(manifest, asking.adapter) if recompute else None,
+                )
                 require_adapter(service.engines, service.identities, asking, cache_ids[0], engine.model)
         except errors.CacheError as miss:
             if not recompute:

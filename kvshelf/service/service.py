@@ -81,17 +81,26 @@ class Service:
         """The engine of a model, or of an adapter of it, by name. Raises as `served_model`."""
         return self.engines[served_model(self.engines, model, adapter, unknown)]
 
-    def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:
-        """The engine for caches that are asked together: the one that runs the model of all. Raises as `serving_all`
-        does.
+    def engine_for_all(
+        self, manifests: Sequence[Manifest], successor: Callable[[Manifest], str | None] = lambda _: None
+    ) -> EngineClient:
+        """The engine for caches that are asked together: the one that runs the model of all. As `serving_all`."""
+        return self.engines[serving_all(self.identities, manifests, successor)]
 
-        others_too: as there. If nobody runs the model of any, it is the engine of the first one's model by name, or the
-        first engine, whose error names how the models differ.
-        """
-        name = serving_all(self.identities, manifests, others_too=others_too)
-        if name is None:
-            return self.engines.get(manifests[0].model) or self.engine(None)
-        return self.engines[name]
+    def namesake(self, manifest: Manifest) -> str | None:
+        """The name of a cache's model, if a model is served under it, perhaps with other weights now."""
+        return manifest.model if manifest.model in self.engines else None
+
+    def successor(self, manifest: Manifest, adapter: str | None) -> str | None:
+        """The name of the model that makes a cache again whose own nobody runs: of the same name, the adapter that is
+        asked for, or the first. Beside adapters the first is none: it would answer for one that is gone."""
+        adapted = any(engine.parent is not None for engine in self.engines.values())
+        return self.namesake(manifest) or adapter or (None if adapted else next(iter(self.engines)))
+
+    def reader(self, manifest: Manifest) -> EngineClient:
+        """The engine that reads a cache: of its model, of one of this name, or the first, whose error names how the
+        models differ where that matters."""
+        return self.engine_for_all([manifest], lambda _: self.namesake(manifest) or next(iter(self.engines)))
 
 
 def _service(request: Request) -> Service:

@@ -17,6 +17,7 @@ from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.private import without_secret
+from kvshelf.workers.cluster.served import served_name
 
 PREFIX = "KVSHELF_"
 
@@ -278,15 +279,21 @@ class Settings(BaseSettings):
     @field_validator("adapters")
     @classmethod
     def _named_once(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        names = list(info.data.get("models", ()))
+        models = info.data.get("models", ())
+        names, folders = [*map(served_name, models)], list[str]()
         for adapter in value:
-            name, _, folder = adapter.partition("=")
-            if not name.strip() or not folder.strip():
+            name, _, folder = (part.strip() for part in adapter.partition("="))
+            if not name or not folder:
                 raise ValueError(f"{adapter!r:.200} is no adapter; write NAME=FOLDER, the folder as peft saved it")
+            if "+" in folder or "+" in "".join(models[:1]):
+                raise ValueError(
+                    f"{models[0]!r:.100} with {folder!r:.100}: neither may have a +, which is between them"
+                )
             if name in names:
                 raise ValueError(f"the name {name!r:.100} is that of a model or of another adapter")
             names.append(name)
-        return value
+            folders.append(folder)
+        return tuple(map("=".join, zip(names[len(models) :], folders, strict=True)))
 
     @field_validator("host")
     @classmethod

@@ -38,6 +38,8 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with zipfile.ZipFile(str(WHEEL)) as wheel:
         for name in INTERFACE:
             wheel.extract(f"sglang/srt/{name}", folder)
+        (about,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        wheel.extract(about, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield
@@ -85,7 +87,7 @@ def backend(url: str, pool: HostPool | None = None, **config: Any) -> Any:
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
     own = {"backend_name": "kvshelf", "module_path": "kvshelf.integrations.sglang", "class_name": "ShelfStorage"}
-    fields = {name: config.pop(name) for name in ("tp_rank", "tp_size", "is_mla_model") if name in config}
+    fields = {name: config.pop(name) for name in ("tp_rank", "tp_size", "is_mla_model", "model_name") if name in config}
     parallel = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
     about = {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False, "model_name": "m"}
     extra = own | {"store": url, "model": bundled_folder("kvshelf-tiny")} | config
@@ -197,12 +199,63 @@ def test_another_cache_of_the_document_gives_the_pages_of_one_that_is_gone(tiny:
         assert 0 < (keys_read - exact).abs().max() < 0.05 * exact.abs().max()
 
 
+def put(url: str, tiny: Engine, document: str, ids: list[int] | None = None) -> tuple[str, list[int]]:
+    """The id and the token ids of a new cache. ids: kept as its source in place of its own."""
+    own = list(tiny.encode_document(document).token_ids)
+    with open_store(url) as store:
+        return store.put(tiny.compress(document, policy="full"), source=TokenIds(tuple(ids or own))).id, own
+
+
+def test_a_document_that_was_read_and_then_deleted_is_not_given(tiny: Engine, tmp_path: Path) -> None:
+    url = f"disk://{tmp_path}/shelf"
+    cache_id, ids = put(url, tiny, DOCUMENT)
+    storage = backend(url, of_layers(tiny))
+    assert storage.batch_exists(keys(ids)) > 2
+    assert storage.get(keys(ids)[0]) is not None
+    with open_store(url) as store:
+        store.delete(cache_id)
+    assert storage.batch_get(keys(ids)[1:3]) == [None, None]
+    assert storage.batch_exists(keys(ids)) == 0
+
+
+def test_a_document_that_came_later_is_found_behind_a_known_beginning(tiny: Engine, tmp_path: Path) -> None:
+    url = f"disk://{tmp_path}/shelf"
+    _, ids = put(url, tiny, DOCUMENT)
+    storage = backend(url, of_layers(tiny), refresh_s=0.0)
+    assert storage.batch_exists(keys(ids)) == len(keys(ids))
+    _, longer = put(url, tiny, DOCUMENT + "At noon the keeper counts the lamps. " * 20)
+    assert keys(longer)[0] == keys(ids)[0]
+    assert storage.batch_exists(keys(longer)) == len(keys(longer)) > len(keys(ids))
+
+
+def test_pages_are_of_the_ids_that_the_cache_was_made_from(tiny: Engine, tmp_path: Path) -> None:
+    url = f"disk://{tmp_path}/shelf"
+    ids = list(tiny.encode_document(DOCUMENT).token_ids)
+    others = [*ids[:-1], ids[0]]
+    put(url, tiny, DOCUMENT, others)
+    assert backend(url, of_layers(tiny)).batch_exists(keys(others)) == 0
+
+
+def test_a_damaged_source_hides_no_other_document(tiny: Engine, tmp_path: Path) -> None:
+    url = f"disk://{tmp_path}/shelf"
+    _, ids = put(url, tiny, DOCUMENT)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    put(url, tiny, DOCUMENT[:600])  # listed first
+    source = min({*tmp_path.rglob("*.kvb")} - before, key=lambda path: path.stat().st_size)
+    source.write_bytes(source.read_bytes()[:-7] + b"damaged")
+    assert backend(url, of_layers(tiny)).batch_exists(keys(ids)) == len(keys(ids))
+
+
 def test_what_it_is_not_for_is_refused_by_name(shelf: tuple[str, list[int]], tiny: Engine) -> None:
     url, _ = shelf
     with pytest.raises(PolicyUnsupported, match="latent attention"):
         backend(url, is_mla_model=True)
     with pytest.raises(InvalidRequest, match="refresh_s is 'soon'"):
         backend(url, refresh_s="soon")
+    with pytest.raises(InvalidRequest, match="has no interface_v1"):
+        backend(url, interface_v1=1)
+    with pytest.raises(InvalidRequest, match="SGLang runs '/"):
+        backend(url, model_name=str(Path(__file__).parent))
     with pytest.raises(InvalidRequest, match="needs model, the folder"):
         backend(url, model=None)
     pool = of_layers(tiny)
@@ -211,3 +264,14 @@ def test_what_it_is_not_for_is_refused_by_name(shelf: tuple[str, list[int]], tin
         backend(url, pool)
     with pytest.raises(PolicyUnsupported, match="layer_page_first"):
         backend(url, HostPool("layer_page_first", pool.layer_num, pool.head_num - 1, pool.head_dim))
+
+
+def test_a_version_whose_keys_may_have_no_salt_is_refused(
+    shelf: tuple[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "sglang-0.5.9.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyUnsupported, match=r"SGLang is 0\.5\.9, .* takes 0\.5\.23 and newer"):
+        backend(shelf[0])

@@ -131,36 +131,78 @@ def packed(codes: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
     return (numbers + 2**31) % 2**32 - 2**31
 
 
-@pytest.mark.parametrize(
-    ("method", "bits", "form"), [("gptq", 4, "gptq"), ("gptq", 8, "gptq_v2"), ("gptq", 2, "gptq"), ("awq", 4, "gemm")]
-)
-def test_codes_of_gptq_and_awq_become_what_they_stand_for(method: str, bits: int, form: str, tmp_path: Path) -> None:
-    weights, expected, most, size = saved("qwen3", tmp_path), {}, 2**bits, 16
+CASES = [
+    ("gptq", 4, "gptq", 16, True), ("gptq", 8, "gptq_v2", 16, True), ("gptq", 2, "gptq", 16, True),
+    ("gptq", 4, "gptq", -1, False), ("gptq", 8, "gptq", 16, False), ("awq", 4, "gemm", 16, False),
+]  # fmt: skip
+"""Method, bits, layout, inputs of a group (-1: all), and whether a group's inputs stand anywhere."""
+
+
+def save_packed(folder: Path, method: str, bits: int, form: str, group: int, by_size: bool) -> dict[str, Tensor]:
+    """Random codes of a small model, in two files with an index, and what they stand for. A zero of 0 is among them,
+    which GPTQ's first layout stores as the greatest code."""
+    weights, expected, most = saved("qwen3", folder), {}, 2**bits
     for name in [name.removesuffix(".weight") for name in weights if "proj" in name]:
         out, inputs = weights.pop(f"{name}.weight").shape
-        codes, zeros = torch.randint(most, (inputs, out)), torch.randint(1, most, (inputs // size, out))
-        scales = torch.rand(inputs // size, out) / most / 4
+        size = inputs if group == -1 else group
+        codes, zeros = torch.randint(most, (inputs, out)), torch.randint(most, (inputs // size, out))
+        zeros[0, :2] = torch.tensor([0, most - 1])
+        scales = (torch.rand(inputs // size, out) / most / 4).half()
         groups = torch.arange(inputs) // size
         if method == "awq":
             order: tuple[int, ...] = (0, 2, 4, 6, 1, 3, 5, 7)
             weights[f"{name}.qweight"] = packed(codes, bits, order).int()
             weights[f"{name}.qzeros"] = packed(zeros, bits, order).int()
         else:
-            groups = groups[torch.randperm(inputs)]  # by the size of their activations
             order = tuple(range(32 // bits))
+            stored = (zeros - int(form == "gptq")) % most
             weights[f"{name}.qweight"] = packed(codes.T, bits, order).T.contiguous().int()
-            weights[f"{name}.qzeros"] = packed(zeros - int(form == "gptq"), bits, order).int()
-            weights[f"{name}.g_idx"] = groups.int()
+            weights[f"{name}.qzeros"] = packed(stored, bits, order).int()
+            if by_size:  # by the size of their activations
+                groups = groups[torch.randperm(inputs)]
+                weights[f"{name}.g_idx"] = groups.int()
         weights[f"{name}.scales"] = scales
-        expected[f"{name}.weight"] = ((codes - zeros[groups]) * scales[groups]).T
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    say(tmp_path, quant_method=method, bits=bits, group_size=size, checkpoint_format=form)
-    model, _ = load(str(tmp_path), device="cpu", dtype="auto")
+        expected[f"{name}.weight"] = ((codes - zeros[groups]) * scales[groups].float()).half().T
+    (folder / "model.safetensors").unlink()
+    files = {"of": {name for name in weights if "proj" in name}}
+    files["other"] = weights.keys() - files["of"]
+    for file, names in files.items():
+        save_file({name: weights[name] for name in names}, folder / f"{file}.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": {name: f"{file}.safetensors" for file, names in files.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    say(folder, quant_method=method, bits=bits, group_size=group, checkpoint_format=form)
+    return expected
+
+
+def leave_others(folder: Path) -> None:
+    """Zeros under the names of the packed weights, in a file that is not the checkpoint's."""
+    weights = load_file(folder / "of.safetensors")
+    save_file({name: torch.zeros_like(weight) for name, weight in weights.items()}, folder / "zzz.safetensors")
+
+
+@pytest.mark.parametrize(("method", "bits", "form", "group", "by_size"), CASES)
+def test_codes_of_gptq_and_awq_become_what_they_stand_for(
+    method: str, bits: int, form: str, group: int, by_size: bool, tmp_path: Path
+) -> None:
+    expected = save_packed(tmp_path, method, bits, form, group, by_size)
+    leave_others(tmp_path)
+    model, _ = load(str(tmp_path), device="cpu", dtype="float32")
     plain = model.state_dict()
     assert len(expected) == 14
     for name, weight in expected.items():
-        torch.testing.assert_close(plain[name], weight, atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(plain[name], weight.float(), atol=0, rtol=2e-3)
     require_exact(model)
+
+
+def test_without_an_index_the_one_file_is_read(tmp_path: Path) -> None:
+    expected = save_packed(tmp_path, "gptq", 4, "gptq", 16, by_size=True)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    weights = load_file(tmp_path / "of.safetensors") | load_file(tmp_path / "other.safetensors")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    leave_others(tmp_path)
+    plain = load(str(tmp_path), device="cpu", dtype="float32")[0].state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(plain[name], weight.float(), atol=0, rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +215,37 @@ def test_other_layouts_of_packed_weights_are_refused_by_name(quantized: dict[str
         load(str(tmp_path), device="cpu", dtype="auto")
 
 
-def test_packed_weights_that_lack_a_part_are_refused(tmp_path: Path) -> None:
-    weights = saved("qwen3", tmp_path)
-    weights["model.layers.0.mlp.down_proj.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    say(tmp_path, quant_method="gptq", bits=4)
-    with pytest.raises(InvalidRequest, match=r"layers\.0\.mlp\.down_proj has no packed weights of gptq"):
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("part", "value", "about"),
+    [
+        ("qzeros", None, "no qzeros"),
+        ("scales", None, "no scales"),
+        ("qweight", torch.zeros(0, 64, dtype=torch.int32), "qweight is"),
+        ("qweight", torch.zeros(8, dtype=torch.int32), "qweight is"),
+        ("qweight", torch.zeros(16, 128, dtype=torch.int32), "qweight is of"),
+        ("qzeros", torch.zeros(4, 1, dtype=torch.int32), "qzeros are"),
+        ("scales", torch.zeros(3, 64), "scales"),
+        ("scales", torch.zeros(4, 64, dtype=torch.int32), "scales torch.int32"),
+        ("g_idx", torch.full((64,), 4), "up to 4"),
+    ],
+)
+def test_packed_weights_that_do_not_fit_are_refused(
+    method: str, part: str, value: Tensor | None, about: str, tmp_path: Path
+) -> None:
+    save_packed(tmp_path, method, 4, "gptq" if method == "gptq" else "gemm", 16, by_size=False)
+    layer, file = "model.layers.0.mlp.down_proj", tmp_path / "of.safetensors"
+    weights = load_file(file)
+    weights.pop(f"{layer}.{part}", None)
+    if value is not None:
+        weights[f"{layer}.{part}"] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidRequest, match=rf"layers\.0\.mlp\.down_proj has no packed weights of .*{about}"):
         load(str(tmp_path), device="cpu", dtype="auto")
+
+
+def test_packed_weights_are_of_one_device(tmp_path: Path) -> None:
+    save_packed(tmp_path, "gptq", 4, "gptq", 16, by_size=False)
     with pytest.raises(PolicyUnsupported, match="unpacked in one process and on one device"):
         load(str(tmp_path), device="spread", dtype="auto")
 

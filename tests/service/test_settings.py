@@ -102,6 +102,8 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("adapters", ("law=",)),
         ("adapters", ("law=./a", "law=./b")),
         ("adapters", ("kvshelf-tiny=./a",)),
+        ("adapters", ("law=./a", " law =./b")),
+        ("adapters", ("law=./a+b",)),
         ("replicas", 0),
         ("batch_share", 1.0),
         ("operational_intensity", 0),
@@ -246,3 +248,13 @@ def test_a_chat_template_is_of_one_model(tmp_path: Path) -> None:
     assert Settings(chat_template="tool_use").chat_template == "tool_use"
     with pytest.raises(ValidationError, match="it is of one model"):
         Settings(models=("kvshelf-tiny", "./other"), chat_template="tool_use")
+
+
+def test_an_adapter_has_no_name_of_a_model_s_folder_and_no_spaces(tmp_path: Path) -> None:
+    (tmp_path / "law").mkdir()
+    model = str(tmp_path / "law")
+    with pytest.raises(InvalidRequest, match="the name 'law' is that of a model"):
+        load_settings(models=(model,), adapters=("law=./a",))
+    assert load_settings(adapters=(" law = ./a ",)).served[1] == ("kvshelf-tiny+./a", "law")
+    with pytest.raises(InvalidRequest, match=r"neither may have a \+"):
+        load_settings(models=("model+./b",), adapters=("law=./a",))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from kvshelf.api.usage.prices import read_prices
 from kvshelf.model.hub import require_available
 from kvshelf.model.source import source_of
@@ -12,7 +15,7 @@ from kvshelf.store.erasure.signing import Signer
 def require_startable(settings: Settings) -> None:
     """Raise `InvalidRequest` for a key of receipts or prices that cannot be used, for a model folder that does not
     exist, for a model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not
-    have; and as `loading.require_shared`, where several processes are to share a model.
+    have; as `packed.require_unpackable`; and as `loading.require_shared`, where several processes are to share a model.
 
     On another cluster no model and GPU is refused: its nodes have folders, networks and GPUs of their own, and may join
     later.
@@ -25,6 +28,7 @@ def require_startable(settings: Settings) -> None:
         return
     for model, _ in settings.served:
         require_available(source_of(model))
+        _require_loadable(model, alone=settings.gpus_per_replica == 1 and settings.device != "spread")
     if settings.device.startswith("cuda"):
         from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 
@@ -34,3 +38,17 @@ def require_startable(settings: Settings) -> None:
 
         for model, _ in settings.served:
             require_shared(model, settings.gpus_per_replica, settings.device)
+
+
+def _require_loadable(model: str, *, alone: bool) -> None:
+    """As `packed.require_unpackable`. Of a model that is still to be downloaded its replica says it."""
+    folder = Path(source_of(model))
+    try:
+        quantized = json.loads((folder / "config.json").read_text())["quantization_config"]
+        packed = quantized["quant_method"] in ("gptq", "awq")
+    except (OSError, ValueError, LookupError, TypeError):  # no folder, or plain weights, or for transformers to say
+        return
+    if packed:
+        from kvshelf.model.weights.packed import require_unpackable  # imports torch
+
+        require_unpackable(quantized, model, alone=alone)

@@ -227,7 +227,7 @@ async def export_cache(
     """The cache as a file of llama.cpp or MLX, from which they answer questions to its document. `policy_unsupported`
     for one that the engine cannot hold. Honours a byte range, for which the file is made again."""
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    remote = service.engine_for_all([manifest], others_too=True).remote
+    remote = service.reader(manifest).remote
     # A replica reads the whole cache. The file is on disk here before its reader, who may be slow, gets any of it.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
         made = remote.stream(ReplicaApi.export, cache_id, to, dtype, engine_model, caller=caller.within(left_s))

@@ -64,7 +64,7 @@ async def _kept(
     request: Request, service: Service, caller: KeyCaller, cache_id: str, body: KeptOf | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
-    engine = service.engine_for_all([manifest], others_too=True)
+    engine = service.reader(manifest)
     engine.remote.require_bounded(body)
     # A replica reads the whole cache and holds it until it has answered.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:

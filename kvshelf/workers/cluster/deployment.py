@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final
 
 import ray
@@ -31,6 +30,7 @@ from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
+from kvshelf.workers.cluster.served import served_name
 from kvshelf.workers.replica.guard import GuardRules
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
@@ -162,12 +162,6 @@ def _shared_engine(config: ReplicaConfig) -> Engine:
 def _end_replica(error: WorkerCrashed) -> None:
     log.error("the replica ends, because one of its processes has", error=error.message)
     os._exit(1)  # this thread is not the one that waits for the others, and no exception would reach it
-
-
-def served_name(model: str) -> str:
-    """A model's name in the API. For a folder or a GGUF file, its own name without the path, which stays private."""
-    path = Path(model).expanduser()
-    return path.name.removesuffix(".gguf") if path.exists() else model
 
 
 def deploy(

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from kvshelf.errors import InvalidRequest, KvshelfError
+
+
+def served_name(model: str) -> str:
+    """A model's name in the API. For a folder or a GGUF file, its own name without the path, which stays private."""
+    path = Path(model).expanduser()
+    return path.name.removesuffix(".gguf") if path.exists() else model
 
 
 class ServedModel(Protocol):

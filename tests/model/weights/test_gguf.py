@@ -17,7 +17,7 @@ from kvshelf import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.model import devices, loading, source
 from kvshelf.model.weights.gguf import models_folder
-from kvshelf.workers.cluster.deployment import served_name
+from kvshelf.workers.cluster.served import served_name
 
 TEXT = "The depot opens at seven and closes at four; on Fridays it closes at noon. " * 3
 TEMPLATE = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}{% endfor %}"

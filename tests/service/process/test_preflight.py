@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.errors import InvalidRequest, NoWorker
+from kvshelf.errors import InvalidRequest, NoWorker, PolicyUnsupported
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import _require_listener
@@ -65,6 +66,21 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InvalidRequest, match=r"needs the package peft; run: pip install"):
         require_startable(adapted)
+
+
+def test_packed_weights_that_no_replica_would_load_are_refused(tmp_path: Path) -> None:
+    def say(**quantized: object) -> tuple[str, ...]:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantized}))
+        return (str(tmp_path),)
+
+    with pytest.raises(PolicyUnsupported, match="'marlin' with 4 bits, and kvshelf reads"):
+        require_startable(Settings(models=say(quant_method="gptq", bits=4, checkpoint_format="marlin")))
+    models = say(quant_method="awq", bits=4)
+    require_startable(Settings(models=models))
+    for fields in ({"device": "spread"}, {"device": "cpu", "gpus_per_replica": 2}):
+        with pytest.raises(PolicyUnsupported, match="one process and on one device"):
+            require_startable(Settings(models=models, **fields))
+    require_startable(Settings(models=models, device="spread", address="auto"))
 
 
 def test_only_a_local_cluster_needs_the_hub_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

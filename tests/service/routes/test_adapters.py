@@ -15,8 +15,9 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from kvshelf import Client, Engine
+from kvshelf import Client, Engine, open_store
 from kvshelf.cli import app
+from kvshelf.model.loading import load
 from tests.model.weights.test_adapter import save_adapter
 from tests.service.conftest import created, refused
 from tests.service.jobs.test_batch_questions import begun as asked_in_a_batch
@@ -43,12 +44,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def http(
-    start_service: Starts, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapted")
+
+
+@pytest.fixture(scope="module")
+def http(start_service: Starts, folders: dict[str, Path], home: Path) -> Iterator[httpx.Client]:
     adapters = ",".join(f"{name}={folder}" for name, folder in folders.items())
     with (
-        start_service(tmp_path_factory.mktemp("adapted"), BASE, adapters=adapters) as service,
+        start_service(home, BASE, adapters=adapters) as service,
         httpx.Client(base_url=service.url, timeout=120) as http,
     ):
         yield http
@@ -145,6 +149,32 @@ def test_another_adapter_is_refused_by_name(http: httpx.Client, ids: dict[str | 
     assert param("/v1/caches", document=DOCUMENT, adapter="law", model="tax")[1].startswith(
         f"the adapter 'law' is of the model '{BASE}'"
     )
+
+
+def test_nothing_answers_for_an_adapter_that_is_gone_unless_it_is_named(
+    http: httpx.Client, home: Path, tmp_path: Path
+) -> None:
+    """Removed, renamed with other weights, or trained again under its name: caches of weights that nobody runs."""
+    save_adapter(tmp_path / "old", 3)
+    loaded = load(f"{BASE}+{tmp_path / 'old'}", device="cpu", dtype="float32")
+    texts = {name: f"{DOCUMENT} Of {name}." for name in ("contracts", "law")}
+    with open_store(f"disk://{home}/shelf") as store:
+        gone, again = (
+            store.put(Engine(*loaded, name=name).compress(text, policy="full"), source=text)
+            for name, text in texts.items()
+        )
+    asked = {"prompt": QUESTIONS[0], "max_tokens": 8, "on_miss": "recompute"}
+    chat = body(gone.id, 1, on_miss="recompute")
+    for path, fields in ((f"/v1/caches/{gone.id}/query", asked), ("/v1/chat/completions", chat)):
+        refused(http.post(path, json=fields), 409, "model_mismatch")
+    law = [created(http, document=text, policy="full", codec="none", adapter="law")["id"] for text in texts.values()]
+    error = refused(http.post("/v1/query", json=asked | {"cache_ids": [law[0], gone.id]}), 409, "model_mismatch")
+    assert error["details"]["cache_id"] == gone.id
+    refused(http.post(f"/v1/caches/{again.id}/query", json=asked | FIELDS["tax"]), 400, "invalid_request")
+
+    for cache, fields, made in ((gone, FIELDS["law"], law[0]), (again, {}, law[1]), (again, FIELDS["law"], law[1])):
+        answer = http.post(f"/v1/caches/{cache.id}/query", json=asked | fields).json()
+        assert (answer["recomputed"], answer["cache_id"]) == ("model_changed", made)
 
 
 def test_rows_of_a_batch_name_their_adapter(http: httpx.Client, ids: dict[str | None, str]) -> None:

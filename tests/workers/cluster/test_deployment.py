@@ -13,9 +13,9 @@ from kvshelf.workers.cluster.deployment import (
     app_name,
     require_gpus,
     resources_of,
-    served_name,
     startup_error,
 )
+from kvshelf.workers.cluster.served import served_name
 
 TRACEBACK = """The deployment failed to start 1 times in a row. Error:
 Traceback (most recent call last):
