@@ -50,7 +50,7 @@ class Attachments:
         found = self._of_caches.get(cache)
         if found is None:
             self.require_own(cache)
-            coder, ranks = self._coders.of(cache.identity), self._facts.ranks
+            coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self._facts.kv_heads)
             found = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
             self._of_caches[cache] = found

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import Coder, Decoder
 from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.exclusions import rope_to_undo
 from kvshelf.engine.forward.passes import Passes
@@ -34,8 +35,14 @@ class Coders:
         return cache.encoded(codec, self.own if Codec.parse(codec).name == "klt" else None)
 
     def decoded(self, cache: CompressedCache) -> CompressedCache:
-        """A cache under codec klt or lossless with plain keys and values; any other as it is. Raises as `of` does."""
-        return cache.decoded(self.of(cache.identity)) if cache.coded else cache
+        """A cache under codec klt or lossless, or of residuals, with plain keys and values; any other as it is. Raises
+        as `decoder_of` does."""
+        return cache.decoded(self.decoder_of(cache)) if cache.coded else cache
+
+    def decoder_of(self, cache: CompressedCache | ArrivingCache) -> Decoder | None:
+        """What makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`, and
+        `PolicyUnsupported` for residuals of a model that has none."""
+        return self._passes.projection if cache.projected else self.of(cache.identity)
 
     def of(self, cache: Identity) -> Coder | None:
         """The coder of a cache under codec klt; None for any other. Raises as `with_transforms`."""

@@ -135,7 +135,12 @@ class Header(Strict):
     @property
     def coded(self) -> bool:
         """As `CompressedCache.coded`."""
-        return Codec.parse(self.codec).coded
+        return Codec.parse(self.codec).coded or self.projected
+
+    @property
+    def projected(self) -> bool:
+        """As `CompressedCache.projected`."""
+        return any(layer.projected for layer in self.layers)
 
     @property
     def shape(self) -> Shape:

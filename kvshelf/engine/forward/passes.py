@@ -37,6 +37,7 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
+from kvshelf.engine.forward.projection import Projection, require_exact
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.errors import PolicyUnsupported
@@ -133,6 +134,18 @@ class Passes:
         """The layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
         self.layer_shapes  # noqa: B018 - raises
         return self.facts.kinds
+
+    @cached_property
+    def projection(self) -> Projection:
+        """Makes keys and values of residuals. Raises `PolicyUnsupported` for a model without a list of layers."""
+        return Projection.of(self._decoder, self.devices.layers)
+
+    @cached_property
+    def residual_layers(self) -> Sequence[Module]:
+        """The modules whose inputs are residuals, once keys and values have been made of some and are the model's own.
+        Raises `PolicyUnsupported` where they are not."""
+        require_exact(self)
+        return self.projection.layers
 
     @property
     def state_bytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import Coder, Decoder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.transforms import Transforms
@@ -25,17 +25,18 @@ from kvshelf.methods.policies.view import DocumentView, ProbePass
 @dataclass(frozen=True, eq=False)
 class Parent:
     """A stored cache that tokens are appended to. coder: of codec klt, with the transforms of the cache; None under any
-    other codec. devices, rotate: as of an `Attachment`."""
+    other codec. decoder: as of `Coders.decoder_of`. devices, rotate: as of an `Attachment`."""
 
     cache: CompressedCache
     coder: Coder | None
+    decoder: Decoder | None
     devices: Sequence[torch.device]
     rotate: Rotate | None
 
     @cached_property
     def plain(self) -> CompressedCache:
         """The cache with rows that attention can read."""
-        return self.cache.decoded(self.coder) if self.cache.coded else self.cache
+        return self.cache.decoded(self.decoder) if self.cache.coded else self.cache
 
     @cached_property
     def document(self) -> Attachment:

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvshelf.artifact.growth import placed
 from kvshelf.artifact.packed import Packed
@@ -165,6 +165,7 @@ class LayerReducer:
             module=attended.module,
             ranks=self.ranks,
             call=attended.call,
+            inputs=None if attended.inputs is None else attended.inputs[0, :num_tokens],
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
@@ -204,7 +205,7 @@ class SharedReducer(ForwardContext):
     """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees. calls: sees those of the attention modules, for policies that need them.
+    every reducer sees. calls: sees those of the attention modules, and of the `layers`, for policies that need them.
     """
 
     reducers: Sequence[LayerReducer]
@@ -212,6 +213,7 @@ class SharedReducer(ForwardContext):
     checkpoint: Callable[[], None]
     summary: SummaryMaker
     calls: Calls | None = None
+    layers: Sequence[nn.Module] = ()
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -220,12 +222,11 @@ class SharedReducer(ForwardContext):
 
     @property
     def reads_attention(self) -> bool:
-        return any(Needs.SUMS in reducer.policy.needs for reducer in self.reducers)
+        return self.needs(Needs.SUMS)
 
-    @property
-    def needs_calls(self) -> bool:
-        """Whether a policy needs the calls of the attention modules."""
-        return any(Needs.CALL in reducer.policy.needs for reducer in self.reducers)
+    def needs(self, needed: Needs) -> bool:
+        """Whether a policy needs this."""
+        return any(needed in reducer.policy.needs for reducer in self.reducers)
 
     @property
     def sees_queries(self) -> bool:
@@ -235,8 +236,11 @@ class SharedReducer(ForwardContext):
         if not self.reducers[0].kinds[layer.layer_idx].attends:
             return  # by the keys and values of a layer before
         self.summary.after_attention(layer)
-        if self.calls is not None:
+        if self.calls is not None and self.needs(Needs.CALL):
             layer = replace(layer, call=self.calls.take(layer.module))
+        if self.calls is not None and self.layers:
+            inputs = self.calls.take(self.layers[layer.layer_idx]).arguments["hidden_states"]
+            layer = replace(layer, inputs=inputs)
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()

@@ -72,9 +72,10 @@ class Policy(Method):
     `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
     that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
     gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
-    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels, and
-    `sets_precision`, that its records say how many entries have more bits under codec `mixed:share=policy`: so it has
-    work where the budget is the whole document.
+    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels,
+    `has_residuals`, that it stores the layers' inputs in place of keys and values, and `sets_precision`, that its
+    records say how many entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the
+    whole document.
     """
 
     kind: ClassVar[Kind] = POLICY
@@ -87,6 +88,7 @@ class Policy(Method):
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
     sets_precision: ClassVar[bool] = False
+    has_residuals: ClassVar[bool] = False
     stored: ClassVar[Mapping[str, str]] = {}
     """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
     each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
@@ -149,7 +151,7 @@ class Policy(Method):
 
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         """Whether it makes anything else of a document than `full` does."""
-        always = self.indexes or self.prunes or self.sets_precision
+        always = self.indexes or self.prunes or self.sets_precision or self.has_residuals
         return always or budget.tokens < num_tokens
 
     @property

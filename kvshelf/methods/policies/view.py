@@ -220,7 +220,8 @@ class LayerView:
     has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
     before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first,
-    and where layers share a budget.
+    and where layers share a budget. inputs: of the layer, the residual stream before any norm, `[N, width]`, if the
+    policy needs them.
     """
 
     layer_idx: int
@@ -238,6 +239,7 @@ class LayerView:
     ranks: Ranks | None = None
     call: Call | None = field(default=None, repr=False)
     before: Tensor | None = field(default=None, repr=False)
+    inputs: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -297,6 +299,7 @@ class LayerView:
             lse=None if self.lse is None else self.lse[:, rows],
             document=self.document.judged,
             call=None if self.call is None else self.call.of_tokens(rows),
+            inputs=None if self.inputs is None else self.inputs[rows],
         )
 
     @cached_property
