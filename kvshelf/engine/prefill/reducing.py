@@ -56,8 +56,8 @@ class LayerReducer:
         self._records: dict[int, Entries] = {}
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
-        # An index is of all entries, in their order: a policy that makes one keeps them all.
-        self._parts = bool(self.document.protect) and not self.policy.indexes
+        # An index is of all entries, in their order, and residuals are of all tokens: these policies keep them all.
+        self._parts = bool(self.document.protect) and not (self.policy.indexes or self.policy.has_residuals)
         self._aside: dict[int, Kept] = {}
         self._budget = (
             self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget

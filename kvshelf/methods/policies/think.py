@@ -53,8 +53,8 @@ class Think(Around):
         "kvshelf-tiny cannot."
     )
     takes: ClassVar[str] = (
-        "a policy that keeps keys as they are and of one precision, makes no index and is built around no other but by "
-        "ada"
+        "a policy that keeps tokens as they are and of one precision, makes no index and is built around no other but "
+        "by ada"
     )
     prunes: ClassVar[bool] = True
     stored: ClassVar[Mapping[str, str]] = {"pruned": "channels", "whole": "whole_keys"}

@@ -299,7 +299,6 @@ class LayerView:
             lse=None if self.lse is None else self.lse[:, rows],
             document=self.document.judged,
             call=None if self.call is None else self.call.of_tokens(rows),
-            inputs=None if self.inputs is None else self.inputs[rows],
         )
 
     @cached_property
