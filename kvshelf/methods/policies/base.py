@@ -92,7 +92,7 @@ class Policy(Method):
     stored: ClassVar[Mapping[str, str]] = {}
     """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
     each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
-    entries."""
+    entries. `residuals`, with "" for the parameter, in place of keys and values."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Plug-ins may say `observes`, the name of `needs` before version 0.2, and ask their base for it."""
@@ -129,7 +129,7 @@ class Policy(Method):
     def stored_beside(self) -> dict[str, Any]:
         """What its records have beside whole entries, and how much of it: see `stored`."""
         params = self.parameters()
-        return {what: params[name] for what, name in self.stored.items()}
+        return {what: params.get(name, True) for what, name in self.stored.items()}
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:  # noqa: ARG002
         """The gates of a model for a policy that needs some: by default those of any family that were trained for its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +38,7 @@ class KVDirect(Policy):
     takes_budget: ClassVar[bool] = False
     by_position: ClassVar[bool] = True
     has_residuals: ClassVar[bool] = True
+    stored: ClassVar[Mapping[str, str]] = {"residuals": ""}
     needs: ClassVar[Needs] = Needs.INPUTS
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Residuals:  # noqa: ARG002
