@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshelf.artifact import codecs
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
-from kvshelf.artifact.coder import Coder, Decoder, plain_layer
+from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer
 from kvshelf.artifact.encoding import apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
@@ -100,7 +100,7 @@ class CompressedCache:
     @property
     def projected(self) -> bool:
         """Whether the model makes some of its keys and values before attention reads them, of residuals."""
-        return any(part.projected for each in self._with_entries for part in parts_of(each))
+        return any(part.projected for entries in self._with_entries for part in parts_of(entries))
 
     @property
     def reduced(self) -> Sequence[Entries]:
@@ -156,7 +156,7 @@ class CompressedCache:
             identity = coder.transforms.mark(identity)
         return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
 
-    def decoded(self, coder: Decoder | None = None) -> CompressedCache:
+    def decoded(self, coder: CacheDecoder | None = None) -> CompressedCache:
         """The cache with plain rows in place of those under codec `klt`, which takes its `coder`, of residuals, which
         take the model's, or under `lossless`, for attention. It is no artifact any more: its codec says what its
         numbers went through, and it cannot be written.

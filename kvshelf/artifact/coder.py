@@ -25,7 +25,7 @@ class LayerDecoder(Protocol):
     def decoded(self, record: PackedRecord) -> PackedRecord: ...
 
 
-class Decoder(Protocol):
+class CacheDecoder(Protocol):
     """Makes plain rows of the caches of one model: a `Coder`, or an `engine.forward.projection.Projection`."""
 
     def layer(self, index: int, repositioned: bool) -> LayerDecoder: ...
@@ -123,7 +123,7 @@ class LayerCoder:
         return [each.cpu() for each in record.positions]
 
 
-def plain_layer(layer: LayerRecord, coder: Decoder | None, index: int, repositioned: bool) -> LayerRecord:
+def plain_layer(layer: LayerRecord, coder: CacheDecoder | None, index: int, repositioned: bool) -> LayerRecord:
     """A layer of a cache with plain rows in place of those under codec klt or lossless, and of residuals. coder: of
     klt, or of residuals; lossless needs none. index, repositioned: as of `Coder.layer`. Raises `BlobError` for
     streams that no encoder writes."""
@@ -137,7 +137,7 @@ def plain_layer(layer: LayerRecord, coder: Decoder | None, index: int, repositio
 def plain_record(record: PackedRecord, of_layer: LayerDecoder | None = None) -> PackedRecord:
     """As `plain_layer`, of one record."""
     rows = {name: getattr(record, name) for name in record.row_names}
-    planes: dict[str, Any] = {name: each.decode() for name, each in rows.items() if isinstance(each, PlaneRows)}
+    planes: dict[str, Any] = {name: array.decode() for name, array in rows.items() if isinstance(array, PlaneRows)}
     record = replace(record, **planes) if planes else record
     return record if of_layer is None else of_layer.decoded(record)
 

@@ -168,7 +168,7 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
         name: QuantizedRows.quantize(getattr(record, name), record.row_lengths, axis=AXES[name], **coding)
         for name in record.row_names
     }
-    if not all(each.finite for each in rows.values()):
+    if not all(array.finite for array in rows.values()):
         raise refused(f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}")
     return replace(record, **rows)
 

@@ -349,7 +349,8 @@ class Merged(Packed):
 @dataclass(frozen=True, eq=False)
 class Residuals(Packed):
     """Some tokens, the same in every head, of which the layer's input is stored, the residual stream before its norm
-    (KV-Direct, arXiv 2603.19664). The model makes their keys and values again before anything reads them (`Decoder`).
+    (KV-Direct, arXiv 2603.19664). The model makes their keys and values again before anything reads them: see
+    `coder.CacheDecoder`.
 
     keys: the residuals `[tokens, width]`, one row for all heads. values: `[tokens, 0]`: there is nothing else to store.
     full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation.
@@ -399,7 +400,7 @@ class Residuals(Packed):
 
     def made(self, keys: Tensor, values: Tensor) -> Kept:
         """The entries, of the keys `[kv_heads, tokens, D]` and values `[kv_heads, tokens, Dv]` that the model made."""
-        own = {each.name: getattr(self, each.name) for each in fields(Packed)}
+        own = {field.name: getattr(self, field.name) for field in fields(Packed)}
         return Kept(**own | {"keys": keys.flatten(0, 1), "values": values.flatten(0, 1)})
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.coder import Coder, Decoder
+from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.transforms import Transforms
@@ -39,7 +39,7 @@ class Coders:
         as `decoder_of` does."""
         return cache.decoded(self.decoder_of(cache)) if cache.coded else cache
 
-    def decoder_of(self, cache: CompressedCache | ArrivingCache) -> Decoder | None:
+    def decoder_of(self, cache: CompressedCache | ArrivingCache) -> CacheDecoder | None:
         """What makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`, and
         `PolicyUnsupported` for residuals of a model that has none."""
         return self._passes.projection if cache.projected else self.of(cache.identity)

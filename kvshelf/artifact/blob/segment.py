@@ -180,11 +180,11 @@ def _precision(record: PackedRecord) -> tuple[Precision, int]:
     """Codec and group of a record, which its keys and values must share."""
     rows = {name: getattr(record, name) for name in record.row_names}
     for kind, name in _PLAIN_OR_CODED.items():
-        if all(isinstance(each, kind) for each in rows.values()):
+        if all(isinstance(array, kind) for array in rows.values()):
             return name, 0
-    coded = {name: each for name, each in rows.items() if isinstance(each, QuantizedRows)}
-    alike = {(each.bits, each.group, each.lengths) for each in coded.values()}
-    if len(coded) == len(rows) and len(alike) == 1 and all(AXES[name] == each.axis for name, each in coded.items()):
+    coded = {name: array for name, array in rows.items() if isinstance(array, QuantizedRows)}
+    alike = {(array.bits, array.group, array.lengths) for array in coded.values()}
+    if len(coded) == len(rows) and len(alike) == 1 and all(AXES[name] == array.axis for name, array in coded.items()):
         bits, group, lengths = alike.pop()
         if lengths == tuple(record.row_lengths):
             return _PRECISIONS[bits], group

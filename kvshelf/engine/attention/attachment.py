@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Decoder, plain_layer
+from kvshelf.artifact.coder import CacheDecoder, plain_layer
 from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
@@ -67,7 +67,7 @@ class Attachment:
         cache: CompressedCache | ArrivingCache | PartialCache,
         devices: Sequence[torch.device],
         rotate: Rotate | None,
-        coder: Decoder | None = None,
+        coder: CacheDecoder | None = None,
         *,
         heads: tuple[int, int] | None = None,
         number: int | None = None,
@@ -339,7 +339,7 @@ Attached = Attachment | JointAttachment
 """What the tokens of a question see before their own."""
 
 
-def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: Decoder | None) -> Records:
+def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None) -> Records:
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
@@ -349,7 +349,7 @@ def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: De
     return _decoded(records, coder, cache.repositioned, 1 if cache.projected else torch.get_num_threads())
 
 
-def _decoded(records: Records, coder: Decoder | None, repositioned: bool, at_once: int) -> Records:
+def _decoded(records: Records, coder: CacheDecoder | None, repositioned: bool, at_once: int) -> Records:
     """The layers once they are decoded; so many at a time."""
     threads = ThreadPoolExecutor(at_once, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)

@@ -9,9 +9,9 @@ layer that takes 2 * width * (q_heads + 2 * kv_heads) * D FLOPs: the module make
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,8 @@ from kvshelf.engine.attention.latents import close
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.kernels.quantize.rows import plain
-from kvshelf.model.layers import reducible
 
-if TYPE_CHECKING:
-    from kvshelf.engine.forward.passes import Passes
-
-_SAMPLE = 9
+SAMPLE: Final = 9
 """Tokens on which a model is tried."""
 
 _ROUNDING = 1e-5
@@ -38,7 +34,8 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Of one model. name: of the list of `layers` in the decoder. devices: of each layer. Any thread may use it."""
+    """Of one model. name: of the list of `layers` in the decoder. devices: of each layer. Any thread may use it, but
+    for `require_exact`."""
 
     decoder: nn.Module
     name: str
@@ -54,33 +51,45 @@ class Projection:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        found: Any = self.decoder.get_submodule(self.name)
-        return list(found)
+        layers: Any = self.decoder.get_submodule(self.name)
+        return list(layers)
 
     def layer(self, index: int, repositioned: bool) -> LayerProjection:  # noqa: ARG002
-        """For the records of one layer: see `coder.Decoder`."""
+        """For the records of one layer: see `coder.CacheDecoder`."""
         return LayerProjection(self, index)
 
     def made(self, index: int, residuals: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of residuals `[N, width]` at positions `[N]`, on the
         layer's device. Raises `PolicyUnsupported` for a layer that gives its cache none."""
         device = self.devices[index]
-        given = residuals.to(device)[None]
+        residuals = residuals.to(device)[None]
         cache = Cache(layers=[_Ending() for _ in self.devices])
         places = positions.to(device, torch.int64)[None]
         try:
             with torch.no_grad():
-                view = self._alone(index, given)
-                view(inputs_embeds=given, position_ids=places, use_cache=True, **{CACHE_ARGUMENT: cache})
-        except _Made as made:
-            return made.keys[0], made.values[0]
+                view = self._alone(index, residuals)
+                view(inputs_embeds=residuals, position_ids=places, use_cache=True, **{CACHE_ARGUMENT: cache})
+        except _Ended as end:
+            return end.keys[0], end.values[0]
         raise _unsupported(f"layer {index} of {type(self.decoder).__name__} gives its cache no keys and values")
+
+    def require_exact(self, states: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Raises `PolicyUnsupported` where keys and values that are made of residuals are not the layer's own. states:
+        of an `Observer`, by layer, in a pass over tokens at the positions from 0 on."""
+        for index, (residuals, *own) in states.items():
+            pair = self.made(index, residuals, torch.arange(len(residuals)))
+            for one, other in zip(pair, own, strict=True):
+                if one.shape != other.shape or one.dtype != residuals.dtype or not close(one, other, _ROUNDING):
+                    raise _unsupported(
+                        f"layer {index} of {type(self.decoder).__name__} makes keys and values of more than the "
+                        "residual stream"
+                    )
 
     def _alone(self, index: int, residuals: Tensor) -> nn.Module:
         """The decoder with one layer alone, which shares all weights."""
         view = copy.copy(self.decoder)
         view._modules = dict(self.decoder._modules)
-        view._modules[self.name] = nn.ModuleList([_Given(self.layers[index], residuals)])
+        view._modules[self.name] = nn.ModuleList([_Fed(self.layers[index], residuals)])
         config: Any = copy.copy(self.decoder.config)
         config._attn_implementation = IMPLEMENTATION  # of which every mask is none
         if types := getattr(config, "layer_types", None):
@@ -119,30 +128,10 @@ class LayerProjection:
         return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
 
 
-def require_exact(passes: Passes) -> None:
-    """Raises `PolicyUnsupported` for a model whose keys and values are not those that a `Projection` makes of what its
-    layers are given, in a pass over a few tokens."""
-    projection = passes.projection
-    calls = Calls(passes.model, projection.layers)
-    seen = _Seen(calls, projection.layers)
-    tokens = torch.arange(_SAMPLE, device=passes.devices.inputs)[None]
-    ids = tokens % passes.model.config.vocab_size
-    inputs = {"input_ids": ids, "position_ids": tokens, "attention_mask": torch.ones_like(ids)}
-    passes.causal(inputs, seen, calls=calls)
-    for index in reducible(passes.kinds):
-        residuals, *own = seen.states[index]
-        made = projection.made(index, residuals, tokens[0])
-        for one, other in zip(made, own, strict=True):
-            if one.shape != other.shape or one.dtype != residuals.dtype or not close(one, other, _ROUNDING):
-                raise _unsupported(
-                    f"layer {index} of {type(passes.model).__name__} makes keys and values of more than the residual "
-                    "stream"
-                )
-
-
 @dataclass(eq=False)
-class _Seen(ForwardContext):
-    """What each layer was given, `[N, width]`, and its keys and values, `[kv_heads, N, D]`."""
+class Observer(ForwardContext):
+    """Takes what each layer gets in a pass, `[N, width]`, and its keys and values, `[kv_heads, N, D]`. calls: see
+    those of the `layers`."""
 
     calls: Calls
     layers: Sequence[nn.Module]
@@ -151,13 +140,13 @@ class _Seen(ForwardContext):
         self.states: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def after_attention(self, layer: Attended) -> None:
-        given = self.calls.take(self.layers[layer.layer_idx]).arguments.get("hidden_states")
-        if not isinstance(given, Tensor) or given.dim() != 3:
-            raise _unsupported(f"{type(self.layers[0]).__name__} is not given hidden_states `[B, N, width]`")
-        self.states[layer.layer_idx] = given[0], layer.keys[0], layer.values[0]
+        residuals = self.calls.take(self.layers[layer.layer_idx]).arguments.get("hidden_states")
+        if not isinstance(residuals, Tensor) or residuals.dim() != 3:
+            raise _unsupported(f"{type(self.layers[0]).__name__} takes no hidden_states `[B, N, width]`")
+        self.states[layer.layer_idx] = residuals[0], layer.keys[0], layer.values[0]
 
 
-class _Given(nn.Module):
+class _Fed(nn.Module):
     """A layer that is given these residuals, whatever reaches it. Other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module, residuals: Tensor) -> None:
@@ -175,7 +164,7 @@ class _Given(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
 
-class _Made(Exception):
+class _Ended(Exception):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
@@ -185,7 +174,7 @@ class _Ending(PassingLayer):
     """Ends the pass with the keys and values that it is given, each `[1, kv_heads, N, D]`."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _Made(key_states, value_states)
+        raise _Ended(key_states, value_states)
 
 
 def _unsupported(reason: str) -> PolicyUnsupported:

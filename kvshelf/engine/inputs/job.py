@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Coder, Decoder
+from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.transforms import Transforms
@@ -29,7 +29,7 @@ class Parent:
 
     cache: CompressedCache
     coder: Coder | None
-    decoder: Decoder | None
+    decoder: CacheDecoder | None
     devices: Sequence[torch.device]
     rotate: Rotate | None
 
