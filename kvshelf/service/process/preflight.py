@@ -23,7 +23,7 @@ def require_startable(settings: Settings) -> None:
         read_prices(settings.prices_file)
     if settings.address is not None:
         return
-    for model in settings.models:
+    for model, _ in settings.served:
         require_available(source_of(model))
     if settings.device.startswith("cuda"):
         from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
@@ -32,5 +32,5 @@ def require_startable(settings: Settings) -> None:
     if settings.gpus_per_replica > 1 and settings.device != "spread":
         from kvshelf.model.loading import require_shared
 
-        for model in settings.models:
+        for model, _ in settings.served:
             require_shared(model, settings.gpus_per_replica, settings.device)
