@@ -5,7 +5,7 @@ A `CompressedCache` is immutable and knows no tenant and no store. Its layers ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +100,13 @@ class CompressedCache:
     @property
     def projected(self) -> bool:
         """Whether the model makes some of its keys and values before attention reads them, of residuals."""
-        return any(part.projected for entries in self._with_entries for part in parts_of(entries))
+        return bool(self.residual_widths)
+
+    @property
+    def residual_widths(self) -> Set[int]:
+        """How many numbers its residuals have; none where it has none."""
+        parts = (part for entries in self._with_entries for part in parts_of(entries))
+        return {part.keys.shape[1] for part in parts if part.projected}
 
     @property
     def reduced(self) -> Sequence[Entries]:

@@ -392,7 +392,10 @@ class Residuals(Packed):
 
     def rows_of(self, chosen: Tensor) -> Tensor:
         of_heads = chosen.view(self.kv_heads, -1)
-        assert bool((of_heads == of_heads[0]).all()), "its tokens are the same in every head"
+        if not bool((of_heads == of_heads[0]).all()):
+            raise StateConflict(
+                "a token has one residual for all heads, which choose other tokens; decode the cache first"
+            )
         return of_heads[0]
 
     def require_codec(self, codec: Codec) -> None:

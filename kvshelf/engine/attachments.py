@@ -45,8 +45,9 @@ class Attachments:
         cache.shape.require_layers(self._passes.layer_shapes)
 
     def of(self, cache: CompressedCache | ArrivingCache) -> Attachment:
-        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. Raises as
-        `require_own` does."""
+        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded
+        `CompressedCache` stays in memory beside what is made of it for as long as its caller has it; an `ArrivingCache`
+        does not. Raises as `require_own` and `Coders.decoder_of` do."""
         found = self._of_caches.get(cache)
         if found is None:
             self.require_own(cache)

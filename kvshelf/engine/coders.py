@@ -11,9 +11,9 @@ from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.transforms import Transforms
-from kvshelf.engine.exclusions import rope_to_undo
+from kvshelf.engine.exclusions import Combination, require_possible, rope_to_undo
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.errors import ModelMismatch, PolicyUnsupported
+from kvshelf.errors import BlobError, ModelMismatch, PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.model import calibration
 
@@ -41,8 +41,17 @@ class Coders:
 
     def decoder_of(self, cache: CompressedCache | ArrivingCache) -> CacheDecoder | None:
         """What makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`, and
-        `PolicyUnsupported` for residuals of a model that has none."""
-        return self._passes.projection if cache.projected else self.of(cache.identity)
+        `PolicyUnsupported` for residuals where policy kvdirect is refused, too, and `BlobError` for those of another
+        width than the model's."""
+        if not cache.projected:
+            return self.of(cache.identity)
+        require_possible(Combination(facts=self._facts, residuals=True))
+        if others := cache.residual_widths - {self._facts.residual_width}:
+            raise BlobError(
+                f"the cache has residuals of {min(others)} numbers; its model makes {self._facts.residual_width}",
+                reason="wrong_shape",
+            )
+        return self._passes.projection
 
     def of(self, cache: Identity) -> Coder | None:
         """The coder of a cache under codec klt; None for any other. Raises as `with_transforms`."""

@@ -37,7 +37,8 @@ class Combination:
     """What one request uses. A place asks with what it knows: no feature of what is left out is used.
 
     sizes: the fields of a request that say how much stays. document, budget, passes, absorber: of a compression; a
-    policy without a document chooses at the question. cache: that `verb` is done to. ends: of the sentences of each
+    policy without a document chooses at the question. cache: that `verb` is done to. residuals:
+    whether there is one with residuals, whatever is done to it. ends: of the sentences of each
     document that is asked.
     """
 
@@ -54,6 +55,7 @@ class Combination:
     ends: Sequence[Sequence[int]] = ()
     verb: Verb | None = None
     cache: CompressedCache | None = None
+    residuals: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -234,7 +236,8 @@ CALIBRATED: Final = _at_work("a policy with calibration", lambda policy: Needs.C
 CALLS: Final = _at_work("a policy that sees calls (press)", lambda policy: Needs.CALL in policy.needs)
 HEAD_BUDGETS: Final = _at_work("budgets of heads", lambda policy: policy.budgets_heads)
 PRUNES: Final = _of_policy("channels removed (think)", lambda policy: policy.prunes)
-RESIDUALS: Final = _of_policy("residuals (kvdirect)", lambda policy: policy.has_residuals)
+RESIDUALS: Final = _of_policy("policy kvdirect", lambda policy: policy.has_residuals)
+MADE_AGAIN: Final = Feature("residuals, stored or to be", lambda c: c.residuals or RESIDUALS.used(c))
 APART: Final = _at_work("other tokens in each head", lambda policy: not chooses_together(policy.chooser))
 MOVES: Final = Feature("positions=cache", lambda c: c.moved)
 ELSEWHERE: Final = Feature(
@@ -407,7 +410,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     *_each(
-        RESIDUALS,
+        MADE_AGAIN,
         [
             (STATES, "has recurrent states"),
             (LATENTS, "stores latents (MLA) in place of keys and values already"),
@@ -422,8 +425,8 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
                 "{c.facts.entry_width}",
             ),
         ],
-        "policy {policy!r} stores residuals, of which keys and values are made again, and {model!r} {why}; take policy "
-        "full, with codec int8 say",
+        "keys and values are made again of residuals (policy kvdirect), and {model!r} {why}; take policy full, with "
+        "codec int8 say",
         "policy",
     ),
     *_beside(MOVES, "counts positions within the cache", (WINDOWS, CHUNKS)),

@@ -193,7 +193,7 @@ CHOSEN: Final = {
     ),
     "pyramidinfer": chosen("pyramidinfer", x.BLIND, decay=1.0),  # of two layers none keeps fewer, of four some do
     "sirllm": chosen("sirllm", x.BLIND),
-    "kvdirect": chosen("kvdirect", x.BLIND, x.KEEPS_ALL, x.RESIDUALS, x.REDUCES, sized=True),
+    "kvdirect": chosen("kvdirect", x.BLIND, x.KEEPS_ALL, x.RESIDUALS, x.MADE_AGAIN, x.REDUCES, sized=True),
     "pressed": chosen("pressed", x.BLIND, x.CALLS),
 }
 

@@ -7,6 +7,7 @@ they are parsed, every field has one type, and each refusal has one name (docs/i
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -23,6 +24,7 @@ from pydantic import (
 
 from kvshelf.artifact import positions
 from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
+from kvshelf.artifact.blob.kinds.residuals import ResidualsHeader
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
@@ -140,7 +142,14 @@ class Header(Strict):
     @property
     def projected(self) -> bool:
         """As `CompressedCache.projected`."""
-        return any(layer.projected for layer in self.layers)
+        return bool(self.residual_widths)
+
+    @property
+    def residual_widths(self) -> Set[int]:
+        """As `CompressedCache.residual_widths`."""
+        return {
+            record.width for layer in self.layers for record in layer.records if isinstance(record, ResidualsHeader)
+        }
 
     @property
     def shape(self) -> Shape:

@@ -111,11 +111,6 @@ class Layer(Strict):
         """As `Packed.unpacked_bytes`, of all records."""
         return sum(record.unpacked_bytes(self.dims) for record in self.records)
 
-    @property
-    def projected(self) -> bool:
-        """Whether the model makes some of its keys and values before attention reads them."""
-        return any(record.projected for record in self.records)
-
     def _row_bytes(self, key_dim: int) -> int:
         """Bytes of a key and a value in `dtype`."""
         return (key_dim + self.value_dim) * ITEM_BYTES[self.dtype]

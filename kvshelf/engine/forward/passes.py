@@ -37,7 +37,7 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
-from kvshelf.engine.forward.projection import SAMPLE, Observer, Projection
+from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.errors import PolicyUnsupported
@@ -45,7 +45,7 @@ from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.model.caches import cache_class
 from kvshelf.model.devices import Devices, hooked
-from kvshelf.model.layers import LayerKind, counts_by_cache, readers, reducible
+from kvshelf.model.layers import LayerKind, counts_by_cache, readers
 from kvshelf.model.prepacking import PackedLinear, TiedLinear
 
 _LOG = logging.getLogger(__name__)
@@ -137,20 +137,9 @@ class Passes:
 
     @cached_property
     def projection(self) -> Projection:
-        """Makes keys and values of residuals. Raises `PolicyUnsupported` for a model without a list of layers."""
-        return Projection.of(self._decoder, self.devices.layers)
-
-    @cached_property
-    def residual_layers(self) -> Sequence[Module]:
-        """The modules whose inputs are residuals, once keys and values have been made of some and are the model's own.
-        Raises `PolicyUnsupported` where they are not."""
-        layers, tokens = self.projection.layers, torch.arange(SAMPLE, device=self.devices.inputs)[None]
-        observer = Observer(Calls(self.model, layers), layers)
-        ids = tokens % self.model.config.vocab_size
-        inputs = {"input_ids": ids, "position_ids": tokens, "attention_mask": torch.ones_like(ids)}
-        self.causal(inputs, observer, calls=observer.calls)
-        self.projection.require_exact({layer: observer.states[layer] for layer in reducible(self.kinds)})
-        return layers
+        """Makes keys and values of residuals. Raises `PolicyUnsupported` where they are not the model's own, and as
+        `Projection.of`."""
+        return Projection.of(self._decoder, self.devices.layers, self.facts.max_tokens).tried
 
     @property
     def state_bytes(self) -> int:

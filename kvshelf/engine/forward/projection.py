@@ -1,6 +1,6 @@
 """Keys and values of stored residuals, made by the model's own modules (KV-Direct, arXiv 2603.19664).
 
-A view of the decoder that has one layer alone is given the residuals in place of what would reach that layer, at their
+A copy of the decoder that has one layer alone is given the residuals in place of what would reach that layer, at their
 positions, and a cache that ends the pass with the first keys and values it is given. So norms, biases, rotations and
 whatever else a family has are the model's own, and neither attention nor anything behind it runs. Of each token and
 layer that takes 2 * width * (q_heads + 2 * kv_heads) * D FLOPs: the module makes queries, too.
@@ -9,8 +9,10 @@ layer that takes 2 * width * (q_heads + 2 * kv_heads) * D FLOPs: the module make
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,38 +21,44 @@ from transformers.cache_utils import Cache
 
 from kvshelf.artifact.records import PackedRecord, Residuals
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, IMPLEMENTATION, PassingLayer
-from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.latents import close
-from kvshelf.engine.forward.calls import Calls
 from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.kernels.quantize.rows import plain
 
-SAMPLE: Final = 9
-"""Tokens on which a model is tried."""
+RUN: Final = 1024
+"""Rows of which keys and values are made at once: a layer's queries and what else it makes are as many."""
 
-_ROUNDING = 1e-5
-"""How far what is made of them may be from the model's own, over the largest number: the same operations made both."""
+_TRIED: Final = 9, 3
+"""Numbers of tokens on which a model is tried: from position 0 on, and up to the last that it has."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Of one model. name: of the list of `layers` in the decoder. devices: of each layer. Any thread may use it, but
-    for `require_exact`."""
+    """Of one model. name: of the list of `layers` in the decoder. clone: the decoder without hooks. devices: of each
+    layer. max_tokens: the longest sequence.
+
+    Any thread may use it, whatever runs in the model: nothing that is set on the model's modules for a pass, hooks or
+    another attention, is seen by the clone's, and one pass at a time runs in these.
+    """
 
     decoder: nn.Module
     name: str
+    clone: nn.Module
     devices: Sequence[torch.device]
+    max_tokens: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, decoder: nn.Module, devices: Sequence[torch.device]) -> Projection:
-        """Raises `PolicyUnsupported` for a decoder without a list of its layers."""
+    def of(cls, decoder: nn.Module, devices: Sequence[torch.device], max_tokens: int) -> Projection:
+        """Raises `PolicyUnsupported` for a decoder without a list of its layers, and for modules that others run."""
         for name, child in decoder.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == len(devices):
-                return cls(decoder, name, devices)
+                return cls(decoder, name, _unhooked(decoder), devices, max_tokens)
         raise _unsupported(f"{type(decoder).__name__} has no list of its {len(devices)} layers")
 
     @property
     def layers(self) -> Sequence[nn.Module]:
+        """Of the model itself."""
         layers: Any = self.decoder.get_submodule(self.name)
         return list(layers)
 
@@ -60,41 +68,81 @@ class Projection:
 
     def made(self, index: int, residuals: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[kv_heads, N, D]` and values `[kv_heads, N, Dv]` of residuals `[N, width]` at positions `[N]`, on the
-        layer's device. Raises `PolicyUnsupported` for a layer that gives its cache none."""
+        layer's device, `RUN` tokens at a time. Raises `PolicyUnsupported` for a layer that gives its cache none."""
+        made: tuple[Tensor, ...] = ()
+        for first in range(0, max(1, len(residuals)), RUN):
+            rows = slice(first, first + RUN)
+            pair = self._made(index, residuals[rows], positions[rows])
+            if len(residuals) <= RUN:
+                return pair
+            made = made or tuple(part.new_empty(len(part), len(residuals), part.shape[2]) for part in pair)
+            for whole, part in zip(made, pair, strict=True):
+                whole[:, rows] = part
+        keys, values = made
+        return keys, values
+
+    def require_exact(self, index: int, residuals: Tensor, positions: Tensor, own: Sequence[Tensor]) -> None:
+        """Raises `PolicyUnsupported` where keys and values that are made of residuals `[N, width]` are not the layer's
+        own, `[kv_heads, N, D]` each."""
+        rounding = max(1e-5, 4 * torch.finfo(residuals.dtype).eps)  # another number of rows is summed in another order
+        for one, other in zip(self.made(index, residuals, positions), own, strict=True):
+            if one.shape != other.shape or one.dtype != other.dtype or not close(one, other, rounding):
+                raise _unsupported(
+                    f"layer {index} of {type(self.decoder).__name__} makes keys and values of more than the residual "
+                    "stream"
+                )
+
+    @cached_property
+    def tried(self) -> Projection:
+        """This one, once keys and values have been made of a few residuals and are those of a pass. Raises
+        `PolicyUnsupported` where they are not."""
+        device = self.devices[0]
+        for tokens, last in zip(_TRIED, (0, self.max_tokens), strict=True):
+            positions = torch.arange(tokens) + max(0, last - tokens)
+            layers = [_Fed(layer) for layer in self._layers]
+            cache = Cache(layers=[PassingLayer() for _ in layers])
+            ids = torch.arange(tokens, device=device)[None] % self._vocabulary
+            self._run(self._with(layers), cache, positions.to(device), input_ids=ids)
+            for index, (layer, seen) in enumerate(zip(layers, cache.layers, strict=True)):
+                assert layer.residuals is not None
+                own = [states[0] for states in seen.given]  # type: ignore[attr-defined]
+                self.require_exact(index, layer.residuals[0], positions, own)
+        return self
+
+    @property
+    def _vocabulary(self) -> int:
+        config: Any = self.clone.config
+        return int(config.vocab_size)
+
+    @property
+    def _layers(self) -> Sequence[nn.Module]:
+        layers: Any = self.clone.get_submodule(self.name)
+        return list(layers)
+
+    def _made(self, index: int, residuals: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         device = self.devices[index]
         residuals = residuals.to(device)[None]
-        cache = Cache(layers=[_Ending() for _ in self.devices])
-        places = positions.to(device, torch.int64)[None]
+        cache = Cache(layers=[_Ending(number) for number in range(len(self.devices))])
+        alone = self._with([_Fed(self._layers[index], residuals)])
+        if types := getattr(alone.config, "layer_types", None):
+            alone.config = copy.copy(alone.config)
+            alone.config.layer_types = [types[index]]
         try:
-            with torch.no_grad():
-                view = self._alone(index, residuals)
-                view(inputs_embeds=residuals, position_ids=places, use_cache=True, **{CACHE_ARGUMENT: cache})
+            self._run(alone, cache, positions.to(device), inputs_embeds=residuals)
         except _Ended as end:
-            return end.keys[0], end.values[0]
+            if end.layer == index:
+                return end.keys[0], end.values[0]
         raise _unsupported(f"layer {index} of {type(self.decoder).__name__} gives its cache no keys and values")
 
-    def require_exact(self, states: Mapping[int, tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Raises `PolicyUnsupported` where keys and values that are made of residuals are not the layer's own. states:
-        of an `Observer`, by layer, in a pass over tokens at the positions from 0 on."""
-        for index, (residuals, *own) in states.items():
-            pair = self.made(index, residuals, torch.arange(len(residuals)))
-            for one, other in zip(pair, own, strict=True):
-                if one.shape != other.shape or one.dtype != residuals.dtype or not close(one, other, _ROUNDING):
-                    raise _unsupported(
-                        f"layer {index} of {type(self.decoder).__name__} makes keys and values of more than the "
-                        "residual stream"
-                    )
+    def _run(self, decoder: nn.Module, cache: Cache, positions: Tensor, **inputs: Tensor) -> None:
+        places = positions.to(torch.int64)[None]
+        with torch.no_grad(), self._lock:
+            decoder(position_ids=places, use_cache=True, **inputs, **{CACHE_ARGUMENT: cache})
 
-    def _alone(self, index: int, residuals: Tensor) -> nn.Module:
-        """The decoder with one layer alone, which shares all weights."""
-        view = copy.copy(self.decoder)
-        view._modules = dict(self.decoder._modules)
-        view._modules[self.name] = nn.ModuleList([_Fed(self.layers[index], residuals)])
-        config: Any = copy.copy(self.decoder.config)
-        config._attn_implementation = IMPLEMENTATION  # of which every mask is none
-        if types := getattr(config, "layer_types", None):
-            config.layer_types = [types[index]]
-        view.config = config
+    def _with(self, layers: Sequence[nn.Module]) -> Any:
+        """The clone with these layers."""
+        view = copy.copy(self.clone)
+        view._modules = self.clone._modules | {self.name: nn.ModuleList(layers)}
         return view
 
 
@@ -110,14 +158,6 @@ class LayerProjection:
         residuals that are not of this model, and as `Projection.made`."""
         if not isinstance(record, Residuals):
             return record
-        decoder: Any = self.projection.decoder
-        width = int(decoder.config.hidden_size)
-        if record.keys.shape[1] != width:
-            raise BlobError(
-                f"the cache has in layer {self.index} residuals of {record.keys.shape[1]} numbers; its model makes "
-                f"{width}",
-                reason="wrong_shape",
-            )
         residuals = plain(record.keys)  # type: ignore[arg-type]  # coded rows have been decoded
         keys, values = self.projection.made(self.index, residuals, record.positions[0])
         if (len(keys), keys.shape[2], values.shape[2]) != (record.kv_heads, *record.full_dims):
@@ -128,33 +168,17 @@ class LayerProjection:
         return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
 
 
-@dataclass(eq=False)
-class Observer(ForwardContext):
-    """Takes what each layer gets in a pass, `[N, width]`, and its keys and values, `[kv_heads, N, D]`. calls: see
-    those of the `layers`."""
-
-    calls: Calls
-    layers: Sequence[nn.Module]
-
-    def __post_init__(self) -> None:
-        self.states: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def after_attention(self, layer: Attended) -> None:
-        residuals = self.calls.take(self.layers[layer.layer_idx]).arguments.get("hidden_states")
-        if not isinstance(residuals, Tensor) or residuals.dim() != 3:
-            raise _unsupported(f"{type(self.layers[0]).__name__} takes no hidden_states `[B, N, width]`")
-        self.states[layer.layer_idx] = residuals[0], layer.keys[0], layer.values[0]
-
-
 class _Fed(nn.Module):
-    """A layer that is given these residuals, whatever reaches it. Other attributes are the layer's."""
+    """A layer that is given these residuals, whatever reaches it; without any it keeps what does. Other attributes are
+    the layer's."""
 
-    def __init__(self, layer: nn.Module, residuals: Tensor) -> None:
+    def __init__(self, layer: nn.Module, residuals: Tensor | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.residuals = residuals
 
-    def forward(self, _states: Tensor, *others: Any, **named: Any) -> Any:
+    def forward(self, states: Tensor, *others: Any, **named: Any) -> Any:
+        self.residuals = states if self.residuals is None else self.residuals
         return self.layer(self.residuals, *others, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -165,16 +189,45 @@ class _Fed(nn.Module):
 
 
 class _Ended(Exception):
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, layer: int, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.keys, self.values = keys, values
+        self.layer, self.keys, self.values = layer, keys, values
 
 
 class _Ending(PassingLayer):
     """Ends the pass with the keys and values that it is given, each `[1, kv_heads, N, D]`."""
 
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _Ended(key_states, value_states)
+        raise _Ended(self.layer, key_states, value_states)
+
+
+def _unhooked(decoder: nn.Module) -> nn.Module:
+    """The decoder with modules of its own, which have no hooks, are in eval mode and call kvshelf's attention. They
+    share weights and all else. Raises `PolicyUnsupported` where a module's `forward` is another than its class's: it
+    would run the module that is hooked."""
+    config: Any = copy.copy(decoder.config)
+    config._attn_implementation = IMPLEMENTATION  # of which every mask is none
+    clones: dict[nn.Module, nn.Module] = {}
+
+    def cloned(module: nn.Module) -> nn.Module:
+        if module in clones:
+            return clones[module]
+        if "forward" in vars(module):
+            raise _unsupported(f"a {type(module).__name__} of the model has been given another forward")
+        clones[module] = clone = copy.copy(module)
+        own = vars(clone)
+        own |= {name: type(hooks)() for name, hooks in own.items() if name.startswith("_forward_")}
+        own |= {"training": False, "_compiled_call_impl": None}
+        if own.get("config") is decoder.config:
+            own["config"] = config
+        own["_modules"] = {name: child and cloned(child) for name, child in module._modules.items()}
+        return clone
+
+    return cloned(decoder)
 
 
 def _unsupported(reason: str) -> PolicyUnsupported:

@@ -115,9 +115,9 @@ class Level:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the result is the full cache, bit by bit."""
-        whole = self.job.budget.tokens == self.job.num_tokens and not self.job.policy.prunes
-        return self.codec == "none" and whole
+        """Whether the result is the full cache, bit by bit: what is made of residuals is so up to rounding."""
+        policy, whole = self.job.policy, self.job.budget.tokens == self.job.num_tokens
+        return self.codec == "none" and whole and not (policy.prunes or policy.has_residuals)
 
     @property
     def loses_nothing(self) -> bool:

@@ -94,8 +94,9 @@ def run_prefill(
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
-            whole.layers = passes.residual_layers if whole.needs(Needs.INPUTS) else ()
-            modules = [*with_layers(passes.model), *whole.layers] if whole.needs(Needs.CALL) else whole.layers
+            whole.projection = passes.projection if whole.needs(Needs.INPUTS) else None
+            modules = with_layers(passes.model) if whole.needs(Needs.CALL) else []
+            modules += [] if whole.projection is None else whole.projection.layers
             whole.calls = Calls(passes.model, modules) if modules else None
             reference = _apart(passes, jobs[0], probe, whole) if apart else _whole(passes, jobs[0], probe, whole)
             reduced, paused_s = reducers, whole.paused_s

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvshelf.artifact.growth import placed
 from kvshelf.artifact.packed import Packed
@@ -18,6 +18,7 @@ from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.prefill.protecting import aside, put_back
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
@@ -205,7 +206,8 @@ class SharedReducer(ForwardContext):
     """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees. calls: sees those of the attention modules, and of the `layers`, for policies that need them.
+    every reducer sees. calls: sees those of the attention modules, for policies that need them. projection: of a model
+    whose layers' calls it sees, too, for a policy that stores their inputs.
     """
 
     reducers: Sequence[LayerReducer]
@@ -213,7 +215,7 @@ class SharedReducer(ForwardContext):
     checkpoint: Callable[[], None]
     summary: SummaryMaker
     calls: Calls | None = None
-    layers: Sequence[nn.Module] = ()
+    projection: Projection | None = None
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -238,14 +240,23 @@ class SharedReducer(ForwardContext):
         self.summary.after_attention(layer)
         if self.calls is not None and self.needs(Needs.CALL):
             layer = replace(layer, call=self.calls.take(layer.module))
-        if self.calls is not None and self.layers:
-            inputs = self.calls.take(self.layers[layer.layer_idx]).arguments["hidden_states"]
+        if self.calls is not None and self.projection is not None:
+            inputs = next(iter(self.calls.take(self.projection.layers[layer.layer_idx]).arguments.values()))
             layer = replace(layer, inputs=inputs)
+            self._require_exact(self.projection, layer, inputs)
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
+
+    def _require_exact(self, projection: Projection, layer: Attended, inputs: Tensor) -> None:
+        """Of the document's first token, one in its middle, and its last: a hook of the model, or a product that scales
+        all rows by the largest, would make others."""
+        last = self.reducers[0].document.num_tokens - 1
+        rows = torch.tensor([0, last // 2, last], device=inputs.device)
+        own = [states[0, :, rows] for states in (layer.keys, layer.values)]
+        projection.require_exact(layer.layer_idx, inputs[0, rows], rows, own)
 
 
 def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:

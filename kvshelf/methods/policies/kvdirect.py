@@ -21,10 +21,12 @@ class KVDirect(Policy):
     """Keep every entry, as what the layer was given: the residual of a token, of which the model makes the keys and
     values of all heads again when the cache is attached, by its own norm, projections and rotation.
 
-    Under codec none the answers are those of `full`. A residual has hidden_size numbers in each layer, keys and values
+    Under codec none keys and values are those of `full` up to rounding: products of another number of rows may sum in
+    another order. A residual has hidden_size numbers in each layer, keys and values
     have 2 * KV heads * head size: half as many in models without grouped queries (Llama-2), more than them in most
     others, which are refused. It saves on the shelf and on the way; in memory an attached cache has keys and values.
-    Layers with a window or chunks keep their own. Codecs round residuals by channel, as keys.
+    Layers with a window or chunks keep their own. Codecs round residuals by channel, as keys; `mixed` gives the last
+    tokens more bits.
 
     Departures: the paper makes keys and values at every step, to save memory while decoding; here once for each attach.
     """

@@ -14,14 +14,19 @@ from torch import Tensor
 
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.coder import plain_record
 from kvshelf.artifact.records import Kept, Recent, Residuals, entries_of, parts_of
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.attention.latents import close
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.projection import RUN
 from kvshelf.engine.inputs.job import Level
+from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.errors import BlobError, InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.kernels.quantize.rows import plain as plain_rows
 from kvshelf.store.disk import DiskStore
 from kvshelf_bench.models.small import small_model
 
@@ -80,6 +85,22 @@ def test_keys_and_values_are_those_of_full(kind: str, dtype: torch.dtype) -> Non
     assert direct.shape == full.shape
     answers = [engine.answer(cache, QUESTION, max_new_tokens=5).token_ids for cache in (direct, full)]
     assert answers[0] == answers[1]
+
+
+def test_passes_behind_a_document_leave_it_as_it_is(llama: Engine) -> None:
+    """Cues, by which quality is measured: it is not taken for 1, as that of the full cache."""
+    document = ids(120)
+    policies = [llama.compressor.level(llama.prepare(document, policy=name)) for name in ("kvdirect", "full")]
+    assert [level.loses_nothing for level in policies] == [False, True]
+    direct, full = llama.compressor.levels(policies, cues=2)
+    assert direct.quality is not None
+    assert full.quality is not None
+    assert (direct.quality.full, full.quality.full) == (False, True)
+    assert direct.quality.asked == 2
+    assert direct.quality.kl == pytest.approx(0, abs=1e-6)
+    entries = [part for layer in direct.cache.layers for part in parts_of(entries_of(layer))]
+    assert {part.keys.shape for part in entries} == {(120, llama.model.config.hidden_size)}
+    require_alike(llama.decoded(direct.cache), full.cache, 1e-5)
 
 
 def naive(engine: Engine, layer: int, residuals: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
@@ -149,6 +170,13 @@ def test_codecs_store_residuals_in_fewer_bytes(llama: Engine, codec: str, share:
     assert header.projected
     decoded = llama.decoded(read)
     require_alike(decoded, llama.decoded(plain), share)
+    pairs = zip(map(entries_of, read.layers), map(entries_of, decoded.layers), strict=True)
+    for index, (stored, made) in enumerate(pairs):
+        for part, other in zip(parts_of(stored), parts_of(made), strict=True):  # the rounded residuals, and no others
+            rows = plain_record(part).keys
+            pair = llama.passes.projection.made(index, plain_rows(rows), part.positions[0])
+            for head, own in enumerate(other.heads()):
+                assert all(torch.equal(ours, exact[head]) for ours, exact in zip(own, pair, strict=True))
     assert llama.answer(read, QUESTION).token_ids == llama.answer(decoded, QUESTION).token_ids
     spare = sum(part.entries for layer in read.layers for part in parts_of(entries_of(layer))) * 4  # of positions
     for counted, held in ((read.attached_bytes, decoded.nbytes), (header.attached_bytes, decoded.nbytes - spare)):
@@ -219,21 +247,133 @@ def test_a_residual_that_is_no_smaller_is_refused_with_both_sizes() -> None:
         engine.prepare(ids(TOKENS), policy="kvdirect")
 
 
-def test_keys_of_more_than_the_residual_are_refused_before_the_document_is_read() -> None:
-    """A model whose second layer attends to what the first was given."""
+def test_keys_of_more_than_the_residual_are_refused() -> None:
+    """A model whose second layer attends to what the first was given: by hooks, which a document's own keys show."""
     engine = many_heads("llama")
-    layers, held = engine.model.model.layers, list[Tensor]()
+    layers, before = engine.model.model.layers, list[Tensor]()
 
     def added(_module: Any, given: Any, named: dict[str, Any]) -> Any:
-        more = held[0] if held else 0.0
+        more = before[0] if before else 0.0
         return given, {**named, "hidden_states": named["hidden_states"] + more}
 
-    layers[0].register_forward_hook(lambda _, given, __: held.__setitem__(slice(None), [given[0]]))
+    layers[0].register_forward_hook(lambda _, given, __: before.__setitem__(slice(None), [given[0]]))
     layers[1].self_attn.register_forward_pre_hook(added, with_kwargs=True)
-    layers[-1].register_forward_hook(lambda *_: held.clear())
-    job = engine.prepare(ids(TOKENS), policy="kvdirect")
+    layers[-1].register_forward_hook(lambda *_: before.clear())
     with pytest.raises(PolicyUnsupported, match="layer 1 of LlamaModel makes keys and values of more than the res"):
-        engine.run(job)
+        engine.run(engine.prepare(ids(TOKENS), policy="kvdirect"))
+
+
+class Scaling(torch.nn.Module):
+    """A product that scales rows by all of a call, as some quantized ones do."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = x.abs().max() / 127
+        made: Tensor = self.inner((x / step).round() * step)
+        return made
+
+
+class Late(torch.nn.Module):
+    """Adds what came before, at late positions alone."""
+
+    def __init__(self, inner: torch.nn.Module, memory: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.memory = inner, memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        added = made + self.memory[-1] if self.memory and len(self.memory[-1][0]) == x.shape[1] == 3 else made
+        self.memory.append(x.mean(dim=-1, keepdim=True))
+        return added
+
+
+def test_keys_that_change_with_the_rows_of_a_call_are_refused() -> None:
+    engine = many_heads("llama")
+    attention = engine.model.model.layers[1].self_attn
+    attention.k_proj = Scaling(attention.k_proj)
+    with pytest.raises(PolicyUnsupported, match="layer 1 of LlamaModel makes keys and values of more than the res"):
+        engine.run(engine.prepare(ids(TOKENS), policy="kvdirect"))
+
+
+def test_a_cache_is_refused_where_its_model_makes_keys_of_more() -> None:
+    """By a trial of its own, before anything is attached; also to export, to decode and to append to."""
+    cache, other = kept(many_heads("llama"), "kvdirect"), many_heads("llama")
+    attention = other.model.model.layers[1].self_attn
+    attention.k_proj = Late(attention.k_proj, [])
+    for read in (other.attach, other.export, other.decoded, lambda c: other.prepare_append(c, ids(9), policy="full")):
+        with pytest.raises(PolicyUnsupported, match="layer 1 of LlamaModel makes keys and values of more than the res"):
+            read(cache)
+
+
+def test_what_refuses_the_policy_refuses_its_caches() -> None:
+    """A model that runs by accelerate's hooks has the identity of one that does not."""
+    accelerate = pytest.importorskip("accelerate")
+    plain = many_heads("llama")
+    cache = kept(plain, "kvdirect")
+    spread = Engine(accelerate.dispatch_model(plain.model, {"": "cpu"}, force_hooks=True))
+    for read in (
+        spread.attach,
+        spread.export,
+        spread.decoded,
+        lambda c: spread.prepare_append(c, ids(9), policy="full"),
+    ):
+        with pytest.raises(PolicyUnsupported, match=r"\(policy kvdirect\), and .* is spread over several devices"):
+            read(cache)
+
+
+def test_a_module_with_another_forward_is_refused_by_name() -> None:
+    engine = many_heads("llama")
+    norm = engine.model.model.layers[1].input_layernorm
+    norm.forward = type(norm).forward.__get__(norm)
+    with pytest.raises(PolicyUnsupported, match="a LlamaRMSNorm of the model has been given another forward"):
+        engine.run(engine.prepare(ids(TOKENS), policy="kvdirect"))
+
+
+def test_a_prefill_and_an_attach_do_not_see_each_other(llama: Engine) -> None:
+    """An attach on another thread while a prefill has hooks on the model's layers, and learned tokens."""
+    cache, model = kept(llama, "kvdirect"), llama.model
+    expected = llama.decoded(cache)
+    modules = [*model.model.modules()]
+    calls = Calls(model, modules)
+    width = model.config.hidden_size
+    tensors = {
+        "soft": torch.randn(2, width),
+        "0.self_attn.k_proj.a": torch.randn(4, width), "0.self_attn.k_proj.b": torch.randn(width, 4),
+    }  # fmt: skip
+    attached: list[CompressedCache] = []
+    with calls.seen(), soft_tokens(model, Soft(tensors, slice(0, 2))):
+        other = threading.Thread(target=lambda: attached.append(llama.decoded(cache)))
+        other.start()
+        other.join()
+        for module in modules:
+            with pytest.raises(KeyError):
+                calls.take(module)
+        assert model.model.layers[0].self_attn.k_proj(torch.ones(1, 2, width)).abs().max() > 100, "learned tokens act"
+    require_alike(attached[0], expected, 0)
+
+
+def test_a_cache_of_the_plain_model_is_attached_where_the_model_has_hooks(llama: Engine) -> None:
+    cache, other = kept(llama, "kvdirect"), many_heads("llama")
+    expected = llama.decoded(cache)
+    other.model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda _, __, out: out * 2)
+    require_alike(other.decoded(cache), expected, 0)
+
+
+def test_many_rows_are_made_in_runs(llama: Engine) -> None:
+    tokens = 2 * RUN + 5
+    rows, positions = torch.randn(tokens, llama.model.config.hidden_size), torch.arange(tokens) * 3
+    most, projection = list[int](), llama.passes.projection
+    probe = projection._layers[1].self_attn.k_proj.register_forward_hook(lambda _, x, __: most.append(x[0].shape[1]))
+    made = projection.made(1, rows, positions)
+    probe.remove()
+    assert most == [RUN, RUN, 5]
+    for first, count in ((0, 7), (RUN - 3, 9), (tokens - 4, 4)):
+        part = slice(first, first + count)
+        for ours, alone in zip(made, projection.made(1, rows[part], positions[part]), strict=True):
+            assert close(ours[:, part], alone, 1e-5)
 
 
 def test_what_cannot_be_is_refused_by_name(llama: Engine) -> None:
@@ -257,7 +397,10 @@ def test_what_cannot_be_is_refused_by_name(llama: Engine) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: replace(r, keys=r.keys[:, :32].clone()), "layer 0 residuals of 32 numbers; its model makes 64"),
+        (
+            lambda r: replace(r, keys=r.keys[:, :32].clone()),
+            "the cache has residuals of 32 numbers; its model makes 64",
+        ),
         (lambda r: replace(r, full_dims=(8, 16)), "in layer 0 the key_dim 8; its model makes 16"),
     ],
     ids=["width", "dims"],
@@ -267,7 +410,7 @@ def test_forged_residuals_are_refused_by_name(llama: Engine, change: Any, messag
     layers = (change(cache.layers[0]), *cache.layers[1:])
     forged = CompressedCache.from_bytes(replace(cache, layers=layers).to_bytes())
     with pytest.raises(BlobError, match=message) as refused:
-        llama.answer(forged, QUESTION)
+        llama.attach(forged)
     assert refused.value.details["reason"] == "wrong_shape"
 
 

@@ -106,8 +106,6 @@ class RecordHeader(Strict):
     """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
     row_names: ClassVar[tuple[str, ...]] = ("keys", "values")
     """What it has rows of."""
-    projected: ClassVar[bool] = False
-    """Whether the model makes keys and values of its rows."""
 
     kind: str
     rope_mode: RopeMode

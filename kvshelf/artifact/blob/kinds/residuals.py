@@ -19,7 +19,6 @@ class ResidualsHeader(RecordHeader):
 
     transformable: ClassVar[bool] = False
     row_names: ClassVar[tuple[str, ...]] = ("keys",)
-    projected: ClassVar[bool] = True
 
     kind: Literal["residuals"]
     width: Size

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.layers import LayerKind, layer_kinds, reducible
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Dimensions:
     def policy_bytes(self, num_tokens: int, kept: int, codec: str, beside: Mapping[str, float]) -> int:
         """As `stored_bytes`, of a policy whose records have this `beside` whole entries (see `Policy.stored`): an
         index, with digests of its blocks, keys of fewer channels, or residuals in place of keys and values."""
-        if "residuals" in beside and self.width:
+        if "residuals" in beside:
             return self._residuals(num_tokens, codec)
         if "pruned" in beside:
             return self._pruned(num_tokens, kept, codec, beside["pruned"], beside["whole"])
@@ -121,7 +122,15 @@ class Dimensions:
         return self._layers(pieces) + verbatim + self.layers * self.kv_heads * narrow.head_dim * _CHANNEL_BYTES
 
     def _residuals(self, num_tokens: int, codec: str) -> int:
-        """Of a token one row for all heads, and a position for each. Raises `InvalidRequest` as `_pruned`."""
+        """Of a token one row for all heads, and a position for each. Raises `InvalidRequest` as `_pruned`, and
+        `PolicyUnsupported` where residuals are no smaller than keys and values, or nobody said their width."""
+        entry = self.kv_heads * sum(self.dims)
+        if not 0 < self.width < entry:
+            raise PolicyUnsupported(
+                f"residuals of {self.width or 'an unknown number of'} numbers for each token and layer are no smaller "
+                f"than keys and values of {entry}; take policy full, with codec int8 say",
+                param="policy",
+            )
         chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states + self._summary(num_tokens)
         chosen.require_residuals()
         rows = replace(self, kv_heads=1, head_dim=self.width, value_dim=0)
