@@ -138,6 +138,7 @@ TOGETHER: Final = (
     "pyramidinfer",
     "infllm",
     "sirllm",
+    "kvdirect",
 )
 """Policies of which the heads of a layer, or those that can be read in part, keep the same tokens."""
 
