@@ -18,8 +18,9 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class KVDirect(Policy):
-    """Keep every entry, as what the layer was given: the residual of a token, of which the model makes the keys and
-    values of all heads again when the cache is attached, by its own norm, projections and rotation.
+    """In part, as keys and values are made once for each attach and not at every step: keep every entry, as what the
+    layer was given: the residual of a token, of which the model makes the keys and values of all heads again, by its
+    own norm, projections and rotation.
 
     Under codec none keys and values are those of `full` up to rounding: products of another number of rows may sum in
     another order. A residual has hidden_size numbers in each layer, keys and values
