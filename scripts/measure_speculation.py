@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvshelf import Engine
 from kvshelf.engine.attention.function import Attended, ForwardContext
-from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.calls import Calls, with_layers
 from kvshelf.samples.tasks import make_document
 from kvshelf.training.chunk_search import agreement
 
@@ -73,7 +73,7 @@ class Watching(ForwardContext):
 def layers_of(engine: Engine, seed: int) -> list[Layer]:
     assert engine.text is not None
     text = make_document("multikey", "prose", TOKENS, seed, engine.text.count_tokens).text
-    calls = Calls(engine.model)
+    calls = Calls(engine.model, with_layers(engine.model))
     watching = Watching(calls)
     engine.passes.causal(
         engine.prepare(text, policy="full").inputs(engine.passes.devices.inputs), watching, calls=calls

@@ -107,7 +107,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 TOKENIZER = Path(__file__).parent.parent / "kvshelf" / "model" / "bundled" / "kvshelf-tiny"
 
 
-def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positions: int = 16384, seed: int = 0) -> Path:
+def save_random_model(
+    folder: Path, *, layers: int = 2, width: int = 64, kv_heads: int = 2, positions: int = 16384, seed: int = 0
+) -> Path:
     """A random Qwen2 with the bundled tokenizer and chat template, as a Hugging Face folder. Its answers are nonsense,
     and without an end token they have the maximum length."""
     import torch
@@ -120,7 +122,7 @@ def save_random_model(folder: Path, *, layers: int = 2, width: int = 64, positio
         intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=positions,
         initializer_range=0.5,
         eos_token_id=None,

@@ -5,7 +5,7 @@ A `CompressedCache` is immutable and knows no tenant and no store. Its layers ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshelf.artifact import codecs
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
-from kvshelf.artifact.coder import Coder, plain_layer
+from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer
 from kvshelf.artifact.encoding import apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
@@ -94,8 +94,19 @@ class CompressedCache:
 
     @property
     def coded(self) -> bool:
-        """Whether rows have to be decoded before attention reads them: under klt and lossless."""
-        return codecs.Codec.parse(self.codec).coded
+        """Whether rows have to be decoded before attention reads them: under klt and lossless, and residuals."""
+        return codecs.Codec.parse(self.codec).coded or self.projected
+
+    @property
+    def projected(self) -> bool:
+        """Whether the model makes some of its keys and values before attention reads them, of residuals."""
+        return bool(self.residual_widths)
+
+    @property
+    def residual_widths(self) -> Set[int]:
+        """How many numbers its residuals have; none where it has none."""
+        parts = (part for entries in self._with_entries for part in parts_of(entries))
+        return {part.keys.shape[1] for part in parts if part.projected}
 
     @property
     def reduced(self) -> Sequence[Entries]:
@@ -151,9 +162,10 @@ class CompressedCache:
             identity = coder.transforms.mark(identity)
         return replace(self, layers=tuple(layers), identity=identity, codec=str(wanted))
 
-    def decoded(self, coder: Coder | None = None) -> CompressedCache:
-        """The cache with plain rows in place of those under codec `klt`, which takes its `coder`, or `lossless`, for
-        attention. It is no artifact any more: its codec says what its numbers went through, and it cannot be written.
+    def decoded(self, coder: CacheDecoder | None = None) -> CompressedCache:
+        """The cache with plain rows in place of those under codec `klt`, which takes its `coder`, of residuals, which
+        take the model's, or under `lossless`, for attention. It is no artifact any more: its codec says what its
+        numbers went through, and it cannot be written.
         """
         layers = (plain_layer(layer, coder, index, self.repositioned) for index, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers))

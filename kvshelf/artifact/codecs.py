@@ -58,6 +58,10 @@ WHOLE_KEYS: Final = (
     "codec {codec} transforms whole keys without their rotation, and policy think removes channels of keys with it; "
     "take int8, int4, int2 or mixed"
 )
+WHOLE_ENTRIES: Final = (
+    "codec {codec} transforms keys and values, and policy kvdirect stores residuals in their place; take none, "
+    "lossless, int8, int4, int2 or mixed"
+)
 _MOST_CLASSES: Final = 4
 _GROUPS: Final = tuple(8 << power for power in range(8))
 _MAX_RESIDUAL: Final = 65_536
@@ -155,6 +159,11 @@ class Codec:
         """Raise `InvalidRequest` unless keys without some of their channels can be encoded."""
         if self.name == "klt":
             raise refused(WHOLE_KEYS.format(codec=self))
+
+    def require_residuals(self) -> None:
+        """Raise `InvalidRequest` unless residuals can be encoded in place of keys and values."""
+        if self.name == "klt":
+            raise refused(WHOLE_ENTRIES.format(codec=self))
 
     @property
     def precisions(self) -> set[tuple[Precision, int]]:

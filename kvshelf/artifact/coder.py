@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, entries_from, entries_of, parts_of, with_entries
 from kvshelf.artifact.transforms import STEP_PARTS, Kind, RowTransform, Transforms
 from kvshelf.kernels.ans import Tables
+
+
+class LayerDecoder(Protocol):
+    """Makes plain rows of the records of one layer."""
+
+    def decoded(self, record: PackedRecord) -> PackedRecord: ...
+
+
+class CacheDecoder(Protocol):
+    """Makes plain rows of the caches of one model: a `Coder`, or an `engine.forward.projection.Projection`."""
+
+    def layer(self, index: int, repositioned: bool) -> LayerDecoder: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +123,10 @@ class LayerCoder:
         return [each.cpu() for each in record.positions]
 
 
-def plain_layer(layer: LayerRecord, coder: Coder | None, index: int, repositioned: bool) -> LayerRecord:
-    """A layer of a cache with plain rows in place of those under codec klt or lossless. coder: of klt; other codecs
-    need none. index, repositioned: as of `Coder.layer`. Raises `BlobError` for streams that no encoder writes."""
+def plain_layer(layer: LayerRecord, coder: CacheDecoder | None, index: int, repositioned: bool) -> LayerRecord:
+    """A layer of a cache with plain rows in place of those under codec klt or lossless, and of residuals. coder: of
+    klt, or of residuals; lossless needs none. index, repositioned: as of `Coder.layer`. Raises `BlobError` for
+    streams that no encoder writes."""
     entries = entries_of(layer)
     if entries is None:
         return layer
@@ -120,10 +134,11 @@ def plain_layer(layer: LayerRecord, coder: Coder | None, index: int, repositione
     return with_entries(layer, entries_from([plain_record(part, of_layer) for part in parts_of(entries)]))
 
 
-def plain_record(record: PackedRecord, of_layer: LayerCoder | None = None) -> PackedRecord:
+def plain_record(record: PackedRecord, of_layer: LayerDecoder | None = None) -> PackedRecord:
     """As `plain_layer`, of one record."""
-    if isinstance(record.keys, PlaneRows) and isinstance(record.values, PlaneRows):
-        return replace(record, keys=record.keys.decode(), values=record.values.decode())
+    rows = {name: getattr(record, name) for name in record.row_names}
+    planes: dict[str, Any] = {name: array.decode() for name, array in rows.items() if isinstance(array, PlaneRows)}
+    record = replace(record, **planes) if planes else record
     return record if of_layer is None else of_layer.decoded(record)
 
 

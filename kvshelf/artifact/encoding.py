@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,11 @@ from kvshelf.artifact.coder import LayerCoder
 from kvshelf.artifact.packed import Packed, in_spans
 from kvshelf.artifact.planes import encode_planes
 from kvshelf.artifact.records import Entries, PackedRecord, Pruned, entries_from, parts_of
+from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.quantize.rows import QuantizedRows
+
+AXES: Final[Mapping[str, Axis]] = {"keys": "tokens", "values": "channels"}
+"""What a group of a record's rows is made of."""
 
 
 def encode(
@@ -119,8 +124,8 @@ def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: boo
 
 def _planed(record: PackedRecord, where: str) -> PackedRecord:
     _require_plain(record, where)
-    keys, values = (encode_planes(rows) for rows in record.rows)  # type: ignore[arg-type]  # tensors, as was checked
-    return replace(record.to("cpu"), keys=keys, values=values, importance=None, precise=None)
+    rows: dict[str, Any] = {name: encode_planes(getattr(record, name)) for name in record.row_names}
+    return replace(record.to("cpu"), **rows, importance=None, precise=None)
 
 
 def _important(codec: Codec, record: PackedRecord, where: str) -> Tensor:
@@ -158,14 +163,14 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
     record = replace(record, importance=None, precise=None)
     if precision == "none":
         return record
-    assert isinstance(record.keys, Tensor)
-    assert isinstance(record.values, Tensor)
-    bits = BITS[precision]
-    keys = QuantizedRows.quantize(record.keys, record.lengths, bits=bits, group=codec.group, axis="tokens")
-    values = QuantizedRows.quantize(record.values, record.lengths, bits=bits, group=codec.group, axis="channels")
-    if not (keys.finite and values.finite):
+    coding: dict[str, Any] = {"bits": BITS[precision], "group": codec.group}
+    rows: dict[str, Any] = {
+        name: QuantizedRows.quantize(getattr(record, name), record.row_lengths, axis=AXES[name], **coding)
+        for name in record.row_names
+    }
+    if not all(array.finite for array in rows.values()):
         raise refused(f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}")
-    return replace(record, keys=keys, values=values)
+    return replace(record, **rows)
 
 
 def _last(record: Packed, count: int, group: int) -> Tensor:

@@ -60,9 +60,13 @@ class Packed:
     """Each kind is a class below this one (`records`), with fields of its own and what differs of these methods."""
     own_tensors: ClassVar[tuple[str, ...]] = ()
     """The names of the tensors that no other kind has."""
+    row_names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    """The fields with rows that are encoded and stored."""
     continues: ClassVar[bool] = False
     """Whether rows of later tokens may stand behind its own."""
     latent: ClassVar[bool] = False
+    projected: ClassVar[bool] = False
+    """Whether its rows are what the model makes keys and values of, which it does before attention reads them."""
 
     keys: Stored
     values: Stored
@@ -77,7 +81,7 @@ class Packed:
         # Internal invariants; bytes from outside are checked by the blob reader, with named errors.
         assert self.offsets[0] == 0
         assert list(self.offsets) == sorted(self.offsets)
-        assert self.keys.shape[0] == self.values.shape[0] == entries
+        assert self.keys.shape[0] == self.values.shape[0] == sum(self.row_lengths)
         assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
         assert self.precise is None or len(self.precise) == self.kv_heads
@@ -110,6 +114,11 @@ class Packed:
     def lengths(self) -> list[int]:
         """Entries of each head."""
         return [end - start for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """How its rows are packed: of those of each head."""
+        return self.lengths
 
     @cached_property
     def uniform(self) -> bool:
@@ -170,9 +179,10 @@ class Packed:
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
         quantized record."""
-        if not isinstance(self.keys, Tensor) or not isinstance(self.values, Tensor):
+        keys, values = self.rows
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             raise StateConflict("a quantized record has no views of its keys and values; use dense() or prefixes()")
-        return list(zip(torch.split(self.keys, self.lengths), torch.split(self.values, self.lengths), strict=True))
+        return list(zip(torch.split(keys, self.lengths), torch.split(values, self.lengths), strict=True))
 
     def views(self) -> list[HeadView]:
         """Keys, values and positions of each KV head, quantized where the record is."""
@@ -212,14 +222,19 @@ class Packed:
         """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
         assert isinstance(self.keys, Tensor)
         assert isinstance(self.values, Tensor)
+        rows = self.rows_of(chosen)
         return {
-            "keys": self.keys[chosen],
-            "values": self.values[chosen],
+            "keys": self.keys[rows],
+            "values": self.values[rows],
             "entries_at": self.entry_positions[chosen],
             "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
             "rope_mode": self.rope_mode,
             "importance": None if self.importance is None else self.importance[chosen],
         }
+
+    def rows_of(self, chosen: Tensor) -> Tensor:
+        """The rows of the entries that `chosen` `[entries]` bool marks, likewise."""
+        return chosen
 
     def placed(self, first: int) -> Self:
         """The same entries in a document whose first token stands at position `first`."""

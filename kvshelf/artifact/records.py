@@ -6,6 +6,7 @@
 `Window`   the last entries of a layer with a sliding window, all of them
 `Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
 `Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
+`Residuals` the layer's input of some of the tokens, of which the model makes the keys and values of all heads again
 `Merged`   classes of merged entries, and the slots that say which tokens a class stands for, after EMS
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
 `States`   the recurrent and convolution states of a layer, beside its entries or without any
@@ -28,7 +29,9 @@ from torch import Tensor
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.packed import HeadView, Packed, Rotate, moved, offsets_of, padded, rotation
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
+from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
+from kvshelf.kernels.quantize.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,8 +346,69 @@ class Merged(Packed):
         return super().own_joined(records) | {"slot_offsets": offsets_of(lengths)}
 
 
+@dataclass(frozen=True, eq=False)
+class Residuals(Packed):
+    """Some tokens, the same in every head, of which the layer's input is stored, the residual stream before its norm
+    (KV-Direct, arXiv 2603.19664). The model makes their keys and values again before anything reads them: see
+    `coder.CacheDecoder`.
+
+    keys: the residuals `[tokens, width]`, one row for all heads. values: `[tokens, 0]`: there is nothing else to store.
+    full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation.
+    """
+
+    kind: ClassVar[str] = "residuals"
+    row_names: ClassVar[tuple[str, ...]] = ("keys",)
+    projected: ClassVar[bool] = True
+
+    full_dims: tuple[int, int] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.uniform
+        assert self.rope_mode == "baked"
+
+    @property
+    def key_dim(self) -> int:
+        return self.full_dims[0]
+
+    @property
+    def value_dim(self) -> int:
+        return self.full_dims[1]
+
+    @property
+    def row_lengths(self) -> list[int]:
+        return self.lengths[:1]
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """There are none before the model has made them: raises `StateConflict`."""
+        raise StateConflict(
+            "the cache has residuals in place of keys and values; decode it with its model: Engine.decoded(cache)"
+        )
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.entries * sum(self.full_dims) * self.dtype.itemsize - self.keys.nbytes
+
+    def rows_of(self, chosen: Tensor) -> Tensor:
+        of_heads = chosen.view(self.kv_heads, -1)
+        if not bool((of_heads == of_heads[0]).all()):
+            raise StateConflict(
+                "a token has one residual for all heads, which choose other tokens; decode the cache first"
+            )
+        return of_heads[0]
+
+    def require_codec(self, codec: Codec) -> None:
+        codec.require_residuals()
+
+    def made(self, keys: Tensor, values: Tensor) -> Kept:
+        """The entries, of the keys `[kv_heads, tokens, D]` and values `[kv_heads, tokens, Dv]` that the model made."""
+        own = {field.name: getattr(self, field.name) for field in fields(Packed)}
+        return Kept(**own | {"keys": keys.flatten(0, 1), "values": values.flatten(0, 1)})
+
+
 RECORDS: Final[Mapping[str, type[PackedRecord]]] = {
-    record.kind: record for record in (Kept, Pruned, Indexed, Window, Chunk, Latents, Merged)
+    record.kind: record for record in (Kept, Pruned, Indexed, Window, Chunk, Latents, Residuals, Merged)
 }
 """The kinds of which a blob has records (`kvshelf.artifact.blob.kinds`), by name."""
 

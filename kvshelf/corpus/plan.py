@@ -39,7 +39,9 @@ class Decoder:
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         weights = self.num_hidden_layers * layer + self.hidden_size + self.vocab_size * self.hidden_size
         dims = (self.num_hidden_layers, self.num_key_value_heads, head_dim)
-        return Dimensions(*dims, itemsize=2, device="meta", flops=2.0 * weights, summarised=True)
+        return Dimensions(
+            *dims, itemsize=2, device="meta", flops=2.0 * weights, summarised=True, width=self.hidden_size
+        )
 
 
 BUILT_IN: Final = {

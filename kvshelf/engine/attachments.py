@@ -45,12 +45,13 @@ class Attachments:
         cache.shape.require_layers(self._passes.layer_shapes)
 
     def of(self, cache: CompressedCache | ArrivingCache) -> Attachment:
-        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. Raises as
-        `require_own` does."""
+        """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded
+        `CompressedCache` stays in memory beside what is made of it for as long as its caller has it; an `ArrivingCache`
+        does not. Raises as `require_own` and `Coders.decoder_of` do."""
         found = self._of_caches.get(cache)
         if found is None:
             self.require_own(cache)
-            coder, ranks = self._coders.of(cache.identity), self._facts.ranks
+            coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self._facts.kv_heads)
             found = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
             self._of_caches[cache] = found

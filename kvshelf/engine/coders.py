@@ -8,13 +8,14 @@ from functools import cached_property
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import BITS, Codec
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.growth import plain_again
 from kvshelf.artifact.identity import Identity
+from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.transforms import Transforms
-from kvshelf.engine.exclusions import rope_to_undo
+from kvshelf.engine.exclusions import Combination, require_possible, rope_to_undo
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.errors import ModelMismatch, PolicyUnsupported
+from kvshelf.errors import BlobError, ModelMismatch, PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.model import calibration
 
@@ -36,8 +37,23 @@ class Coders:
         return cache.encoded(codec, self.own if Codec.parse(codec).name == "klt" else None)
 
     def decoded(self, cache: CompressedCache) -> CompressedCache:
-        """A cache under codec klt or lossless with plain keys and values; any other as it is. Raises as `of` does."""
-        return cache.decoded(self.of(cache.identity)) if cache.coded else cache
+        """A cache under codec klt or lossless, or of residuals, with plain keys and values; any other as it is. Raises
+        as `decoder_of` does."""
+        return cache.decoded(self.decoder_of(cache)) if cache.coded else cache
+
+    def decoder_of(self, cache: CompressedCache | ArrivingCache) -> CacheDecoder | None:
+        """What makes the plain rows of a cache under codec klt or of residuals; None for any other. Raises as `of`, and
+        `PolicyUnsupported` for residuals where policy kvdirect is refused, too, and `BlobError` for those of another
+        width than the model's."""
+        if not cache.projected:
+            return self.of(cache.identity)
+        require_possible(Combination(facts=self._facts, residuals=True))
+        if others := cache.residual_widths - {self._facts.residual_width}:
+            raise BlobError(
+                f"the cache has residuals of {min(others)} numbers; its model makes {self._facts.residual_width}",
+                reason="wrong_shape",
+            )
+        return self._passes.projection
 
     def recoded(self, cache: CompressedCache, codec: str) -> CompressedCache:
         """A cache that nothing was appended to under a codec in place of its own. From `none` and `lossless` it is what

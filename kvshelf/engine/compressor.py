@@ -120,7 +120,13 @@ class Compressor:
             encoded=encoded,
             given=options.chosen_params,
             questions=options.expected_questions,
-            parent=Parent(cache, self._coders.of(made), self._passes.devices.layers, self._facts.rotate),
+            parent=Parent(
+                cache,
+                self._coders.of(made),
+                self._coders.decoder_of(cache),
+                self._passes.devices.layers,
+                self._facts.rotate,
+            ),
         )
 
     def _require_room(self, cache: CompressedCache, appended: int) -> None:

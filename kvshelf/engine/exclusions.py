@@ -23,6 +23,7 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.together import chooses_together
 from kvshelf.methods.policies.view import DocumentView, ProbePass, output_weight
 from kvshelf.methods.selectors.base import Selector
+from kvshelf.model.devices import hooked
 from kvshelf.model.layers import LayerKind, readers, reducible
 from kvshelf.model.rope import Rope, reach
 
@@ -36,8 +37,9 @@ class Combination:
     """What one request uses. A place asks with what it knows: no feature of what is left out is used.
 
     sizes: the fields of a request that say how much stays. document, budget, passes, absorber: of a compression; a
-    policy without a document chooses at the question. cache: that `verb` is done to. ends: of the sentences of each
-    document that is asked. appends_images: whether images are to be appended.
+    policy without a document chooses at the question. cache: that `verb` is done to. residuals: whether there is one
+    with residuals, whatever is done to it. ends: of the sentences of each document that is asked. appends_images:
+    whether images are to be appended.
     """
 
     facts: ModelFacts | None = None
@@ -54,6 +56,7 @@ class Combination:
     verb: Verb | None = None
     cache: CompressedCache | None = None
     appends_images: bool = False
+    residuals: bool = False
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -205,6 +208,10 @@ CHANGING_ROPE: Final = _of_model(
 )
 MOVING_KEYS: Final = _of_model("keys that may change with the length", lambda facts: facts.one_by_one)
 NO_TOKENIZER: Final = _of_model("no tokenizer", lambda facts: facts.text is None)
+WIDE: Final = _of_model(
+    "residuals no smaller than keys and values", lambda facts: facts.residual_width >= facts.entry_width
+)
+SPREAD: Final = _of_model("weights on several devices", lambda facts: hooked(facts.model))
 RANKS: Final = _of_model("several processes", lambda facts: facts.ranks is not None)
 
 
@@ -236,6 +243,8 @@ CALIBRATED: Final = _at_work("a policy with calibration", lambda policy: Needs.C
 CALLS: Final = _at_work("a policy that sees calls (press)", lambda policy: Needs.CALL in policy.needs)
 HEAD_BUDGETS: Final = _at_work("budgets of heads", lambda policy: policy.budgets_heads)
 PRUNES: Final = _of_policy("channels removed (think)", lambda policy: policy.prunes)
+RESIDUALS: Final = _of_policy("policy kvdirect", lambda policy: policy.has_residuals)
+MADE_AGAIN: Final = Feature("residuals, stored or to be", lambda c: c.residuals or RESIDUALS.used(c))
 APART: Final = _at_work("other tokens in each head", lambda policy: not chooses_together(policy.chooser))
 MOVES: Final = Feature("positions=cache", lambda c: c.moved)
 ELSEWHERE: Final = Feature(
@@ -412,6 +421,26 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "nothing to reduce; take policy full",
         "policy",
     ),
+    *_each(
+        MADE_AGAIN,
+        [
+            (STATES, "has recurrent states"),
+            (LATENTS, "stores latents (MLA) in place of keys and values already"),
+            (NO_KEYS, "has layers that read the keys and values of others"),
+            (CHANGING_ROPE, "rotates keys by frequencies that change with the length of the sequence"),
+            (MOVING_KEYS, "has positions that may change with a document's length"),
+            (RANKS, "runs in several processes, each of which has a part of a layer"),
+            (SPREAD, "is spread over several devices"),
+            (
+                WIDE,
+                "has residuals of {c.facts.residual_width} numbers for each token and layer, and keys and values of "
+                "{c.facts.entry_width}",
+            ),
+        ],
+        "keys and values are made again of residuals (policy kvdirect), and {model!r} {why}; take policy full, with "
+        "codec int8 say",
+        "policy",
+    ),
     *_beside(MOVES, "counts positions within the cache", (WINDOWS, CHUNKS)),
     *_beside(CALLS, "sees the calls of attention modules in one pass", (STATES,)),
     *_beside(CALIBRATED, "needs a calibration over layers that all see the whole document", (WINDOWS, CHUNKS, NO_KEYS)),
@@ -496,6 +525,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             (IN_CHUNKS, "reads a document chunk by chunk from its beginning"),
             (INDEXES, "makes an index of a whole document"),
             (CALLS, "sees the calls of attention modules of a whole document"),
+            (RESIDUALS, "stores what the layers are given in one pass over a whole document"),
         ],
         "policy {policy!r} {why}, so it cannot reduce what is appended to a cache; choose another, or full",
         "policy",
@@ -533,6 +563,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     Exclusion((IN_BLOCKS, SPLITS), codecs.SPLIT_BLOCKS.format_map(_OF_CODEC), "codec", InvalidRequest),
     Exclusion((IN_BLOCKS, CUTS), codecs.CUT_BLOCKS.format_map(_OF_CODEC), "codec", InvalidRequest),
     Exclusion((PRUNES, KLT), codecs.WHOLE_KEYS.format_map(_OF_CODEC), "codec", InvalidRequest),
+    Exclusion((RESIDUALS, KLT), codecs.WHOLE_ENTRIES.format_map(_OF_CODEC), "codec", InvalidRequest),
     Exclusion(
         (KLT, STATES),
         "codec klt transforms keys and values, and {model!r} has recurrent states besides; use int4",

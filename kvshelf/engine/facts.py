@@ -63,6 +63,16 @@ class ModelFacts:
         return self.model.config.name_or_path or ""
 
     @property
+    def residual_width(self) -> int:
+        """Numbers of a token in the residual stream, and so in each layer of what it is given."""
+        return int(self.model.config.hidden_size)
+
+    @property
+    def entry_width(self) -> int:
+        """Numbers of a token's keys and values in a layer."""
+        return self.kv_heads * sum(models.head_sizes(self.model.config))
+
+    @property
     def token_bytes(self) -> int:
         """UTF-8 bytes of text that one token stands for at most."""
         return 1 if self.text is None else self.text.bound.token_bytes

@@ -37,6 +37,7 @@ BUNDLED: Final = {
         "keydiff": "kvshelf.methods.policies.keydiff:KeyDiff",
         "knorm": "kvshelf.methods.policies.knorm:Knorm",
         "kvcues": "kvshelf.methods.policies.kvcues:KVcues",
+        "kvdirect": "kvshelf.methods.policies.kvdirect:KVDirect",
         "kvmerger": "kvshelf.methods.policies.kvmerger:KVMerger",
         "kvzip": "kvshelf.methods.policies.kvzip:KVzip",
         "kvzip_gate": "kvshelf.methods.policies.gates.kvzip_gate:KVzipGate",

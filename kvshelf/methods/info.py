@@ -47,7 +47,7 @@ class MethodInfo:
     @property
     def stored_beside(self) -> dict[str, Any]:
         """What a cache has beside whole entries, with default parameters: see `Policy.stored`."""
-        return {what: self.parameters[name].default for what, name in self.stored.items()}
+        return {what: self.parameters[name].default if name else True for what, name in self.stored.items()}
 
     @property
     def compress_share(self) -> float | None:

@@ -46,7 +46,8 @@ class Needs(Flag):
     of answers. WEIGHTS: of the output projection. CALIBRATION: of the heads. GATES: trained ones, see
     `Policy.gate_file`. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps; without it the last
     layer's attention is not computed. CALL: the arguments of the attention module's call, and the model. BEFORE: which
-    tokens the layer before keeps. SURPRISALS: of the document's tokens, for which the model reads it once more.
+    tokens the layer before keeps. SURPRISALS: of the document's tokens, for which the model reads it once more. INPUTS:
+    of each layer, which the policy stores in place of keys and values.
 
     At the question: SENTENCES, of which the cache says where they end. INDEX: that the cache has one. CHUNKS: of the
     model's frequencies, measured by `kvshelf calibrate`. ATTENTION: the weights that tokens of the answer give.
@@ -67,6 +68,7 @@ class Needs(Flag):
     ATTENTION = auto()
     BEFORE = auto()
     SURPRISALS = auto()
+    INPUTS = auto()
 
 
 def parameter(

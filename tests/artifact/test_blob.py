@@ -75,7 +75,7 @@ def test_golden_blobs_show_everything_that_the_format_has() -> None:
     merged = {(r.kind, r.rope_mode, r.codec) for r in records if r.kind == "merged"}
     assert merged == {("merged", mode, codec) for mode in ("baked", "pre") for codec in ("none", "int4")}
     assert {record.codec for record in records if record.kind == "kept"} == {"none", "int8", "int4", "int2", "lossless"}
-    for kind in ("latents", "pruned"):
+    for kind in ("latents", "pruned", "residuals"):
         assert {record.codec for record in records if record.kind == kind} == {"none", "int4"}
     assert {len(layer.records) for layer in layers} == {0, 1, 2}
     assert {state.role for layer in layers for state in layer.states} == {"conv", "recurrent"}

@@ -28,6 +28,7 @@ from tests.store.hostile import (
     pruned_blob,
     refusal,
     require_one_form,
+    residuals_blob,
     runs_blob,
     some_blob,
     state_blob,
@@ -41,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 SOME = [
     some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, indexed_blob,
-    latents_blob, pruned_blob, state_blob,
+    latents_blob, pruned_blob, residuals_blob, state_blob,
 ]  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def test_a_header_is_at_most_thirty_two_levels_deep() -> None:
 
 STRANGE = (
     None, True, -1, 0, 1, 2, 3, 5, 7, 8, 9, 16, 63, 64, 128, 2**16, 2**31 - 1, 2**31, 2**62, 2**63, 0.5, b"", b"x" * 32,
-    "", "none", "kept", "window", "chunk", "indexed", "latents", "pruned", "merged",
+    "", "none", "kept", "window", "chunk", "indexed", "latents", "pruned", "residuals", "merged",
     "int2", "int8", "mixed:high=none", "range",
     "bitmap", "delta", "pre", "float16", "conv", "recurrent", [], [0], [1, 1], [2**31 - 1] * 4, {}, {"kind": "kept"},
 )  # fmt: skip
@@ -93,7 +94,18 @@ STRANGE = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [some_blob, encoded_blob, kept_blob, window_blob, chunk_blob, indexed_blob, latents_blob, pruned_blob, state_blob],
+    [
+        some_blob,
+        encoded_blob,
+        kept_blob,
+        window_blob,
+        chunk_blob,
+        indexed_blob,
+        latents_blob,
+        pruned_blob,
+        residuals_blob,
+        state_blob,
+    ],
 )
 def test_a_writer_that_signs_anything_gets_a_named_refusal(make: Make, soak: bool) -> None:
     """Random changes of header and body under digests that fit: refused as a blob, or taken and written the same."""

@@ -36,7 +36,7 @@ from kvshelf.corpus.plan import (
     shared_resources,
     simulate,
 )
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.catalog import compress_share
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
@@ -356,3 +356,12 @@ def test_the_page_states_the_rates_that_the_command_reckons_with() -> None:
     for name, shown in rows.items():
         value = reckoned[name] * (1 if name.endswith("bytes") else 1000)
         assert float(shown.replace(",", "")) == pytest.approx(value, rel=1e-6), name
+
+
+def test_residuals_that_are_no_smaller_are_in_no_plan() -> None:
+    for shape in (LLAMA, replace(LLAMA, width=4096), BUILT_IN["llama-3.1-8b"].shape()):
+        with pytest.raises(PolicyUnsupported, match="numbers for each token and layer are no smaller than keys and"):
+            PlannedWork(policy="kvdirect", codec="none").stored_bytes(shape, 1000)
+    wide = replace(LLAMA, width=4096, kv_heads=32)
+    direct, full = (PlannedWork(policy=name, codec="none").stored_bytes(wide, 1000) for name in ("kvdirect", "full"))
+    assert direct == pytest.approx(full / 2, rel=0.02)

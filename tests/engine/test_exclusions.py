@@ -32,6 +32,7 @@ from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf_bench.models.small import small_model
 from scripts import publish_exclusions
+from tests.conftest import save_random_model, save_transforms
 from tests.images import block, picture, save_image_model
 from tests.methods.policies.gates import random_gates
 from tests.tokenizers import metaspace
@@ -81,6 +82,12 @@ def mapped() -> Any:
     return model
 
 
+def spread() -> Any:
+    """A model of as many KV heads as query heads, with accelerate's hooks, as one that is on several devices has."""
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(changed("llama", num_key_value_heads=4), {"": "cpu"}, force_hooks=True)
+
+
 @dataclass(frozen=True)
 class Model:
     """within: policies all of whose passes over this document are on one side of the turn of a LongRoPE."""
@@ -100,24 +107,27 @@ PLAIN: Final = "plain"
 IMAGES: Final = "images"
 """A model and a document of its own."""
 MODELS: Final = {
-    "windows": Model(frozenset({x.WINDOWS, x.NO_ROPE, x.OTHER_LINEAR, x.NO_PREFIX}), of("gemma2")),
-    "windows alone": Model(frozenset({x.WINDOWS, x.ALL_WHOLE, x.OTHER_LINEAR, x.NO_PREFIX}), of("mistral")),
-    "chunks": Model(frozenset({x.CHUNKS, x.NO_ROPE, x.NO_OUTPUT, x.OTHER_LINEAR, x.NO_PREFIX}), of("llama4_text")),
-    "states": Model(frozenset({x.STATES, x.NO_KEYS, x.OTHER_LINEAR}), of("qwen3_next")),
-    "states beside keys": Model(frozenset({x.STATES, x.OTHER_LINEAR}), of("falcon_h1")),
-    "latents": Model(frozenset({x.LATENTS, x.NO_ROPE, x.OTHER_LINEAR}), of("deepseek_v3")),
-    "layer_map": Model(frozenset({x.LAYER_MAP, x.NO_KEYS, x.OTHER_LINEAR}), mapped),
+    "windows": Model(frozenset({x.WIDE, x.WINDOWS, x.NO_ROPE, x.OTHER_LINEAR, x.NO_PREFIX}), of("gemma2")),
+    "windows alone": Model(frozenset({x.WIDE, x.WINDOWS, x.ALL_WHOLE, x.OTHER_LINEAR, x.NO_PREFIX}), of("mistral")),
+    "chunks": Model(
+        frozenset({x.WIDE, x.CHUNKS, x.NO_ROPE, x.NO_OUTPUT, x.OTHER_LINEAR, x.NO_PREFIX}), of("llama4_text")
+    ),
+    "states": Model(frozenset({x.WIDE, x.STATES, x.NO_KEYS, x.OTHER_LINEAR}), of("qwen3_next")),
+    "states beside keys": Model(frozenset({x.WIDE, x.STATES, x.OTHER_LINEAR}), of("falcon_h1")),
+    "latents": Model(frozenset({x.WIDE, x.LATENTS, x.NO_ROPE, x.OTHER_LINEAR}), of("deepseek_v3")),
+    "layer_map": Model(frozenset({x.WIDE, x.LAYER_MAP, x.NO_KEYS, x.OTHER_LINEAR}), mapped),
     "shared layers": Model(
-        frozenset({x.WINDOWS, x.NO_KEYS, x.NO_ROPE, x.OTHER_LINEAR, x.NO_PREFIX}), of("gemma3n_text")
+        frozenset({x.WIDE, x.WINDOWS, x.NO_KEYS, x.NO_ROPE, x.OTHER_LINEAR, x.NO_PREFIX}), of("gemma3n_text")
     ),
     "no RoPE": Model(frozenset({x.NO_ROPE, x.MOVING_KEYS, x.NO_OUTPUT, x.OTHER_LINEAR}), of("gpt2")),
-    "changing RoPE": Model(frozenset({x.CHANGING_ROPE, x.MOVING_KEYS}), dynamic),
-    "no tokenizer": Model(frozenset({x.NO_TOKENIZER}), of("llama"), text=False, document=list(range(5, 125))),
+    "changing RoPE": Model(frozenset({x.WIDE, x.CHANGING_ROPE, x.MOVING_KEYS}), dynamic),
+    "no tokenizer": Model(frozenset({x.WIDE, x.NO_TOKENIZER}), of("llama"), text=False, document=list(range(5, 125))),
+    "hooks": Model(frozenset({x.SPREAD}), spread),
     "LongRoPE": Model(
-        frozenset({x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, document=TEXT[:60], within=("lagkv chunked",)
+        frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, document=TEXT[:60], within=("lagkv chunked",)
     ),
     "LongRoPE, a long document": Model(
-        frozenset({x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "kvzip", "lookaheadkv")
+        frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "kvzip", "lookaheadkv")
     ),
     IMAGES: Model(frozenset({x.IMAGES}), of("llama"), document=[{"text": TEXT * 3}, block(picture(1)), {"text": TEXT}]),
 }
@@ -132,6 +142,7 @@ TOGETHER: Final = (
     "pyramidinfer",
     "infllm",
     "sirllm",
+    "kvdirect",
 )
 """Policies of which the heads of a layer, or those that can be read in part, keep the same tokens."""
 
@@ -188,6 +199,7 @@ CHOSEN: Final = {
     ),
     "pyramidinfer": chosen("pyramidinfer", x.BLIND, decay=1.0),  # of two layers none keeps fewer, of four some do
     "sirllm": chosen("sirllm", x.BLIND, x.SURPRISED),
+    "kvdirect": chosen("kvdirect", x.BLIND, x.KEEPS_ALL, x.RESIDUALS, x.MADE_AGAIN, x.REDUCES, sized=True),
     "pressed": chosen("pressed", x.BLIND, x.CALLS),
 }
 
@@ -393,7 +405,9 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         patch.setitem(POLICIES, Pressed.name, Pressed)
         name = request.param
         if name == PLAIN:
-            engine = Engine.load(str(request.getfixturevalue("tiny_folder")), device="cpu")
+            plain = save_random_model(tmp_path_factory.mktemp("plain") / "m", kv_heads=4)  # residuals are smaller
+            save_transforms(plain)
+            engine = Engine.load(str(plain), device="cpu")
             made = Maker(engine, TEXT * 20, 140)
         elif name == IMAGES:
             if OLDER:

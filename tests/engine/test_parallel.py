@@ -96,7 +96,7 @@ def test_the_identity_is_that_of_one_process(one, two):
     assert two.passes.layer_shapes == one.passes.layer_shapes
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lookaheadkv"])  # it is refused
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("kvdirect", "lookaheadkv")])  # refused
 def test_every_policy_keeps_what_it_keeps_in_one_process(one, two, document, both, policy):
     ours, theirs = both(policy)
     require_equal(ours, theirs, most=4 if policy == "kvmerger" else 1)  # which pairs merge, and where a run stands

@@ -15,7 +15,7 @@ from kvshelf.methods.policies import POLICIES
 QUESTION = "Who founded the Larkfield Tool Library?"
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"kvdirect"}))  # SmolLM2 has grouped queries
 def test_a_policy(engine: Engine, handbook: str, policy: str) -> None:
     """One that needs gates is first refused with the command that trains them, and that command is what is run, for one
     step: a cache of such gates loses what it likes, but it is made, and answers."""

@@ -23,6 +23,7 @@ from kvshelf.artifact.records import (
     PackedRecord,
     Parts,
     Pruned,
+    Residuals,
     State,
     States,
     entries_of,
@@ -275,7 +276,10 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     indexed = CompressedCache((make_indexed(24, 8),), 24, 24, make_identity(24, policy="infllm"))
     latents = CompressedCache((golden_latents(),), 24, 24, make_identity(24, probe="golden latents"))
     pruned = CompressedCache((golden_pruned(),), 24, 24, make_identity(24, policy="think"))
+    residuals = CompressedCache((golden_residuals(),), 24, 24, make_identity(24, policy="kvdirect"))
     return {
+        "residuals": residuals,
+        "residuals-int4": residuals.encoded("int4:group=8,residual=2"),
         "states": replace(ragged, layers=(*beside, States(states[:1]), States(()))),
         "pruned": pruned,
         "pruned-int4": pruned.encoded("int4:group=8,residual=2"),
@@ -353,6 +357,18 @@ def golden_pruned() -> Parts:
         offsets=(0, 2, 4, 6),
     )
     return Parts((pruned, whole))
+
+
+def golden_residuals() -> Residuals:
+    """Every second token of three heads, with keys of 4 channels and values of 5, as a residual of 7."""
+    numbers = torch.arange(12 * 7, dtype=torch.float32).view(12, 7)
+    return Residuals(
+        keys=(numbers * 37 % 11 - 5).to(torch.bfloat16),
+        values=torch.empty(12, 0, dtype=torch.bfloat16),
+        entries_at=torch.arange(0, 24, 2, dtype=torch.int32).repeat(3),
+        offsets=(0, 12, 24, 36),
+        full_dims=(4, 5),
+    )
 
 
 def golden_latents() -> Latents:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgpack
 import numpy as np
 
-from tests.store.caches import golden_pruned, make_cache
+from tests.store.caches import golden_pruned, golden_residuals, make_cache
 from tests.store.hostile import (
     Cases,
     Parts,
@@ -22,6 +22,7 @@ from tests.store.hostile import (
     pruned_blob,
     record_field,
     recorder,
+    residuals_blob,
     runs_blob,
     some_blob,
     sorted_fields,
@@ -1030,6 +1031,51 @@ def pruned_without_rotation(p: Parts) -> None:
 
 @case("inconsistent", lambda: replace(make_cache(), layers=(golden_pruned(),)).to_bytes())
 def pruned_under_transforms(p: Parts) -> None:
+    p.fields["codec"] = "klt"
+    p.fields["identity"]["transforms"] = "a"
+
+
+# Residuals
+
+
+@case("inconsistent", residuals_blob)
+def residuals_without_rotation(p: Parts) -> None:
+    p.record["rope_mode"] = "pre"
+
+
+@case("inconsistent", residuals_blob)
+def residuals_of_ragged_heads(p: Parts) -> None:
+    p.record["lengths"] = [10, 10, 9]
+
+
+@case("inconsistent", lambda: replace(make_cache(), layers=(golden_residuals(),)).to_bytes())
+def residuals_of_other_tokens_in_a_head(p: Parts) -> None:
+    positions = p.array(0, "positions")  # a bitmap of 5 bytes for each of three heads
+    positions[0:1] = (positions[0] ^ 0b11).to_bytes(1, "little")
+
+
+@case("size_mismatch", residuals_blob)
+def other_width_of_residuals(p: Parts) -> None:
+    p.record["width"] = 8
+
+
+@case("field_malformed", residuals_blob)
+def residuals_of_no_width(p: Parts) -> None:
+    p.record["width"] = 0
+
+
+@case("missing_field", residuals_blob)
+def width_of_residuals_unsaid(p: Parts) -> None:
+    del p.record["width"]
+
+
+@case("unknown_field", residuals_blob)
+def width_of_a_kept_record(p: Parts) -> None:
+    p.record["kind"] = "kept"
+
+
+@case("inconsistent", lambda: replace(make_cache(), layers=(golden_residuals(),)).to_bytes())
+def residuals_under_transforms(p: Parts) -> None:
     p.fields["codec"] = "klt"
     p.fields["identity"]["transforms"] = "a"
 

@@ -21,6 +21,7 @@ from tests.store.bounds import memory_bounded
 from tests.store.caches import (
     from_heads,
     golden_pruned,
+    golden_residuals,
     make_cache,
     make_identity,
     make_indexed,
@@ -145,7 +146,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def _names(record: Fields) -> list[str]:
     """The arrays of a record, in the order of docs/internals/format.md."""
-    names = ["keys", "values"]
+    names = ["keys"] if record["kind"] == "residuals" else ["keys", "values"]
     if record["codec"] in ("klt", "lossless"):
         names = [f"{rows} coded" for rows in names]
     elif record["codec"] != "none":
@@ -214,6 +215,11 @@ def latents_blob() -> bytes:
 def pruned_blob() -> bytes:
     # One layer of three heads: [12, 0, 5] tokens whose keys have 3 of 7 channels, under int4, and [2, 2, 2] whole ones.
     return replace(make_cache(), layers=(golden_pruned(),)).to_bytes("int4:group=8,residual=2")
+
+
+def residuals_blob() -> bytes:
+    # One layer of three heads: the residuals of 10 tokens, of 7 channels, under int4, and of 2 of the residual.
+    return replace(make_cache(), layers=(golden_residuals(),)).to_bytes("int4:group=8,residual=2")
 
 
 def indexed_blob() -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Set
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -24,6 +25,7 @@ from pydantic import (
 
 from kvshelf.artifact import positions
 from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
+from kvshelf.artifact.blob.kinds.residuals import ResidualsHeader
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import MAX_IMAGES, MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
@@ -157,7 +159,19 @@ class Header(Strict):
     @property
     def coded(self) -> bool:
         """As `CompressedCache.coded`."""
-        return Codec.parse(self.codec).coded
+        return Codec.parse(self.codec).coded or self.projected
+
+    @property
+    def projected(self) -> bool:
+        """As `CompressedCache.projected`."""
+        return bool(self.residual_widths)
+
+    @property
+    def residual_widths(self) -> Set[int]:
+        """As `CompressedCache.residual_widths`."""
+        return {
+            record.width for layer in self.layers for record in layer.records if isinstance(record, ResidualsHeader)
+        }
 
     @property
     def shape(self) -> Shape:

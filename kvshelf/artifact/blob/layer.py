@@ -11,7 +11,7 @@ from pydantic import FailFast, Field
 
 from kvshelf.artifact.blob.kinds import AnyHeader
 from kvshelf.artifact.blob.kinds.record import Count, Dims, DtypeName, RecordHeader, RowArray, Size, Strict
-from kvshelf.artifact.codecs import BITS, CODED
+from kvshelf.artifact.codecs import BITS
 from kvshelf.artifact.shape import ITEM_BYTES, LayerShape, StateRole, StateShape
 from kvshelf.errors import BlobError
 
@@ -109,11 +109,7 @@ class Layer(Strict):
     @property
     def unpacked_bytes(self) -> int:
         """As `Packed.unpacked_bytes`, of all records."""
-        return sum(
-            sum(record.lengths) * self._row_bytes(record.key_dim(self.dims)) - sum(record.sizes[:2])
-            for record in self.records
-            if record.codec in CODED  # whose first two arrays are the rows
-        )
+        return sum(record.unpacked_bytes(self.dims) for record in self.records)
 
     def _row_bytes(self, key_dim: int) -> int:
         """Bytes of a key and a value in `dtype`."""

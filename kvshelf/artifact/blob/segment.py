@@ -22,6 +22,7 @@ from kvshelf.artifact.blob.kinds.record import Arrays, Dims, DtypeName, Ints, Re
 from kvshelf.artifact.blob.layer import NO_DIMS, Layer, Span, StateHeader
 from kvshelf.artifact.codecs import BITS, CODED, Precision
 from kvshelf.artifact.coded import CodedRows
+from kvshelf.artifact.encoding import AXES
 from kvshelf.artifact.packed import Stored, offsets_of
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.positions import Encoding, decode, encode
@@ -38,13 +39,13 @@ from kvshelf.artifact.records import (
     states_of,
 )
 from kvshelf.errors import BlobError, InvalidRequest
-from kvshelf.kernels.groups import Axis, scales_shape
+from kvshelf.kernels.groups import scales_shape
 from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows
 
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PRECISIONS: dict[int, Precision] = {bits: name for name, bits in BITS.items()}
-_AXES: dict[str, Axis] = {"keys": "tokens", "values": "channels"}
+_PLAIN_OR_CODED: dict[type, Precision] = {Tensor: "none", CodedRows: "klt", PlaneRows: "lossless"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def _state_header(state: State) -> StateHeader:
 
 def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, Arrays]:
     codec, group = _precision(record)
-    arrays = _row_arrays("keys", record.keys) | _row_arrays("values", record.values)
+    arrays: Arrays = {}
+    for name in record.row_names:
+        arrays |= _row_arrays(name, getattr(record, name))
     encoding, arrays["positions"] = target.positions(record.entry_positions, record.lengths)
     fields: dict[str, Any] = {
         "kind": record.kind,
@@ -175,17 +178,16 @@ def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, 
 
 def _precision(record: PackedRecord) -> tuple[Precision, int]:
     """Codec and group of a record, which its keys and values must share."""
-    keys, values = record.keys, record.values
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        return "none", 0
-    if isinstance(keys, CodedRows) and isinstance(values, CodedRows):
-        return "klt", 0
-    if isinstance(keys, PlaneRows) and isinstance(values, PlaneRows):
-        return "lossless", 0
-    if isinstance(keys, QuantizedRows) and isinstance(values, QuantizedRows):
-        alike = (keys.bits, keys.group, keys.lengths) == (values.bits, values.group, values.lengths)
-        if alike and (keys.axis, values.axis, keys.lengths) == ("tokens", "channels", tuple(record.lengths)):
-            return _PRECISIONS[keys.bits], keys.group
+    rows = {name: getattr(record, name) for name in record.row_names}
+    for kind, name in _PLAIN_OR_CODED.items():
+        if all(isinstance(array, kind) for array in rows.values()):
+            return name, 0
+    coded = {name: array for name, array in rows.items() if isinstance(array, QuantizedRows)}
+    alike = {(array.bits, array.group, array.lengths) for array in coded.values()}
+    if len(coded) == len(rows) and len(alike) == 1 and all(AXES[name] == array.axis for name, array in coded.items()):
+        bits, group, lengths = alike.pop()
+        if lengths == tuple(record.row_lengths):
+            return _PRECISIONS[bits], group
     raise InvalidRequest(
         "a blob holds keys and values under one codec, keys in groups of entries and values in groups of channels"
     )
@@ -230,9 +232,11 @@ class _Reader:
 
     def record(self) -> PackedRecord:
         header = self.header
+        channels = {"keys": header.key_dim(self.dims), "values": self.dims.value_dim}
+        rows: dict[str, Any] = {name: self._rows(name, channels[name]) for name in header.row_names}
+        none = torch.empty(sum(header.row_lengths), 0, dtype=DTYPES[self.dims.dtype])
         return RECORDS[header.kind](
-            keys=self._rows("keys", header.key_dim(self.dims)),
-            values=self._rows("values", self.dims.value_dim),
+            **{"values": none} | rows,
             entries_at=self.positions("positions", header.position_encoding, header.lengths),
             offsets=offsets_of(header.lengths),
             rope_mode=header.rope_mode,
@@ -245,12 +249,13 @@ class _Reader:
 
     def _rows(self, name: str, dim: int) -> Stored:
         header, dtype = self.header, self.dims.dtype
-        entries = sum(header.lengths)
+        lengths = header.row_lengths
+        entries = sum(lengths)
         if header.codec in CODED:
             array = f"{name}_coded"
             data = self.tensor(array, "uint8", self.spans[array].nbytes)
             rows = (
-                CodedRows(data, tuple(header.lengths), dim, DTYPES[dtype])
+                CodedRows(data, tuple(lengths), dim, DTYPES[dtype])
                 if header.codec == "klt"
                 else PlaneRows(data, entries, dim, DTYPES[dtype])
             )
@@ -258,8 +263,8 @@ class _Reader:
             return rows
         if header.codec == "none":
             return self.tensor(name, dtype, entries, dim)
-        bits, axis = BITS[header.codec], _AXES[name]
-        shape = scales_shape(axis, header.group, header.lengths, dim)
+        bits, axis = BITS[header.codec], AXES[name]
+        shape = scales_shape(axis, header.group, lengths, dim)
         return QuantizedRows(
             codes=self.tensor(f"{name}_codes", "uint8", entries, -(-dim * bits // 8)),
             scales=self.tensor(f"{name}_scales", "bfloat16", *shape),
@@ -269,7 +274,7 @@ class _Reader:
             axis=axis,
             num_channels=dim,
             dtype=DTYPES[dtype],
-            lengths=tuple(header.lengths),
+            lengths=tuple(lengths),
         )
 
     def tensor(self, name: str, dtype: str, *shape: int) -> Tensor:

@@ -58,6 +58,8 @@ class OpenedCache(abc.ABC):
         self.nbytes = header.body_bytes
         """Bytes of all layers together."""
         self.coded = header.coded
+        self.projected = header.projected
+        self.residual_widths = header.residual_widths
         self.attached_bytes = header.attached_bytes
         """As `CompressedCache.attached_bytes`."""
         self.root = summary.root

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.coder import Coder, plain_layer
+from kvshelf.artifact.coder import CacheDecoder, plain_layer
 from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
@@ -68,16 +67,16 @@ class Attachment:
         cache: CompressedCache | ArrivingCache | PartialCache,
         devices: Sequence[torch.device],
         rotate: Rotate | None,
-        coder: Coder | None = None,
+        coder: CacheDecoder | None = None,
         *,
         heads: tuple[int, int] | None = None,
         number: int | None = None,
     ) -> None:
         """devices: of each layer. `rotate` applies the model's RoPE; records whose keys carry no rotation need it, and
         raise `StateConflict` without. A coded cache is decoded, each layer as soon as it arrives, on threads of its
-        own, by `coder` under codec klt. heads: the first KV head that attention reads here and the one behind the last,
-        where other processes read the others. number: the attachment's, which orders documents in a step; where several
-        processes step together, the same in each."""
+        own, by `coder` under codec klt, or where it has residuals. heads: the first KV head that attention reads here
+        and the one behind the last, where other processes read the others. number: the attachment's, which orders
+        documents in a step; where several processes step together, the same in each."""
         self.number = next_number() if number is None else number
         self.identity = cache.identity
         self.num_tokens = cache.num_tokens
@@ -87,6 +86,7 @@ class Attachment:
         self._devices = devices
         self._rotate = rotate
         self._heads = heads
+        self._coded = cache.coded
         self._records = _records_of(cache, coder)
         self._prefixes: dict[int, tuple[Prefix, ...]] = {}
         self._states: dict[int, tuple[State, ...]] = {}
@@ -178,7 +178,7 @@ class Attachment:
     def stored(self, codec: str) -> CompressedCache | None:
         """The cache itself, of this codec, once all layers have arrived; None under one whose rows are decoded
         here. It has no summary. Raises the error of a layer that could not be read."""
-        if Codec.parse(codec).coded:
+        if self._coded:
             return None
         layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
         return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
@@ -339,16 +339,19 @@ Attached = Attachment | JointAttachment
 """What the tokens of a question see before their own."""
 
 
-def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: Coder | None) -> Records:
+def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None) -> Records:
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
-    return _decoded(records, coder, cache.repositioned) if cache.coded else records
+    if not cache.coded:
+        return records
+    # A product of matrices has all threads of the processor for itself.
+    return _decoded(records, coder, cache.repositioned, 1 if cache.projected else torch.get_num_threads())
 
 
-def _decoded(records: Records, coder: Coder | None, repositioned: bool) -> Records:
-    """The layers once they are decoded; as many at a time as there are threads."""
-    threads = ThreadPoolExecutor(torch.get_num_threads(), "kvshelf-decode")
+def _decoded(records: Records, coder: CacheDecoder | None, repositioned: bool, at_once: int) -> Records:
+    """The layers once they are decoded; so many at a time."""
+    threads = ThreadPoolExecutor(at_once, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
 
     def decode(index: int, record: Future[LayerRecord]) -> None:

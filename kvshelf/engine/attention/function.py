@@ -50,8 +50,8 @@ class Attended:
     the scaled logits of every token before the probe passes, `[B, q_heads, T - probes]` fp32, natural logarithms; None
     where the attention function in use does not return them. `module` is the model's attention module. window, chunk:
     what a query sees: see `LogitRules`. latents: where a module with latents was given a cache, `[B, 1, T, rank]` and
-    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, where a
-    policy needs it.
+    the rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, and inputs:
+    those of the layer `[B, T, width]`, where a policy needs them.
     """
 
     module: nn.Module
@@ -64,6 +64,7 @@ class Attended:
     chunk: int | None = None
     latents: tuple[Tensor, Tensor] | None = None
     call: Call | None = None
+    inputs: Tensor | None = None
 
     @property
     def layer_idx(self) -> int:

@@ -37,6 +37,7 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
+from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.soft import Placed, Soft, placed_states, soft_tokens
 from kvshelf.errors import PolicyUnsupported
@@ -133,6 +134,12 @@ class Passes:
         """The layers, once all of the model's attention has been seen. Raises as `layer_shapes`."""
         self.layer_shapes  # noqa: B018 - raises
         return self.facts.kinds
+
+    @cached_property
+    def projection(self) -> Projection:
+        """Makes keys and values of residuals. Raises `PolicyUnsupported` where they are not the model's own, and as
+        `Projection.of`."""
+        return Projection.of(self._decoder, self.devices.layers, self.facts.max_tokens).tried
 
     @property
     def state_bytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import Coder
+from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.transforms import Transforms
@@ -26,17 +26,18 @@ from kvshelf.model.images import PlacedImage
 @dataclass(frozen=True, eq=False)
 class Parent:
     """A stored cache that tokens are appended to. coder: of codec klt, with the transforms of the cache; None under any
-    other codec. devices, rotate: as of an `Attachment`."""
+    other codec. decoder: as of `Coders.decoder_of`. devices, rotate: as of an `Attachment`."""
 
     cache: CompressedCache
     coder: Coder | None
+    decoder: CacheDecoder | None
     devices: Sequence[torch.device]
     rotate: Rotate | None
 
     @cached_property
     def plain(self) -> CompressedCache:
         """The cache with rows that attention can read."""
-        return self.cache.decoded(self.coder) if self.cache.coded else self.cache
+        return self.cache.decoded(self.decoder) if self.cache.coded else self.cache
 
     @cached_property
     def document(self) -> Attachment:
@@ -116,9 +117,9 @@ class Level:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the result is the full cache, bit by bit."""
-        whole = self.job.budget.tokens == self.job.num_tokens and not self.job.policy.prunes
-        return self.codec == "none" and whole
+        """Whether the result is the full cache, bit by bit: what is made of residuals is so up to rounding."""
+        policy, whole = self.job.policy, self.job.budget.tokens == self.job.num_tokens
+        return self.codec == "none" and whole and not (policy.prunes or policy.has_residuals)
 
     @property
     def loses_nothing(self) -> bool:

@@ -14,7 +14,7 @@ from kvshelf.api import Quality
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.attention.inspection import require_every_layer
-from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.calls import Calls, with_layers
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill import stateful
@@ -97,7 +97,10 @@ def run_prefill(
             apart = jobs[0].parent is not None or any(kind.states for kind in kinds)
             measured = () if apart or probe is None else probe.passes
             whole = SharedReducer(reducers, [len(cue.token_ids) for cue in measured], checkpoint, summary)
-            whole.calls = Calls(passes.model) if whole.needs_calls else None
+            whole.projection = passes.projection if whole.needs(Needs.INPUTS) else None
+            modules = with_layers(passes.model) if whole.needs(Needs.CALL) else []
+            modules += [] if whole.projection is None else whole.projection.layers
+            whole.calls = Calls(passes.model, modules) if modules else None
             if apart:
                 reference = _apart(passes, jobs[0], probe, whole)
             else:

@@ -18,6 +18,7 @@ from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent
 from kvshelf.engine.attention.function import Attended, ForwardContext
 from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.forward.calls import Calls
+from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.prefill.protecting import aside, put_back
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
@@ -56,8 +57,8 @@ class LayerReducer:
         self._records: dict[int, Entries] = {}
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
-        # An index is of all entries, in their order: a policy that makes one keeps them all.
-        self._parts = bool(self.document.protect) and not self.policy.indexes
+        # An index is of all entries, in their order, and residuals are of all tokens: these policies keep them all.
+        self._parts = bool(self.document.protect) and not (self.policy.indexes or self.policy.has_residuals)
         self._aside: dict[int, Kept] = {}
         self._budget = (
             self.budget.beside(self.document.num_protected, self.document.num_tokens) if self._parts else self.budget
@@ -165,6 +166,7 @@ class LayerReducer:
             module=attended.module,
             ranks=self.ranks,
             call=attended.call,
+            inputs=None if attended.inputs is None else attended.inputs[0, :num_tokens],
         )
 
     def _stored(self, attended: Attended) -> LayerView | None:
@@ -204,7 +206,8 @@ class SharedReducer(ForwardContext):
     """A prefill that several levels share: each reduces the layer, then other work has a turn.
 
     `measured`: lengths of further probe passes, behind those of the policies. No policy sees them. summary: sees what
-    every reducer sees. calls: sees those of the attention modules, for policies that need them.
+    every reducer sees. calls: sees those of the attention modules, for policies that need them. projection: of a model
+    whose layers' calls it sees, too, for a policy that stores their inputs.
     """
 
     reducers: Sequence[LayerReducer]
@@ -212,6 +215,7 @@ class SharedReducer(ForwardContext):
     checkpoint: Callable[[], None]
     summary: SummaryMaker
     calls: Calls | None = None
+    projection: Projection | None = None
     paused_s: float = field(default=0.0, init=False)
 
     @property
@@ -220,12 +224,11 @@ class SharedReducer(ForwardContext):
 
     @property
     def reads_attention(self) -> bool:
-        return any(Needs.SUMS in reducer.policy.needs for reducer in self.reducers)
+        return self.needs(Needs.SUMS)
 
-    @property
-    def needs_calls(self) -> bool:
-        """Whether a policy needs the calls of the attention modules."""
-        return any(Needs.CALL in reducer.policy.needs for reducer in self.reducers)
+    def needs(self, needed: Needs) -> bool:
+        """Whether a policy needs this."""
+        return any(needed in reducer.policy.needs for reducer in self.reducers)
 
     @property
     def sees_queries(self) -> bool:
@@ -235,13 +238,25 @@ class SharedReducer(ForwardContext):
         if not self.reducers[0].kinds[layer.layer_idx].attends:
             return  # by the keys and values of a layer before
         self.summary.after_attention(layer)
-        if self.calls is not None:
+        if self.calls is not None and self.needs(Needs.CALL):
             layer = replace(layer, call=self.calls.take(layer.module))
+        if self.calls is not None and self.projection is not None:
+            inputs = next(iter(self.calls.take(self.projection.layers[layer.layer_idx]).arguments.values()))
+            layer = replace(layer, inputs=inputs)
+            self._require_exact(self.projection, layer, inputs)
         for reducer in self.reducers:
             reducer.after_attention(layer)
         started = time.perf_counter()
         self.checkpoint()
         self.paused_s += time.perf_counter() - started
+
+    def _require_exact(self, projection: Projection, layer: Attended, inputs: Tensor) -> None:
+        """Of the document's first token, one in its middle, and its last: a hook of the model, or a product that scales
+        all rows by the largest, would make others."""
+        last = self.reducers[0].document.num_tokens - 1
+        rows = torch.tensor([0, last // 2, last], device=inputs.device)
+        own = [states[0, :, rows] for states in (layer.keys, layer.values)]
+        projection.require_exact(layer.layer_idx, inputs[0, rows], rows, own)
 
 
 def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:

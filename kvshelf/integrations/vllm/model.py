@@ -54,13 +54,20 @@ class ReadingModel:
 
     def require_own(self, cache: ArrivingCache, kept: KeptTransforms | Mapping[str, bytes]) -> None:
         """Raises `ModelMismatch` for a cache of another model, weights, dtype or tokenizer, or under transforms that
-        are neither the model's nor `kept`, and `BlobError` for one that this model cannot have made."""
+        are neither the model's nor `kept`, `BlobError` for one that this model cannot have made, and
+        `PolicyUnsupported` for one of residuals."""
         self.identity.require_match(cache.identity.model)
         cache.shape.require_bounds(self.identity)
         cache.shape.require_layers(self.layers)
         if cache.identity.images:
             raise PolicyUnsupported(
                 "the cache is of a document with images, which vLLM was not tried with; ask kvshelf itself",
+                param="cache_id",
+            )
+        if cache.projected:
+            raise PolicyUnsupported(
+                "the cache has residuals, of which the whole model makes keys and values, and vLLM's connector has no "
+                "model of its own; compress the document by policy full",
                 param="cache_id",
             )
         wanted = cache.identity.transforms

@@ -72,9 +72,10 @@ class Policy(Method):
     `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
     that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
     gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
-    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels, and
-    `sets_precision`, that its records say how many entries have more bits under codec `mixed:share=policy`: so it has
-    work where the budget is the whole document.
+    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels,
+    `has_residuals`, that it stores the layers' inputs in place of keys and values, and `sets_precision`, that its
+    records say how many entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the
+    whole document.
     """
 
     kind: ClassVar[Kind] = POLICY
@@ -87,6 +88,7 @@ class Policy(Method):
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
     sets_precision: ClassVar[bool] = False
+    has_residuals: ClassVar[bool] = False
     selects: ClassVar[bool] = False
     """Whether the queries of a question alone can judge for it, so that it may be a selector, `policy:NAME`."""
     settled: ClassVar[Mapping[str, str]] = {}
@@ -94,7 +96,7 @@ class Policy(Method):
     stored: ClassVar[Mapping[str, str]] = {}
     """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
     each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
-    entries."""
+    entries. `residuals`, with "" for the parameter, in place of keys and values."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Plug-ins may say `observes`, the name of `needs` before version 0.2, and ask their base for it."""
@@ -131,7 +133,7 @@ class Policy(Method):
     def stored_beside(self) -> dict[str, Any]:
         """What its records have beside whole entries, and how much of it: see `stored`."""
         params = self.parameters()
-        return {what: params[name] for what, name in self.stored.items()}
+        return {what: params.get(name, True) for what, name in self.stored.items()}
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:  # noqa: ARG002
         """The gates of a model for a policy that needs some: by default those of any family that were trained for its
@@ -153,7 +155,7 @@ class Policy(Method):
 
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         """Whether it makes anything else of a document than `full` does."""
-        always = self.indexes or self.prunes or self.sets_precision
+        always = self.indexes or self.prunes or self.sets_precision or self.has_residuals
         return always or budget.tokens < num_tokens
 
     @property

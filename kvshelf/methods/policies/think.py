@@ -71,7 +71,7 @@ class Think(Around):
         return {
             name: base
             for name, base in known.items()
-            if not (base.merges or base.indexes or base.sets_precision)
+            if not (base.merges or base.indexes or base.sets_precision or base.has_residuals)
             and (not issubclass(base, Around) or issubclass(base, Ada))
         }
 

@@ -230,7 +230,8 @@ class LayerView:
     has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
     `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
     before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first,
-    and where layers share a budget.
+    and where layers share a budget. inputs: of the layer, the residual stream before any norm, `[N, width]`, if the
+    policy needs them.
     """
 
     layer_idx: int
@@ -248,6 +249,7 @@ class LayerView:
     ranks: Ranks | None = None
     call: Call | None = field(default=None, repr=False)
     before: Tensor | None = field(default=None, repr=False)
+    inputs: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:

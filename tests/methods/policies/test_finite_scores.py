@@ -24,7 +24,8 @@ from kvshelf.workers.replica.scheduler import Scheduler
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book; the pilots ask for it. " * 16
 # compresskv refuses broken weights before the prefill: its calibration is of others.
-SCORING = [name for name in POLICIES if name not in ("full", "streaming_llm", "duo_attention", "compresskv")]
+WITHOUT = ("full", "kvdirect", "streaming_llm", "duo_attention", "compresskv")
+SCORING = [name for name in POLICIES if name not in WITHOUT]
 CHUNKED = {"prefill": "chunked", "lag": 16}
 
 

@@ -176,7 +176,7 @@ def test_a_view_is_not_modified(name):
     assert all(torch.equal(a, b) for a, b in zip(before, (layer.keys, layer.values, layer.queries), strict=True))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"kvdirect"}))  # see test_projection.py
 def test_a_budget_of_everything_keeps_everything(llama, name):
     options = {"compression_ratio": 0.0} if POLICIES[name].takes_budget else {}
     cache = llama.engine.compress(llama.ids[:90], policy=name, **options)

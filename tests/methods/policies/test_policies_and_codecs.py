@@ -18,9 +18,10 @@ from tests.amounts import SOAK
 CODECS = ("none", "lossless", "int8", "int4", "int2", "mixed", "klt")
 CLASSES = "klt:steps=kl,classes=1.5/4,shares=20/30"
 
-KINDS = ("full", "keydiff", "ada", "ems", "think")
-"""Policies that leave each kind of layer: whole, as long in each head, ragged, merged, pruned. Beside it, a codec sees
-at most a policy's scores, as mixed does. So the others are tried with that one and klt, and in a soak with all."""
+KINDS = ("full", "keydiff", "kvdirect", "ada", "ems", "think")
+"""Policies that leave each kind of layer: whole, as long in each head, residuals, ragged, merged, pruned. Beside it, a
+codec sees at most a policy's scores, as mixed does. So the others are tried with that one and klt, and in a soak with
+all."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,8 @@ def document(tiny):
 def taken(policy, codecs):
     """Those that a policy takes: an index needs the entries of each block together, and klt whole keys."""
     apart = [codec for codec in codecs if not (POLICIES[policy].indexes and codec in ("mixed", CLASSES))]
-    return [codec for codec in apart if not (POLICIES[policy].prunes and codec.startswith("klt"))]
+    whole = not (POLICIES[policy].prunes or POLICIES[policy].has_residuals)
+    return [codec for codec in apart if whole or not codec.startswith("klt")]
 
 
 @pytest.fixture(scope="module")

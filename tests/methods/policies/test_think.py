@@ -276,7 +276,7 @@ def test_parameters_of_both_stand_side_by_side():
         assert made.needs == made.inner.needs | Needs.QUERIES
         assert not own.keys() - {"base"} & {f.name for f in parameter_fields(POLICIES[base])}
     assert set(POLICIES) - set(Think.bases(POLICIES)) == {
-        *("arkv", "cam", "d2o", "ems", "fair", "infllm", "kvmerger", "mikv", "think")
+        *("arkv", "cam", "d2o", "ems", "fair", "infllm", "kvdirect", "kvmerger", "mikv", "think")
     }
 
 

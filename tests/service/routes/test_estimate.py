@@ -77,6 +77,13 @@ def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> N
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 
+@pytest.mark.parametrize("codec", FIXED)
+def test_sizes_are_of_residuals(tiny: Engine, codec: str) -> None:
+    cache = tiny.compress(DOCUMENT, policy="kvdirect")
+    said = Dimensions.of(tiny.model).policy_bytes(cache.num_tokens, cache.num_tokens, codec, {"residuals": True})
+    assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
+
+
 def test_codecs_that_a_policy_cannot_take_are_left_out_unless_asked_for(http: httpx.Client) -> None:
     (row,) = estimate(http, policy="infllm")["policies"]
     assert list(row["bytes_stored"]) == [codec for codec in CODECS if codec != "mixed"]

@@ -18,6 +18,7 @@ from kvshelf.artifact.blob.kinds.latents import LatentsHeader
 from kvshelf.artifact.blob.kinds.merged import MergedHeader
 from kvshelf.artifact.blob.kinds.pruned import PrunedHeader
 from kvshelf.artifact.blob.kinds.record import RecordHeader
+from kvshelf.artifact.blob.kinds.residuals import ResidualsHeader
 from kvshelf.artifact.blob.kinds.window import WindowHeader
 
 KINDS: Final[Mapping[str, type[RecordHeader]]] = {
@@ -27,6 +28,7 @@ KINDS: Final[Mapping[str, type[RecordHeader]]] = {
     "window": WindowHeader,
     "chunk": ChunkHeader,
     "latents": LatentsHeader,
+    "residuals": ResidualsHeader,
     "merged": MergedHeader,
 }
 """Messages about an unknown kind name them in this order."""

@@ -104,6 +104,8 @@ class RecordHeader(Strict):
     latent: ClassVar[bool] = False
     transformable: ClassVar[bool] = True
     """Whether codec klt can store it. Its transforms are those of whole keys without their rotation."""
+    row_names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    """What it has rows of."""
 
     kind: str
     rope_mode: RopeMode
@@ -117,6 +119,11 @@ class RecordHeader(Strict):
     def sees(self) -> tuple[int | None, int | None]:
         """The window and the chunk of a `LayerShape`."""
         return None, None
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """How its rows are packed: of those of each head."""
+        return self.lengths
 
     @property
     def run_rows(self) -> int:
@@ -146,14 +153,14 @@ class RecordHeader(Strict):
         key_dim = self.key_dim(dims)
         if self.codec in CODED:
             return []
+        dims_of = {"keys": key_dim, "values": dims.value_dim}
         if self.codec == "none":
-            item = ITEM_BYTES[dims.dtype]
-            return [RowArray("keys", 1, key_dim * item), RowArray("values", 1, dims.value_dim * item)]
+            return [RowArray(name, 1, dims_of[name] * ITEM_BYTES[dims.dtype]) for name in self.row_names]
         bits, group, item = BITS[self.codec], self.group, ITEM_BYTES["bfloat16"]
         scales = {"keys": (group, key_dim * item), "values": (1, -(-dims.value_dim // group) * item)}
         arrays: list[RowArray] = []
-        for name, dim in (("keys", key_dim), ("values", dims.value_dim)):
-            arrays.append(RowArray(f"{name}_codes", 1, -(-dim * bits // 8)))
+        for name in self.row_names:
+            arrays.append(RowArray(f"{name}_codes", 1, -(-dims_of[name] * bits // 8)))
             arrays += [RowArray(f"{name}_{what}", *scales[name]) for what in ("scales", "zeros")]
         return arrays
 
@@ -163,10 +170,17 @@ class RecordHeader(Strict):
 
         Python's integers are unbounded: no product of dimensions overflows.
         """
-        sizes: dict[str, int | None] = {array.name: array.total(self.lengths) for array in self.row_arrays(dims)}
+        sizes: dict[str, int | None] = {array.name: array.total(self.row_lengths) for array in self.row_arrays(dims)}
         if self.codec in CODED:
-            sizes |= {"keys_coded": None, "values_coded": None}
+            sizes |= dict.fromkeys(f"{name}_coded" for name in self.row_names)
         return sizes | {"positions": None} | self.own_sizes()
+
+    def unpacked_bytes(self, dims: Dims) -> int:
+        """As `Packed.unpacked_bytes`."""
+        if self.codec not in CODED:
+            return 0
+        rows = sum(self.lengths) * (self.key_dim(dims) + dims.value_dim) * ITEM_BYTES[dims.dtype]
+        return rows - sum(self.sizes[: len(self.row_names)])
 
     def own_sizes(self) -> dict[str, int | None]:
         """As `array_sizes`, of the arrays that only this kind has."""

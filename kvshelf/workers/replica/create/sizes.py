@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.artifact.codecs import BITS, RUN_ROWS, Codec, Precision
 from kvshelf.artifact.shape import CODE_BYTES, MAX_CODES
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.layers import LayerKind, layer_kinds, reducible
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class Dimensions:
     layers that see the last tokens alone; `layers` counts the others that attend. value_dim: channels of a value; None:
     as many as a key's, `head_dim`. Latents are keys of one head, and their rotated parts the values. states: bytes of
     recurrent and convolution states, whatever the length. summarised: whether caches have a summary. coded: what the
-    model's transforms say of codec klt, as `Transforms.bits`; None: as those of kvshelf-tiny."""
+    model's transforms say of codec klt, as `Transforms.bits`; None: as those of kvshelf-tiny. width: numbers of a
+    residual; 0: nobody said it."""
 
     layers: int
     kv_heads: int
@@ -46,6 +48,7 @@ class Dimensions:
     states: int = 0
     summarised: bool = False
     coded: Callable[..., float] | None = field(default=None, compare=False)
+    width: int = 0
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -73,6 +76,7 @@ class Dimensions:
             value_dim if value_dim != key_dim else None,
             state_bytes(model),
             all(kind.reducible and not kind.states and not kind.latents for kind in kinds),
+            width=int(config.hidden_size),
         )
 
     def full_bytes(self, num_tokens: int) -> int:
@@ -94,7 +98,9 @@ class Dimensions:
 
     def policy_bytes(self, num_tokens: int, kept: int, codec: str, beside: Mapping[str, float]) -> int:
         """As `stored_bytes`, of a policy whose records have this `beside` whole entries (see `Policy.stored`): an
-        index, with digests of its blocks, or keys of fewer channels."""
+        index, with digests of its blocks, keys of fewer channels, or residuals in place of keys and values."""
+        if "residuals" in beside:
+            return self._residuals(num_tokens, codec)
         if "pruned" in beside:
             return self._pruned(num_tokens, kept, codec, beside["pruned"], beside["whole"])
         stored = self.stored_bytes(num_tokens, kept, codec)
@@ -114,6 +120,26 @@ class Dimensions:
         pieces = [narrow._piece(num_tokens, chosen, *piece) for piece in _pieces(alone, kept - whole)]
         pieces += [self._piece(num_tokens, chosen, *piece) for piece in _pieces(chosen, whole)]
         return self._layers(pieces) + verbatim + self.layers * self.kv_heads * narrow.head_dim * _CHANNEL_BYTES
+
+    def _residuals(self, num_tokens: int, codec: str) -> int:
+        """Of a token one row for all heads, and a position for each. Raises `InvalidRequest` as `_pruned`, and
+        `PolicyUnsupported` where residuals are no smaller than keys and values, or nobody said their width."""
+        entry = self.kv_heads * sum(self.dims)
+        if not 0 < self.width < entry:
+            raise PolicyUnsupported(
+                f"residuals of {self.width or 'an unknown number of'} numbers for each token and layer are no smaller "
+                f"than keys and values of {entry}; take policy full, with codec int8 say",
+                param="policy",
+            )
+        chosen, verbatim = Codec.parse(codec), self._recent(num_tokens) + self.states + self._summary(num_tokens)
+        chosen.require_residuals()
+        rows = replace(self, kv_heads=1, head_dim=self.width, value_dim=0)
+        return verbatim + rows._layers(
+            [
+                rows._rows(count, precision, chosen.group) + self.kv_heads * _positions(count, num_tokens)
+                for precision, count in _pieces(chosen, num_tokens)
+            ]
+        )
 
     def _piece(self, num_tokens: int, codec: Codec, precision: Precision, count: int) -> int:
         """Bytes of `count` entries of one head, positions included."""
