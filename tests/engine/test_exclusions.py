@@ -129,7 +129,9 @@ MODELS: Final = {
     "LongRoPE, a long document": Model(
         frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "kvzip", "lookaheadkv")
     ),
-    IMAGES: Model(frozenset({x.IMAGES}), of("llama"), document=[{"text": TEXT * 3}, block(picture(1)), {"text": TEXT}]),
+    IMAGES: Model(
+        frozenset({x.WIDE, x.IMAGES}), of("llama"), document=[{"text": TEXT * 3}, block(picture(1)), {"text": TEXT}]
+    ),
 }
 
 
