@@ -30,6 +30,8 @@ _UNSAID = ("date", "variables", "protect")
 MAX_PROTECTED_SPANS = 1024
 """Of a document. Limited, because its blob's header has them."""
 
+_LINK_HINT = " Under --engine llama.cpp, a quantization of its weights can be linked to them: kvshelf models link."
+
 DIGEST_BYTES = 20
 """Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
 
@@ -94,7 +96,7 @@ class ModelIdentity:
 
         A side that has no tokenizer works with token ids only and cannot disagree about text.
         """
-        for f in fields(self):
+        for f in fields(ModelIdentity):
             ours, theirs = getattr(self, f.name), getattr(made_under, f.name)
             textual = f.name in ("tokenizer", "template") and "" in (self.tokenizer, made_under.tokenizer)
             if f.compare and ours != theirs and not textual:
@@ -102,11 +104,23 @@ class ModelIdentity:
                     f"the cache was made under {made_under.name!r} (fingerprint {made_under.fingerprint()[:16]}) and "
                     f"cannot be attached to {self.name!r} (fingerprint {self.fingerprint()[:16]}): {f.name} differs, "
                     f"{theirs[:80]!r} against {ours[:80]!r}. Load the model it was made with, or compress the document "
-                    "again with this one.",
+                    "again with this one." + (_LINK_HINT if f.name == "weights" else ""),
                     cache_fingerprint=made_under.fingerprint(),
                     model_fingerprint=self.fingerprint(),
                     field=f.name,
                 )
+
+
+@dataclass(frozen=True)
+class LinkedIdentity(ModelIdentity):
+    """That of a model which also answers from caches of other weights, because the agreement of both was measured.
+    linked: fingerprints of the models that made these caches. Its own caches do not depend on them."""
+
+    linked: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def require_match(self, made_under: ModelIdentity) -> None:
+        if made_under.fingerprint() not in self.linked:
+            super().require_match(made_under)
 
 
 @dataclass(frozen=True)

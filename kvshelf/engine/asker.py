@@ -203,7 +203,7 @@ class Asker:
             return self.answers([(cache, prompt)], options)[0]
         caches = [cache] if isinstance(cache, CompressedCache) else cache
         for part in caches:
-            self._attachments.require_own(part)
+            self._attachments.require_readable(part)
         usage = None
         if route == "nearest":
             places = [self.nearest([part.identity.policy_params for part in caches], prompt)]

@@ -13,6 +13,7 @@ from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.files import FileTable
+from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
@@ -40,6 +41,7 @@ class Store(Protocol):
     files: FileTable
     transforms: KeptTransforms
     certificates: CertificateTable
+    links: LinkTable
     batches: BatchTable
     metering: Metering
 

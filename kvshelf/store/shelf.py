@@ -28,6 +28,7 @@ from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import FileTable
+from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
@@ -82,6 +83,7 @@ class Shelf(Store):
         self.metering = Metering(index.jobs)
         self.transforms = KeptTransforms(index.jobs, bodies)
         self.certificates = CertificateTable(index.jobs)
+        self.links = LinkTable(index.jobs)
 
     def close(self) -> None:
         self.index.close()

@@ -16,7 +16,17 @@ from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUn
 from kvshelf.store.manifest import StoredRecord
 
 Kind = Literal[
-    "file", "batch", "request", "response", "source", "transforms", "usage", "clock", "erasure", "certificate"
+    "file",
+    "batch",
+    "request",
+    "response",
+    "source",
+    "transforms",
+    "usage",
+    "clock",
+    "erasure",
+    "certificate",
+    "link",
 ]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)

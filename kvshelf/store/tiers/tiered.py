@@ -59,6 +59,7 @@ class TieredStore(Store):
         self.responses = home.responses
         self.transforms = home.transforms
         self.certificates = home.certificates
+        self.links = home.links
         self.batches = home.batches
         self.metering = home.metering
         self.home = home

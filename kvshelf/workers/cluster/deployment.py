@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import ray
 import structlog
@@ -23,6 +23,8 @@ from ray import serve
 
 from kvshelf import errors
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.llama import engine as llama
+from kvshelf.engine.llama.engine import LlamaEngine
 from kvshelf.engine.parallel.engine import ParallelEngine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
@@ -49,7 +51,8 @@ other one whenever it comes back from a kernel."""
 class ReplicaConfig:
     """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. weights: as of `Engine.load`; "int8" needs one process. threads: CPU threads
+    model: bundled name, folder or hub id. engine: of questions, "kvshelf" or "llama.cpp", which needs a GGUF file.
+    weights: as of `Engine.load`; "int8" needs one process. threads: CPU threads
     for torch; None leaves Ray's choice. quality: how that of each new cache is measured; tenant_quality: of single
     tenants. max_document_tokens: the longest document it compresses; None leaves it to the model. gpus: of the
     replica. With the device "spread" the layers are spread over them, otherwise as many processes share the model's
@@ -62,6 +65,7 @@ class ReplicaConfig:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "plain"
+    engine: str = "kvshelf"
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
@@ -97,9 +101,12 @@ class ServedReplica(Replica):
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
         if config.intensity is not None:
             engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
+        store = config.store.open()
+        if isinstance(engine, LlamaEngine):
+            engine.link(store.links.makers(engine.identity.fingerprint(), config.engine))
         super().__init__(
             engine,
-            config.store.open(),
+            store,
             Scheduler(engine, config.limits),
             config.residents,
             quality=config.quality,
@@ -115,16 +122,19 @@ class ServedReplica(Replica):
 
 
 def _engine(config: ReplicaConfig) -> Engine:
-    named, chosen = served_name(config.model), config.chat_template
+    named = served_name(config.model)
     calibration.note_served(named, config.model)
-    engine = Engine.load(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        chat_template=chosen,
-        shown=named,
-        weights=config.weights,
-    )
+    options: dict[str, Any] = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "chat_template": config.chat_template,
+        "shown": named,
+    }
+    engine: Engine
+    if config.engine == llama.NAME:
+        engine = LlamaEngine.load(config.model, memory=config.residents.max_bytes, **options)
+    else:
+        engine = Engine.load(config.model, weights=config.weights, **options)
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
 

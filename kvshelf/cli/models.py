@@ -1,0 +1,191 @@
+"""models: which weights may answer from the caches of other weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvshelf._extras import needs_extra
+from kvshelf.cli import _options
+from kvshelf.cli._commands import command
+from kvshelf.cli.output import common, say, say_json
+from kvshelf.errors import InvalidRequest, ModelMismatch
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvshelf.engine.engine import Engine
+    from kvshelf.store.base import Store
+    from kvshelf.store.jobs.links import LinkedModel, ModelLink
+
+app = typer.Typer(help="Let a quantization answer from the caches of the weights it was made of.", no_args_is_help=True)
+
+_MADE_DOCUMENTS, _MADE_TOKENS = 3, 1024
+
+Made = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes the caches: as of `serve --model`.")]
+Asked = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that `serve --engine llama.cpp` runs.")]
+
+
+def link(
+    made: Made,
+    asked: Asked,
+    document: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text whose cues are asked. May be repeated.  [default: four of kvshelf's own]"),
+    ] = None,
+    floor: Annotated[
+        float, typer.Option(min=0, max=1, help="Refuse the link where a smaller share of the cues agrees.")
+    ] = 0.9,
+    dtype: _options.Dtype = "auto",
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Measure whether ASKED answers from the caches of MADE as MADE does, and keep the result in the store.
+
+    A service with --engine llama.cpp on ASKED then answers from caches of MADE, from its next start on. dtype is that
+    of MADE.
+    """
+    with needs_extra("serve", purpose="kvshelf models link"):
+        from kvshelf.engine.engine import Engine
+        from kvshelf.engine.files.llamacpp import NAME, PERMUTED
+        from kvshelf.engine.files.prefix import prefix_of
+        from kvshelf.engine.llama.agreement import CueAsker
+        from kvshelf.engine.llama.engine import LlamaEngine, gguf_of
+        from kvshelf.integrations.engine_weights import require_weights
+        from kvshelf.workers.cluster.deployment import served_name
+
+        file, texts = gguf_of(asked), [_text(path) for path in document or ()]
+        with _opened(store, encryption_key_file) as shelf:
+            maker = Engine.load(made, dtype=dtype, shown=served_name(made))
+            maker.encoder.require_text("MADE")
+            texts = texts or _own_texts(maker)
+            trial = maker.compress(texts[0], policy="full")
+            require_weights(prefix_of(maker, trial, of=NAME, types=PERMUTED, dtype=None, document=()).about, file)
+            asker = LlamaEngine.load(asked, shown=served_name(asked))
+            agreement = CueAsker(maker, asker).agreement(texts)
+            if agreement.share < floor:
+                raise ModelMismatch(
+                    f"{asker.name!r} agrees with {maker.name!r} on {agreement.share:.1%} of {agreement.cues} cues, and "
+                    f"the floor is {floor:.0%}; take a finer quantization, or --floor",
+                    agreement=round(agreement.share, 4),
+                )
+            measured = _measured(maker, asker, *agreement)
+            shelf.links.keep(measured)
+    _print([measured], as_json=as_json)
+
+
+def links(
+    store: _options.Store = None,
+    encryption_key_file: _options.KeyFile = None,
+    remove: Annotated[
+        str | None, typer.Option(metavar="FINGERPRINT", help="Remove the links of the model that was made under it.")
+    ] = None,
+    as_json: _options.AsJson = False,
+) -> None:
+    """List the links of a store, newest first."""
+    with _opened(store, encryption_key_file) as shelf:
+        known = shelf.links.list()
+        if remove is not None:
+            known = [one for one in known if one.made.fingerprint.startswith(remove)]
+            if len(remove) < 4 or not known:
+                raise InvalidRequest(f"no link has a maker whose fingerprint begins {remove!r:.60}", param="--remove")
+            for one in known:
+                shelf.links.remove(one)
+                say(f"{one.made.name} {one.asked.name}")
+            return
+    _print(known, as_json=as_json)
+
+
+@contextmanager
+def _opened(url: str | None, key_file: Path | None) -> Iterator[Store]:
+    with needs_extra("serve", purpose="kvshelf models"):
+        from kvshelf.service.settings import load_settings
+        from kvshelf.service.storage import store_config
+
+    settings = load_settings(store=url, encryption_key_file=None if key_file is None else str(key_file))
+    with store_config(settings).open() as store:
+        yield store
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", param="--document") from error
+
+
+def _own_texts(maker: Engine) -> list[str]:
+    """A handbook, and documents with facts: as many tokens as the model takes with room for cues."""
+    from kvshelf.cli.demo import handbook
+    from kvshelf.samples.tasks import make_document
+
+    form = maker.encoder.require_text("MADE")
+    tokens = min(_MADE_TOKENS, maker.max_tokens // 2)
+    made = [make_document("multikey", "prose", tokens, seed, form.count_tokens).text for seed in range(_MADE_DOCUMENTS)]
+    return [handbook().document, *made] if maker.max_tokens > 4 * _MADE_TOKENS else made
+
+
+def _measured(maker: Engine, asker: Engine, share: float, low: float, cues: int, documents: int) -> ModelLink:
+    import kvshelf
+    from kvshelf.engine.files.llamacpp import NAME
+    from kvshelf.engine.llama.sequences import package_version
+    from kvshelf.engine.quality import VERSION
+    from kvshelf.store.jobs.links import ModelLink
+
+    return ModelLink(
+        made=_side(maker),
+        asked=_side(asker),
+        engine=NAME,
+        engine_version=package_version(),
+        agreement=share,
+        low=low,
+        cues=cues,
+        documents=documents,
+        quality_version=VERSION,
+        kvshelf=kvshelf.__version__,
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+    )
+
+
+def _side(engine: Engine) -> LinkedModel:
+    from kvshelf.store.jobs.links import LinkedModel
+
+    identity = engine.identity
+    return LinkedModel(
+        name=identity.name,
+        fingerprint=identity.fingerprint(),
+        weights=identity.weights,
+        dtype=identity.dtype,
+        tokenizer=identity.tokenizer,
+        template=identity.template,
+    )
+
+
+def _print(known: list[ModelLink], *, as_json: bool) -> None:
+    if as_json:
+        for one in known:
+            say_json(one)
+        return
+    common.print_table(_table(known))
+
+
+def _table(known: list[ModelLink]) -> Table:
+    headings = ("MADE", "ASKED", "ENGINE", "AGREEMENT", "LOW", "CUES", "DATE", "FINGERPRINT")
+    rows = (
+        (
+            *(one.made.name, one.asked.name, f"{one.engine} {one.engine_version}", f"{one.agreement:.1%}"),
+            *(f"{one.low:.1%}", str(one.cues), one.date, one.made.fingerprint[:16]),
+        )
+        for one in known
+    )
+    return common.table(headings, rows, numbers=(3, 4, 5))
+
+
+command(app, link)
+command(app, links, "list")

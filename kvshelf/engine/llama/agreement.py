@@ -1,0 +1,100 @@
+"""Whether llama.cpp answers from the caches of other weights as these do: what a link of two models says.
+
+The cues of documents are asked of the model that made their full caches (`engine.quality`), and of llama.cpp behind the
+same caches. Cues that the document does not decide count for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.files import llamacpp
+from kvshelf.engine.llama.engine import LlamaEngine
+from kvshelf.engine.llama.sequences import Run, Sequences
+from kvshelf.engine.quality import ANSWER, LEAST, Probe, bounds
+from kvshelf.errors import InvalidRequest, ModelMismatch
+
+_QUESTION = "What does it say?"
+
+
+class Agreement(NamedTuple):
+    """Over all documents. share: of the cues that count. low: its bound, as of `engine.quality`."""
+
+    share: float
+    low: float
+    cues: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class CueAsker:
+    """Asks the cues of documents. made: the engine that makes their caches."""
+
+    made: Engine
+    asked: LlamaEngine
+
+    def agreement(self, texts: Sequence[str]) -> Agreement:
+        """Raises `ModelMismatch` where the two read a text as other tokens or have layers of other shapes, and
+        `InvalidRequest` where the documents decide too few cues for a figure."""
+        agreed = list[bool]()
+        for text in texts:
+            agreed += self._of(text)
+        if len(agreed) < LEAST:
+            raise InvalidRequest(
+                f"the {len(texts)} documents decide {len(agreed)} cues, and a figure takes {LEAST}; give more, or "
+                "longer ones",
+                param="--document",
+            )
+        low, _ = bounds(sum(agreed), len(agreed))
+        return Agreement(sum(agreed) / len(agreed), low, len(agreed), len(texts))
+
+    def _of(self, text: str) -> Iterator[bool]:
+        job = self.made.prepare(text, policy="full")
+        cache = self.made.run(job).cache
+        self._require_alike(text, cache)
+        reference = self.made.compressor.reference(job, cache)
+        if reference is None or not reference.probe.places:
+            return
+        logits = self._answers(cache, reference.probe)
+        for answered in reference.answered(range(len(reference.probe.places)), logits):
+            yield answered.agreed
+
+    def _require_alike(self, text: str, cache: CompressedCache) -> None:
+        documents = [one.encode_document(text).token_ids for one in (self.asked, self.made)]
+        questions = [one.encode_query(cache, _QUESTION) for one in (self.asked, self.made)]
+        if documents[0] != documents[1] or questions[0] != questions[1]:
+            raise ModelMismatch(
+                f"{self.asked.name!r} writes a document or a question as other tokens than {self.made.name!r}: their "
+                "tokenizers or chat templates differ",
+                field="tokenizer" if documents[0] != documents[1] else "template",
+            )
+        for ours, theirs in zip_longest(self.asked.passes.layer_shapes, self.made.passes.layer_shapes):
+            if ours is None or theirs is None or ours._replace(dtype=theirs.dtype) != theirs:
+                raise ModelMismatch(
+                    f"{self.asked.name!r} has other layers than {self.made.name!r}: {ours} against {theirs}",
+                    field="attention",
+                )
+
+    def _answers(self, cache: CompressedCache, probe: Probe) -> Iterator[Tensor]:
+        """Logits `[T, vocabulary]` of each cue, by llama.cpp."""
+        sequences: Sequences = self.asked.sequences
+        layers = llamacpp.half_layers(self.made.export(cache, positions="absolute"))
+        entries = layers[0][0].shape[1]
+        state = llamacpp.state_of(layers, self.asked.model.config.model_type, first=cache.next_position - entries)
+        document = sequences.load(state, entries)
+        try:
+            for cue in probe.passes:
+                number = sequences.fork(document, len(cue.token_ids))
+                (logits,) = sequences.run([Run(number, cache.next_position, cue.token_ids, ANSWER)])
+                sequences.drop(number)
+                yield logits.to(torch.float32)
+        finally:
+            sequences.drop(document)

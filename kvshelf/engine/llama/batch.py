@@ -1,0 +1,167 @@
+"""The open answers of one model, whose passes llama.cpp computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvshelf.api.answers import Piece
+from kvshelf.engine.attachments import Attachments
+from kvshelf.engine.attention.attachment import Attachment, Wait, block
+from kvshelf.engine.decode.batch import MAX_NEW_TOKENS, Choices, DecodeBatch
+from kvshelf.engine.decode.generation import Generation
+from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN
+from kvshelf.engine.files import llamacpp
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.llama.sequences import Run, Sequences
+from kvshelf.engine.progress import Checkpoint, nothing
+from kvshelf.errors import InvalidRequest, KvshelfError
+
+
+class _Place(NamedTuple):
+    """The sequence of an answer. document: the number of the attachment whose cells it shares."""
+
+    sequence: int
+    document: int
+
+
+class LlamaBatch(DecodeBatch):
+    """A batch whose passes llama.cpp computes: each answer is a sequence that shares the cells of its document.
+
+    Documents stay in llama.cpp's memory until their room is wanted. An answer for which there is no room waits for that
+    of the others.
+    """
+
+    def __init__(self, passes: Passes, attachments: Attachments, sequences: Sequences) -> None:
+        super().__init__(passes)
+        self._attachments = attachments
+        self._sequences = sequences
+        self._identity = passes.facts.identity
+        self._type: str = passes.facts.model.config.model_type
+        self._documents: dict[int, int] = {}
+        """Sequences by the number of the attachment, those used last at the end."""
+        self._answers: dict[Generation, _Place] = {}
+        weakref.finalize(self, _drop_all, sequences, self._documents, self._answers)
+
+    def step(
+        self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
+    ) -> list[Piece | Exception]:
+        """See `DecodeBatch.step`. The checkpoint is called before the pass alone: nobody can leave one of llama.cpp's.
+        The tokens of a turn that is kept run as those of a document do: what is stored is kvshelf's own."""
+        for generation in generations:
+            for layer in range(generation.document.num_layers):
+                generation.document.prefixes(layer, wait)
+        (checkpoint or nothing)()
+        told: dict[int, Piece | Exception] = {}
+        runs: list[tuple[Generation, Run]] = []
+        left = MAX_NEW_TOKENS
+        for generation in sorted(generations, key=lambda one: len(one.pending)):
+            try:
+                if generation.closing:
+                    told[id(generation)] = self._close(generation)
+                elif (place := self._placed(generation)) is not None:
+                    count = min(len(generation.pending), max(1, left))
+                    left -= count
+                    runs.append((generation, Run(place.sequence, generation.next_position, generation.pending[:count])))
+            except Exception as error:  # one answer's error is that answer's, whatever it is
+                told[id(generation)] = error
+        told |= self._run(runs)
+        return [told.get(id(generation), Piece("")) for generation in generations]
+
+    def keep(self, generation: Generation) -> None:
+        try:
+            while generation.row.slab is None or generation.pending:
+                if isinstance(outcome := self._close(generation), Exception):
+                    raise outcome
+        except KvshelfError as error:
+            generation.turn = error
+        else:
+            super().keep(generation)
+
+    def leave(self, generation: Generation) -> None:
+        self._forget(generation)
+        super().leave(generation)
+
+    def _run(self, runs: Sequence[tuple[Generation, Run]]) -> dict[int, Piece | Exception]:
+        if not runs:
+            return {}
+        passed = self._sequences.run([run for _, run in runs])
+        asking, logits = [], []
+        for (generation, run), last in zip(runs, passed, strict=True):
+            complete = len(run.token_ids) == len(generation.pending)
+            generation.ran(len(run.token_ids), NOTHING_SHOWN if complete else NOT_COMPLETE)
+            if complete:
+                asking.append(generation)
+                logits.append(last)
+        if not asking:
+            return {}
+        choices, told = Choices.of(torch.cat(logits), asking), dict[int, Piece | Exception]()
+        for row, generation in enumerate(asking):
+            try:
+                told[id(generation)] = choices.taken(generation, row)
+            except Exception as error:
+                told[id(generation)] = error
+        return told
+
+    def _close(self, generation: Generation) -> Piece | Exception:
+        """Run the tokens of a turn by kvshelf's own passes. Raises `ModelMismatch` behind a cache of a linked model: a
+        cache is of one model from its first token to its last."""
+        self._identity.require_match(generation.document.identity.model)
+        self._forget(generation)
+        if generation.row.slab is None:
+            generation.row.logical = generation.row.stored = 0
+            generation.pending = list(generation.turn_ids)
+        return super().step([generation])[0]
+
+    def _placed(self, generation: Generation) -> _Place | None:
+        """The sequence of an answer; None while others have its room. Raises `InvalidRequest` for one that there will
+        never be room for."""
+        place = self._answers.get(generation)
+        if place is None:
+            (document,) = generation.document.parts
+            needed = len(generation.pending) + generation.room
+            if not self._has_room(document.number, document.read_tokens, needed):
+                if self._answers:
+                    return None
+                raise InvalidRequest(
+                    f"the cache has {document.read_tokens} entries, and question and answer up to {needed} more; "
+                    f"llama.cpp has room for {self._sequences.cells} (--resident-bytes). Ask for fewer tokens",
+                    param="max_tokens",
+                )
+            own = self._documents.pop(document.number, None)
+            own = self._loaded(document) if own is None else own
+            self._documents[document.number] = own  # at the end
+            place = _Place(self._sequences.fork(own, needed), document.number)
+            self._answers[generation] = place
+        return place
+
+    def _has_room(self, number: int, entries: int, needed: int) -> bool:
+        """Whether there is room for a question to a document, once others that nobody asks have gone."""
+        in_use = {place.document for place in self._answers.values()} | {number}
+        idle = [other for other in self._documents if other not in in_use]
+        wanted = needed if number in self._documents else entries + needed
+        while not self._sequences.has_room(wanted):
+            if not idle:
+                return False
+            self._sequences.drop(self._documents.pop(idle.pop(0)))
+        return True
+
+    def _loaded(self, document: Attachment) -> int:
+        cache = document.stored("none")
+        assert cache is not None, "no rows are decoded under codec none"
+        layers = llamacpp.half_layers(self._attachments.exported(cache, "absolute"))
+        entries = layers[0][0].shape[1]
+        state = llamacpp.state_of(layers, self._type, first=cache.next_position - entries)
+        return self._sequences.load(state, entries)
+
+    def _forget(self, generation: Generation) -> None:
+        if (place := self._answers.pop(generation, None)) is not None:
+            self._sequences.drop(place.sequence)
+
+
+def _drop_all(sequences: Sequences, documents: Mapping[int, int], answers: Mapping[Generation, _Place]) -> None:
+    for number in (*documents.values(), *(place.sequence for place in answers.values())):
+        sequences.drop(number)
