@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Let a quantization answer from the caches of the weights it was made of.", no_args_is_help=True)
 
-_MADE_DOCUMENTS, _MADE_TOKENS = 3, 1024
+_MADE_DOCUMENTS, _MADE_TOKENS = 3, 768
 
 Made = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes the caches: as of `serve --model`.")]
 Asked = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that `serve --engine llama.cpp` runs.")]

