@@ -27,13 +27,13 @@ app = typer.Typer(help="Let a quantization answer from the caches of the weights
 
 _MADE_DOCUMENTS, _MADE_TOKENS = 3, 768
 
-Made = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes the caches: as of `serve --model`.")]
-Asked = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that `serve --engine llama.cpp` runs.")]
+Maker = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes the caches: as of `serve --model`.")]
+Asker = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that `serve --engine llama.cpp` runs.")]
 
 
 def link(
-    made: Made,
-    asked: Asked,
+    maker: Maker,
+    asker: Asker,
     document: Annotated[
         list[Path] | None,
         typer.Option(help="A text whose cues are asked. May be repeated.  [default: four of kvshelf's own]"),
@@ -60,22 +60,22 @@ def link(
         from kvshelf.integrations.engine_weights import require_weights
         from kvshelf.workers.cluster.deployment import served_name
 
-        file, texts = gguf_of(asked), [_text(path) for path in document or ()]
+        file, texts = gguf_of(asker), [_text(path) for path in document or ()]
         with _opened(store, encryption_key_file) as shelf:
-            maker = Engine.load(made, dtype=dtype, shown=served_name(made))
-            maker.encoder.require_text("MADE")
-            texts = texts or _own_texts(maker)
-            trial = maker.compress(texts[0], policy="full")
-            require_weights(prefix_of(maker, trial, of=NAME, types=PERMUTED, dtype=None, document=()).about, file)
-            asker = LlamaEngine.load(asked, shown=served_name(asked))
-            agreement = CueAsker(maker, asker).agreement(texts)
+            making = Engine.load(maker, dtype=dtype, shown=served_name(maker))
+            making.encoder.require_text("MADE")
+            texts = texts or _own_texts(making)
+            trial = making.compress(texts[0], policy="full")
+            require_weights(prefix_of(making, trial, of=NAME, types=PERMUTED, dtype=None, document=()).about, file)
+            asking = LlamaEngine.load(asker, shown=served_name(asker))
+            agreement = CueAsker(making, asking).agreement(texts)
             if agreement.share < floor:
                 raise ModelMismatch(
-                    f"{asker.name!r} agrees with {maker.name!r} on {agreement.share:.1%} of {agreement.cues} cues, and "
-                    f"the floor is {floor:.0%}; take a finer quantization, or --floor",
+                    f"{asking.name!r} agrees with {making.name!r} on {agreement.share:.1%} of {agreement.cues} cues, "
+                    f"and the floor is {floor:.0%}; take a finer quantization, or --floor",
                     agreement=round(agreement.share, 4),
                 )
-            measured = _measured(maker, asker, *agreement)
+            measured = _measured(making, asking, *agreement)
             shelf.links.keep(measured)
     _print([measured], as_json=as_json)
 
@@ -92,12 +92,12 @@ def links(
     with _opened(store, encryption_key_file) as shelf:
         known = shelf.links.list()
         if remove is not None:
-            known = [one for one in known if one.made.fingerprint.startswith(remove)]
+            known = [one for one in known if one.maker.fingerprint.startswith(remove)]
             if len(remove) < 4 or not known:
                 raise InvalidRequest(f"no link has a maker whose fingerprint begins {remove!r:.60}", param="--remove")
             for one in known:
                 shelf.links.remove(one)
-                say(f"{one.made.name} {one.asked.name}")
+                say(f"{one.maker.name} {one.asker.name}")
             return
     _print(known, as_json=as_json)
 
@@ -139,8 +139,8 @@ def _measured(maker: Engine, asker: Engine, share: float, low: float, cues: int,
     from kvshelf.store.jobs.links import ModelLink
 
     return ModelLink(
-        made=_side(maker),
-        asked=_side(asker),
+        maker=_side(maker),
+        asker=_side(asker),
         engine=NAME,
         engine_version=package_version(),
         agreement=share,
@@ -179,8 +179,8 @@ def _table(known: list[ModelLink]) -> Table:
     headings = ("MADE", "ASKED", "ENGINE", "AGREEMENT", "LOW", "CUES", "DATE", "FINGERPRINT")
     rows = (
         (
-            *(one.made.name, one.asked.name, f"{one.engine} {one.engine_version}", f"{one.agreement:.1%}"),
-            *(f"{one.low:.1%}", str(one.cues), one.date, one.made.fingerprint[:16]),
+            *(one.maker.name, one.asker.name, f"{one.engine} {one.engine_version}", f"{one.agreement:.1%}"),
+            *(f"{one.low:.1%}", str(one.cues), one.date, one.maker.fingerprint[:16]),
         )
         for one in known
     )

@@ -18,7 +18,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.llama.engine import LlamaEngine
-from kvshelf.engine.llama.sequences import Run, Sequences
+from kvshelf.engine.llama.sequences import Sequences, TokenRun
 from kvshelf.engine.quality import ANSWER, LEAST, Probe, bounds
 from kvshelf.errors import InvalidRequest, ModelMismatch
 
@@ -39,10 +39,10 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True)
 class CueAsker:
-    """Asks the cues of documents. made: the engine that makes their caches."""
+    """Asks the cues of documents. maker: the engine that makes their caches."""
 
-    made: Engine
-    asked: LlamaEngine
+    maker: Engine
+    asker: LlamaEngine
 
     def agreement(self, texts: Sequence[str]) -> Agreement:
         """Raises `ModelMismatch` where the two read a text as other tokens or have layers of other shapes, and
@@ -60,10 +60,10 @@ class CueAsker:
         return Agreement(sum(agreed) / len(agreed), low, len(agreed), len(texts))
 
     def _of(self, text: str) -> Iterator[bool]:
-        job = self.made.prepare(text, policy="full")
-        cache = self.made.run(job).cache
+        job = self.maker.prepare(text, policy="full")
+        cache = self.maker.run(job).cache
         self._require_alike(text, cache)
-        reference = self.made.compressor.reference(job, cache, cues=CUES_OF_A_DOCUMENT)
+        reference = self.maker.compressor.reference(job, cache, cues=CUES_OF_A_DOCUMENT)
         if reference is None or not reference.probe.places:
             return
         logits = self._answers(cache, reference.probe)
@@ -71,32 +71,32 @@ class CueAsker:
             yield answered.agreed
 
     def _require_alike(self, text: str, cache: CompressedCache) -> None:
-        documents = [one.encode_document(text).token_ids for one in (self.asked, self.made)]
-        questions = [one.encode_query(cache, _QUESTION) for one in (self.asked, self.made)]
+        documents = [one.encode_document(text).token_ids for one in (self.asker, self.maker)]
+        questions = [one.encode_query(cache, _QUESTION) for one in (self.asker, self.maker)]
         if documents[0] != documents[1] or questions[0] != questions[1]:
             raise ModelMismatch(
-                f"{self.asked.name!r} writes a document or a question as other tokens than {self.made.name!r}: their "
+                f"{self.asker.name!r} writes a document or a question as other tokens than {self.maker.name!r}: their "
                 "tokenizers or chat templates differ",
                 field="tokenizer" if documents[0] != documents[1] else "template",
             )
-        for ours, theirs in zip_longest(self.asked.passes.layer_shapes, self.made.passes.layer_shapes):
+        for ours, theirs in zip_longest(self.asker.passes.layer_shapes, self.maker.passes.layer_shapes):
             if ours is None or theirs is None or ours._replace(dtype=theirs.dtype) != theirs:
                 raise ModelMismatch(
-                    f"{self.asked.name!r} has other layers than {self.made.name!r}: {ours} against {theirs}",
+                    f"{self.asker.name!r} has other layers than {self.maker.name!r}: {ours} against {theirs}",
                     field="attention",
                 )
 
     def _answers(self, cache: CompressedCache, probe: Probe) -> Iterator[Tensor]:
         """Logits `[T, vocabulary]` of each cue, by llama.cpp."""
-        sequences: Sequences = self.asked.sequences
-        layers = llamacpp.half_layers(self.made.export(cache, positions="absolute"))
+        sequences: Sequences = self.asker.sequences
+        layers = llamacpp.half_layers(self.maker.export(cache, positions="absolute"))
         entries = layers[0][0].shape[1]
-        state = llamacpp.state_of(layers, self.asked.model.config.model_type, first=cache.next_position - entries)
+        state = llamacpp.state_of(layers, self.asker.model.config.model_type, first=cache.next_position - entries)
         document = sequences.load(state, entries)
         try:
             for cue in probe.passes:
                 number = sequences.fork(document, len(cue.token_ids))
-                (logits,) = sequences.run([Run(number, cache.next_position, cue.token_ids, ANSWER)])
+                (logits,) = sequences.run([TokenRun(number, cache.next_position, cue.token_ids, ANSWER)])
                 sequences.drop(number)
                 yield logits.to(torch.float32)
         finally:

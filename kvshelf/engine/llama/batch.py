@@ -16,12 +16,12 @@ from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.llama.sequences import Run, Sequences
+from kvshelf.engine.llama.sequences import Sequences, TokenRun
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import InvalidRequest, KvshelfError
 
 
-class _Place(NamedTuple):
+class _AnswerPlace(NamedTuple):
     """The sequence of an answer. document: the number of the attachment whose cells it shares."""
 
     sequence: int
@@ -43,33 +43,35 @@ class LlamaBatch(DecodeBatch):
         self._type: str = passes.facts.model.config.model_type
         self._documents: dict[int, int] = {}
         """Sequences by the number of the attachment, those used last at the end."""
-        self._answers: dict[Generation, _Place] = {}
-        weakref.finalize(self, _drop_all, sequences, self._documents, self._answers)
+        self._answers: dict[Generation, _AnswerPlace] = {}
+        weakref.finalize(self, _drop_all, sequences, self._documents, self._answers).atexit = False
 
     def step(
         self, generations: Sequence[Generation], checkpoint: Checkpoint | None = None, wait: Wait = block
     ) -> list[Piece | Exception]:
         """See `DecodeBatch.step`. The checkpoint is called before the pass alone: nobody can leave one of llama.cpp's.
         The tokens of a turn that is kept run as those of a document do: what is stored is kvshelf's own."""
-        for generation in generations:
-            for layer in range(generation.document.num_layers):
-                generation.document.prefixes(layer, wait)
+        for document in (generation.document for generation in generations):
+            if not document.arrived:
+                for layer in range(document.num_layers):
+                    document.prefixes(layer, wait)
         (checkpoint or nothing)()
-        told: dict[int, Piece | Exception] = {}
-        runs: list[tuple[Generation, Run]] = []
+        outcomes: dict[int, Piece | Exception] = {}
+        runs: list[tuple[Generation, TokenRun]] = []
         left = MAX_NEW_TOKENS
         for generation in sorted(generations, key=lambda one: len(one.pending)):
             try:
                 if generation.closing:
-                    told[id(generation)] = self._close(generation)
+                    outcomes[id(generation)] = self._close(generation)
                 elif (place := self._placed(generation)) is not None:
                     count = min(len(generation.pending), max(1, left))
                     left -= count
-                    runs.append((generation, Run(place.sequence, generation.next_position, generation.pending[:count])))
+                    run = TokenRun(place.sequence, generation.next_position, generation.pending[:count])
+                    runs.append((generation, run))
             except Exception as error:  # one answer's error is that answer's, whatever it is
-                told[id(generation)] = error
-        told |= self._run(runs)
-        return [told.get(id(generation), Piece("")) for generation in generations]
+                outcomes[id(generation)] = error
+        outcomes |= self._run(runs)
+        return [outcomes.get(id(generation), Piece("")) for generation in generations]
 
     def keep(self, generation: Generation) -> None:
         try:
@@ -85,7 +87,7 @@ class LlamaBatch(DecodeBatch):
         self._forget(generation)
         super().leave(generation)
 
-    def _run(self, runs: Sequence[tuple[Generation, Run]]) -> dict[int, Piece | Exception]:
+    def _run(self, runs: Sequence[tuple[Generation, TokenRun]]) -> dict[int, Piece | Exception]:
         if not runs:
             return {}
         passed = self._sequences.run([run for _, run in runs])
@@ -98,13 +100,15 @@ class LlamaBatch(DecodeBatch):
                 logits.append(last)
         if not asking:
             return {}
-        choices, told = Choices.of(torch.cat(logits), asking), dict[int, Piece | Exception]()
+        choices, outcomes = Choices.of(torch.cat(logits), asking), dict[int, Piece | Exception]()
         for row, generation in enumerate(asking):
             try:
-                told[id(generation)] = choices.taken(generation, row)
+                outcomes[id(generation)] = choices.taken(generation, row)
             except Exception as error:
-                told[id(generation)] = error
-        return told
+                outcomes[id(generation)] = error
+            if generation.finished:
+                self._forget(generation)  # its caller may leave late, and others wait for the room
+        return outcomes
 
     def _close(self, generation: Generation) -> Piece | Exception:
         """Run the tokens of a turn by kvshelf's own passes. Raises `ModelMismatch` behind a cache of a linked model: a
@@ -116,7 +120,7 @@ class LlamaBatch(DecodeBatch):
             generation.pending = list(generation.turn_ids)
         return super().step([generation])[0]
 
-    def _placed(self, generation: Generation) -> _Place | None:
+    def _placed(self, generation: Generation) -> _AnswerPlace | None:
         """The sequence of an answer; None while others have its room. Raises `InvalidRequest` for one that there will
         never be room for."""
         place = self._answers.get(generation)
@@ -134,7 +138,7 @@ class LlamaBatch(DecodeBatch):
             own = self._documents.pop(document.number, None)
             own = self._loaded(document) if own is None else own
             self._documents[document.number] = own  # at the end
-            place = _Place(self._sequences.fork(own, needed), document.number)
+            place = _AnswerPlace(self._sequences.fork(own, needed), document.number)
             self._answers[generation] = place
         return place
 
@@ -162,6 +166,6 @@ class LlamaBatch(DecodeBatch):
             self._sequences.drop(place.sequence)
 
 
-def _drop_all(sequences: Sequences, documents: Mapping[int, int], answers: Mapping[Generation, _Place]) -> None:
+def _drop_all(sequences: Sequences, documents: Mapping[int, int], answers: Mapping[Generation, _AnswerPlace]) -> None:
     for number in (*documents.values(), *(place.sequence for place in answers.values())):
         sequences.drop(number)

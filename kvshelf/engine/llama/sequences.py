@@ -47,7 +47,7 @@ _FLOAT16: Final = 1  # ggml's
 _FLASH_ATTENTION: Final = 1  # without it values would be transposed
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens to run behind a sequence. first: the position of the first. last: so many at their end give logits."""
 
     sequence: int
@@ -86,7 +86,8 @@ class Sequences:
         self._head = self._state(0)[:_HEAD]
 
     def close(self) -> None:
-        """Free its memory. The sequences cannot be used afterwards."""
+        """Free its memory. The sequences can only be dropped afterwards."""
+        self._taken.clear()
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
@@ -127,16 +128,16 @@ class Sequences:
 
     def drop(self, number: int) -> None:
         """Forget a sequence. Cells that no other one shares are free."""
-        self._lib.llama_memory_seq_rm(self._memory, number, -1, -1)
-        del self._taken[number]
-        self._free.append(number)
+        if self._taken.pop(number, None) is not None:
+            self._lib.llama_memory_seq_rm(self._memory, number, -1, -1)
+            self._free.append(number)
 
     def _taking(self, cells: int) -> int:
         number = self._free.pop()
         self._taken[number] = cells
         return number
 
-    def run(self, runs: Sequence[Run]) -> list[Tensor]:
+    def run(self, runs: Sequence[TokenRun]) -> list[Tensor]:
         """Run tokens of several sequences in one pass, at most `MOST_TOKENS`. Gives the logits of each run, `[last,
         vocabulary]` fp32. Raises `InternalError` where llama.cpp fails; its sequences are then as before."""
         lib, places = self._lib, list[list[int]]()

@@ -33,15 +33,15 @@ class LinkedModel(StoredRecord):
 
 
 class ModelLink(StoredRecord):
-    """Caches that `made` has made are asked by `asked`, which an engine runs.
+    """Caches that `maker` has made are asked by `asker`, which an engine runs.
 
-    agreement: share of `cues` that count on which `asked`, behind the full caches of `made`, agrees with them. low: the
+    agreement: share of the `cues` that count on which `asker`, behind the full caches of `maker`, agrees. low: the
     bound of this share, as of `engine.quality`. documents: whose cues they are. engine_version: of the package that
-    runs `asked`. kvshelf: the version that measured, on `date` (YYYY-MM-DD).
+    runs `asker`. kvshelf: the version that measured, on `date` (YYYY-MM-DD).
     """
 
-    made: LinkedModel
-    asked: LinkedModel
+    maker: LinkedModel
+    asker: LinkedModel
     engine: str
     engine_version: str
     agreement: float = Field(ge=0, le=1)
@@ -68,17 +68,17 @@ class LinkTable:
             raise StateConflict(f"there are {MOST_LINKS} links between models, as many as may be; remove one")
         kept = self._table.add(item) if earlier is None else self._table.change(replace(earlier, text=item.text))
         if kept is None:
-            raise StateConflict(f"the link of {link.made.name!r} and {link.asked.name!r} was changed meanwhile")
+            raise StateConflict(f"the link of {link.maker.name!r} and {link.asker.name!r} was changed meanwhile")
 
     def list(self) -> list[ModelLink]:
         """Newest first."""
         return [read(item, ModelLink) for item in self._table.listing("link", _NOBODY, None, MOST_LINKS)]
 
-    def makers(self, asked: str, engine: str) -> frozenset[str]:
-        """Fingerprints of the models of whose caches a model may be asked. asked: its fingerprint. engine: that runs
+    def makers(self, asker: str, engine: str) -> frozenset[str]:
+        """Fingerprints of the models of whose caches a model may be asked. asker: its fingerprint. engine: that runs
         it."""
         return frozenset(
-            link.made.fingerprint for link in self.list() if (link.asked.fingerprint, link.engine) == (asked, engine)
+            link.maker.fingerprint for link in self.list() if (link.asker.fingerprint, link.engine) == (asker, engine)
         )
 
     def remove(self, link: ModelLink) -> None:
@@ -87,4 +87,4 @@ class LinkTable:
 
 
 def _id(link: ModelLink) -> str:
-    return "link_" + digest("kvshelf.link", link.made.fingerprint, link.asked.fingerprint, link.engine)
+    return "link_" + digest("kvshelf.link", link.maker.fingerprint, link.asker.fingerprint, link.engine)
