@@ -18,7 +18,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.llama.engine import LlamaEngine
-from kvshelf.engine.llama.sequences import Sequences, TokenRun
+from kvshelf.engine.llama.sequences import SequenceRun, Sequences
 from kvshelf.engine.quality import ANSWER, LEAST, Probe, bounds
 from kvshelf.errors import InvalidRequest, ModelMismatch
 
@@ -96,7 +96,7 @@ class CueAsker:
         try:
             for cue in probe.passes:
                 number = sequences.fork(document, len(cue.token_ids))
-                (logits,) = sequences.run([TokenRun(number, cache.next_position, cue.token_ids, ANSWER)])
+                (logits,) = sequences.run([SequenceRun(number, cache.next_position, cue.token_ids, ANSWER)])
                 sequences.drop(number)
                 yield logits.to(torch.float32)
         finally:

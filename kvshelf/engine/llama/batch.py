@@ -16,7 +16,7 @@ from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.engine.llama.sequences import Sequences, TokenRun
+from kvshelf.engine.llama.sequences import SequenceRun, Sequences
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import InvalidRequest, KvshelfError
 
@@ -57,7 +57,7 @@ class LlamaBatch(DecodeBatch):
                     document.prefixes(layer, wait)
         (checkpoint or nothing)()
         outcomes: dict[int, Piece | Exception] = {}
-        runs: list[tuple[Generation, TokenRun]] = []
+        runs: list[tuple[Generation, SequenceRun]] = []
         left = MAX_NEW_TOKENS
         for generation in sorted(generations, key=lambda one: len(one.pending)):
             try:
@@ -66,7 +66,7 @@ class LlamaBatch(DecodeBatch):
                 elif (place := self._placed(generation)) is not None:
                     count = min(len(generation.pending), max(1, left))
                     left -= count
-                    run = TokenRun(place.sequence, generation.next_position, generation.pending[:count])
+                    run = SequenceRun(place.sequence, generation.next_position, generation.pending[:count])
                     runs.append((generation, run))
             except Exception as error:  # one answer's error is that answer's, whatever it is
                 outcomes[id(generation)] = error
@@ -87,7 +87,7 @@ class LlamaBatch(DecodeBatch):
         self._forget(generation)
         super().leave(generation)
 
-    def _run(self, runs: Sequence[tuple[Generation, TokenRun]]) -> dict[int, Piece | Exception]:
+    def _run(self, runs: Sequence[tuple[Generation, SequenceRun]]) -> dict[int, Piece | Exception]:
         if not runs:
             return {}
         passed = self._sequences.run([run for _, run in runs])

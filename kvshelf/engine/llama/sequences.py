@@ -47,7 +47,7 @@ _FLOAT16: Final = 1  # ggml's
 _FLASH_ATTENTION: Final = 1  # without it values would be transposed
 
 
-class TokenRun(NamedTuple):
+class SequenceRun(NamedTuple):
     """Tokens to run behind a sequence. first: the position of the first. last: so many at their end give logits."""
 
     sequence: int
@@ -137,7 +137,7 @@ class Sequences:
         self._taken[number] = cells
         return number
 
-    def run(self, runs: Sequence[TokenRun]) -> list[Tensor]:
+    def run(self, runs: Sequence[SequenceRun]) -> list[Tensor]:
         """Run tokens of several sequences in one pass, at most `MOST_TOKENS`. Gives the logits of each run, `[last,
         vocabulary]` fp32. Raises `InternalError` where llama.cpp fails; its sequences are then as before."""
         lib, places = self._lib, list[list[int]]()
