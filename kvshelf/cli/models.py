@@ -36,7 +36,7 @@ def link(
     asker: Asker,
     document: Annotated[
         list[Path] | None,
-        typer.Option(help="A text whose cues are asked. May be repeated.  [default: four of kvshelf's own]"),
+        typer.Option(help="A text whose cues are asked. May be repeated.  [default: some of kvshelf's own]"),
     ] = None,
     floor: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse the link where a smaller share of the cues agrees.")
