@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 
-.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-engines test-arm mutate gpu soak clean
+.PHONY: help setup demo check test test-slow test-fast test-faults test-page test-real test-vllm test-sglang test-engines test-arm mutate gpu soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | column -t -s '|'
@@ -111,6 +111,12 @@ test-engines: setup $(LLAMA)/.installed-$(PYTHON_VERSION) $(MLX)/.installed-$(PY
 	TESTS_LLAMA_PYTHON=$(LLAMA)/bin/python TESTS_MLX_PYTHON=$(MLX)/bin/python \
 	  $(BIN)/python -m pytest -s tests/integrations_engines
 	$(LLAMA)/bin/python -m pytest -s tests/integrations_engines/test_llama_engine.py
+
+SGLANG_VERSION := 0.5.23
+SGLANG := .sglang-$(SGLANG_VERSION)
+test-sglang: setup  ## the interface of SGLang's wheel loads kvshelf's backend; 39 MB, of which none is installed
+	@test -d $(SGLANG) || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d $(SGLANG) sglang==$(SGLANG_VERSION)
+	TESTS_SGLANG_WHEEL=$$(ls $(SGLANG)/*.whl) $(BIN)/python -m pytest tests/integrations/test_sglang.py
 
 test-arm: setup  ## the C forms for ARM under qemu: tests of each operation; ten minutes, and 1 GB in .arm
 	scripts/arm.sh

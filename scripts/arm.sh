@@ -44,5 +44,6 @@ arm_python() {
   PYTHONPATH=$PWD:$root/packages qemu-aarch64 -L "$root/debian" "$root/debian/usr/bin/python3.11" "$@"
 }
 arm_python -m kvshelf.kernels.compiling
-OMP_NUM_THREADS=1 arm_python -m pytest -q -p no:cacheprovider --confcutdir=tests/kernels -k "${1:-native and not triton and not ans.eager}" \
+# One test compares seconds, which say nothing under an emulator and take hundreds: it is left out.
+OMP_NUM_THREADS=1 arm_python -m pytest -q -p no:cacheprovider --confcutdir=tests/kernels -k "${1:-native and not triton and not ans.eager and not an_eighth_of_the_work}" \
   --hypothesis-profile=ci "$STREAMS" $(printf "tests/kernels/test_%s.py " "${OPERATIONS[@]}")

@@ -9,8 +9,8 @@ With them it prints what the policies' classes say, which this script writes to
 kvshelf/methods/policies/catalog.json, and what the
 selectors' classes say to kvshelf/methods/selectors/catalog.json, and those of suffix policies to
 kvshelf/methods/suffixes/catalog.json, so that no torch is needed to read them. The pages docs/internals/policies.md,
-docs/internals/selectors.md and docs/internals/suffix.md keep everything outside their two marks; the text between them
-is generated from docstrings and these numbers. Tests compare all of them.
+docs/internals/selectors.md, docs/internals/suffix.md and docs/internals/papers.md keep everything outside their two
+marks; the text between them is generated from docstrings and these numbers. Tests compare all of them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SELECTORS = ROOT / "kvshelf" / "methods" / "selectors" / "catalog.json"
 PAGE = ROOT / "docs" / "internals" / "policies.md"
 SUFFIXES_PAGE = ROOT / "docs" / "internals" / "suffix.md"
 SELECTORS_PAGE = ROOT / "docs" / "internals" / "selectors.md"
+PAPERS_PAGE = ROOT / "docs" / "internals" / "papers.md"
 BEGIN, END = "<!-- from here on written by scripts/publish_quality.py -->", "<!-- up to here -->"
 REMOVED = (0.5, 0.75, 0.875, 0.9375)
 _SORTED_BY = 0.0625  # selectors, by what they measured where an answer reads this part
@@ -62,6 +63,7 @@ def written() -> dict[Path, str]:
         PAGE: page(PAGE.read_text(), generated(policies.infos())),
         SELECTORS_PAGE: page(SELECTORS_PAGE.read_text(), of_selectors()),
         SUFFIXES_PAGE: page(SUFFIXES_PAGE.read_text(), of_suffix_policies()),
+        PAPERS_PAGE: page(PAPERS_PAGE.read_text(), of_papers()),
     }
 
 
@@ -177,6 +179,39 @@ def of_suffix_policies() -> str:
         lines += [f"## `{info.name}`", "", info.summary, "", *(part + "\n" for part in info.details)]
         lines += [f"**Choose it** {info.advice}", "", f"Source: {info.source}. Parameters: {parameters(info)}.", ""]
     return "\n".join(lines)
+
+
+def of_papers() -> str:
+    """How much of its paper each method is."""
+    kinds = (
+        ("policy", PAGE, policies),
+        ("selector", SELECTORS_PAGE, selectors),
+        ("suffix policy", SUFFIXES_PAGE, suffixes),
+    )
+    lines = [
+        "## Methods",
+        "",
+        "By what their docstrings begin with. A suffix policy judges question and answer; a stored document stays.",
+        "",
+        "| | | paper | |",
+        "|---|---|---|---|",
+    ]
+    for noun, file, registry in kinds:
+        for info in registry.infos():
+            if not info.name.startswith("policy:"):
+                letter, why = extent(info)
+                shown = f"{noun} [`{info.name}`]({file.name}#{info.name})"
+                lines.append(f"| {shown} | {letter} | {info.source} | {why} |")
+    return "\n".join([*lines, ""])
+
+
+def extent(info: MethodInfo) -> tuple[str, str]:
+    """W, P or R, as papers.md says them, or - for a method of kvshelf's own; and why."""
+    for start, letter in (("In part, ", "P"), ("A reconstruction", "R")):
+        if info.summary.startswith(start):
+            return letter, info.summary.partition(":")[0].removeprefix(start).removeprefix(", ").strip()
+    own = info.source == "the model itself" or "docs/internals" in info.source
+    return ("-" if own else "W"), ""
 
 
 def row_label(row: dict[str, Any]) -> str:

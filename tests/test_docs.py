@@ -354,6 +354,23 @@ def test_every_selector_says_when_to_choose_it_and_what_it_measured() -> None:
         assert all(0 <= row["exact"] <= 1 and row["read_share"] <= row["share"] * 1.05 for row in info.measured)
 
 
+def test_every_paper_says_what_is_here_of_it_and_which_test_shows_it() -> None:
+    """And names only tests and files that exist."""
+    rows = [
+        [cell.strip() for cell in line.strip("|\n ").split("|")]
+        for line in (ROOT / "docs" / "internals" / "papers.md").read_text().partition("## Methods")[0].splitlines()
+        if line.startswith("| ") and not line.startswith(("| paper", "| system"))
+    ]
+    assert len(rows) == 4 + 28
+    for name, letter, *_, shown in rows:
+        assert letter[0] in "WPR-", name
+        places = re.findall(r"`([^`]+)`", shown)
+        assert places or letter == "-", name
+        for place in places:
+            file, _, test = place.partition("::")
+            assert f"def {test}" in (ROOT / file).read_text(), place
+
+
 def test_every_policy_says_when_to_choose_it_and_what_it_cost() -> None:
     for info in catalog():
         assert info.advice, info.name

@@ -119,6 +119,7 @@ class CacheOptions(Protecting, Renewable):
     """
 
     model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
+    adapter: ModelName | None = Field(None, description="one of the service's LoRA adapters, a model by its own name")
     layout: LayoutName | None = Field(None, description="default: chat if the model has a chat template, else plain")
     policy_params: AnyFields = Field(default_factory=dict, max_length=64)
     compression_ratio: Ratio | None = Field(None, description="fraction of the entries to REMOVE, such as 0.75")

@@ -381,7 +381,13 @@ class MarkedCompletionRequest(ChatCompletionRequest):
         by_default = "30m" if options is None else options.ttl
         ttl_s = max(_TTL_S[mark.ttl or by_default] for mark in self._marks)
         return CreateCache(
-            model=self.model, document=self.document, layout="chat", ttl_s=ttl_s, ttl_renew=True, **choice.model_dump()
+            model=self.model,
+            adapter=self.adapter,
+            document=self.document,
+            layout="chat",
+            ttl_s=ttl_s,
+            ttl_renew=True,
+            **choice.model_dump(),
         )
 
     @property

@@ -29,6 +29,7 @@ from kvshelf.api.strict import (
     MaxTokens,
     MessageList,
     MissReason,
+    ModelName,
     Prompts,
     Renewable,
     RequestBody,
@@ -79,6 +80,9 @@ def require_storable(
 class AskShelf(Ask, Renewable):
     """How a question to the shelf is answered, in every dialect of the API."""
 
+    adapter: ModelName | None = Field(
+        None, description="the LoRA adapter under which the caches were made; default: whichever that is"
+    )
     select: Select | None = None
     suffix: SuffixOptions | None = None
     store: bool = Field(

@@ -19,6 +19,7 @@ class ModelObject(ResponseBody):
     owned_by: str = "kvshelf"
     max_tokens: int = 0
     default_layout: LayoutName | None = None
+    parent: str | None = Field(None, description="of an adapter: the model that it is of")
     fingerprint: str | None = None
     tokenizer: str | None = Field(None, description="digest of the tokenizer; empty if the model has none")
     dtype: str | None = None

@@ -225,13 +225,13 @@ _DOCUMENT: Final = frozenset({"document", "messages", "token_ids", "tokenizer", 
 CREATION: Final = FieldsOf("CreateCache", _CREATION, without=_DOCUMENT, help_texts=_HELP_TEXTS)
 """How one document is compressed and kept."""
 
-DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model"}, help_texts=_HELP_TEXTS)
+DEFAULTS: Final = FieldsOf("CacheOptions", _CREATION, without=_DOCUMENT | {"model", "adapter"}, help_texts=_HELP_TEXTS)
 """How all documents of a corpus are."""
 
 COST: Final = FieldsOf(
     "Estimate",
     _CREATION,
-    ("policy", "compression_ratio", "budget_tokens", "levels", "policy_params", "model", "layout", "codec"),
+    ("policy", "compression_ratio", "budget_tokens", "levels", "policy_params", "model", "adapter", "layout", "codec"),
     help_texts=_HELP_TEXTS
     | {
         "policy": "estimate only this policy; auto: the ones it would try; default: all",

@@ -66,6 +66,15 @@ Models = Annotated[
     list[str] | None,
     typer.Option("--model", help="A bundled name, a folder or a hub id. May be repeated; the first is the default."),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        help="A LoRA adapter of the first model, as peft saved it: one more model, with weights of its own. May be "
+        "repeated.",
+    ),
+]
 ServiceDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or spread.")]
 ServiceDtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 ServiceWeights = Annotated[
@@ -93,6 +102,7 @@ class Hosting:
     store: Store = None
     encryption_key_file: KeyFile = None
     model: Models = None
+    adapter: Adapters = None
     device: ServiceDevice = None
     dtype: ServiceDtype = None
     weights: ServiceWeights = None
@@ -104,5 +114,5 @@ class Hosting:
     def settings(self) -> dict[str, Any]:
         """Of `load_settings`; None where an option is not given."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-        models = values.pop("model")
-        return values | {"models": tuple(models) if models else None}
+        lists = {f"{name}s": values.pop(name) for name in ("model", "adapter")}
+        return values | {name: tuple(texts) if texts else None for name, texts in lists.items()}

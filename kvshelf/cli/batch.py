@@ -177,7 +177,7 @@ class BatchJob:
         if loaded.weights != "plain":  # older journals have none
             about["weights"] = loaded.weights
         # The run's id depends on the models' fingerprints, and the store holds its job table.
-        models = list(loaded.models)
+        models = [*loaded.models, *loaded.adapters]
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
             if loaded.address is None:
                 tell_of_a_service(loaded.port)

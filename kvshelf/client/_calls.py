@@ -64,6 +64,7 @@ class OptionFields(ReducedFields, ProtectFields, total=False):
     """How a document is compressed and kept; None means absent."""
 
     model: str | None
+    adapter: str | None
     layout: str | None
     codec: str | None
     quality: Literal["full", "fast", False] | None
@@ -146,6 +147,8 @@ class ImportFields(TypedDict, total=False):
 class QuestionFields(AskFields, total=False):
     """How an answer is made: at most `max_tokens` tokens, until one of the `stop` texts. Temperature 0 is greedy.
 
+    `adapter` names the LoRA adapter of the caches, and refuses those of another one or of none.
+
     `select` is what the answer reads, where it does not read all: `{"method": "quest", "tokens": 256}`; with
     `"passages": True` the answer's `passages` say which tokens of the documents these were.
 
@@ -180,6 +183,7 @@ class QuestionFields(AskFields, total=False):
     n: int | None
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
+    adapter: str | None
     select: Mapping[str, Any] | api.Select | None
     suffix: Mapping[str, Any] | api.SuffixOptions | None
     tool: str | None
@@ -279,13 +283,13 @@ def create_cache(
     """Compress a document and put it on the shelf; a cache that is there already comes back with `existing` true,
     and gets the `labels` and the `name` that are given.
 
-    One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `layout`,
-    `policy`, `policy_params`, `compression_ratio` (the fraction removed) or `budget_tokens`, `codec`, `quality` (False:
-    not measured), `ttl_s` or `expires_at`, `ttl_renew` (each question moves the end to `ttl_s` from then), `name`,
-    `labels`, and `keep_source` to keep the text (or "tokens", the token ids alone) for `source_ttl_s`, so that a query
-    with `on_miss="recompute"` makes the cache again if it is lost. `chat_template_kwargs` is what the model's chat
-    template is told ({"reasoning_effort": "low"}), and `date` the day. With `respond_async` the request comes back at
-    once, for `client.requests.retrieve`.
+    One of `document` (text), `messages`, `token_ids` and `file` (a path), and as keywords `model`, `adapter` (a LoRA
+    adapter of the model), `layout`, `policy`, `policy_params`, `compression_ratio` (the fraction removed) or
+    `budget_tokens`, `codec`, `quality` (False: not measured), `ttl_s` or `expires_at`, `ttl_renew` (each question moves
+    the end to `ttl_s` from then), `name`, `labels`, and `keep_source` to keep the text (or "tokens", the token ids
+    alone) for `source_ttl_s`, so that a query with `on_miss="recompute"` makes the cache again if it is lost.
+    `chat_template_kwargs` is what the model's chat template is told ({"reasoning_effort": "low"}), and `date` the day.
+    With `respond_async` the request comes back at once, for `client.requests.retrieve`.
 
     `levels` are several compression ratios at once, or mappings of `compression_ratio` and `codec`, whose caches come
     back in a list, from one prefill. With `min_quality` only the smallest cache that agrees enough with the full one is

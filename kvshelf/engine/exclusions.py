@@ -366,6 +366,12 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     Exclusion(
+        (SELECT_POLICY, READS_TEXT, NO_SENTENCES),
+        "policy {policy!r} reads sentences, and the cache has no sentence ends: it was made from token ids; take "
+        "selector policy:snapkv",
+        "select.method",
+    ),
+    Exclusion(
         (READS_OUTPUT, NO_OUTPUT),
         "policy {policy!r} weighs values by the attention's output projection, and {model!r} has no "
         "o_proj weight in every layer that could be read; choose a policy that does not",

@@ -74,7 +74,7 @@ BUNDLED: Final = {
         "ems": "kvshelf.methods.suffixes.ems:EMS",
         "lazy_eviction": "kvshelf.methods.suffixes.lazy_eviction:LazyEviction",
         "cam": "kvshelf.methods.suffixes.cam:CaM",
-        "ngc": "kvshelf.methods.suffixes.ngc:NGC",
+        "ngc_schedule": "kvshelf.methods.suffixes.ngc_schedule:NGCSchedule",
     },
 }
 """By folder, in the order in which they are listed. A new method is a file there and a line here."""

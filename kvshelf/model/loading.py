@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvshelf.model.text import TextFormat
 from kvshelf.model.weights.adapter import merge, split
 from kvshelf.model.weights.gguf import converted
 from kvshelf.model.weights.int8 import WEIGHTS, require_int8, round_to_int8
+from kvshelf.model.weights.packed import PACKED, plain_weights, require_unpackable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -84,10 +85,13 @@ def load(
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            _take_plain(config, name)
-            whole, info = _class_for(config).from_pretrained(
-                source, config=config, dtype=_dtype_of(config, dtype, device), use_safetensors=True,
-                trust_remote_code=False, output_loading_info=True, **placed,
+            packed = _take_plain(config, name)
+            if packed is not None:
+                placed |= _unpacked(packed, source, name, placed)
+            kind = _class_for(config) if packed is None else type(_bare(config))  # no other takes tensors
+            whole, info = kind.from_pretrained(
+                source if packed is None else None, config=config, dtype=_dtype_of(config, dtype, device),
+                use_safetensors=True, trust_remote_code=False, output_loading_info=True, **placed,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -99,7 +103,7 @@ def load(
         model = merge(model, adapter, name)
     if weights == "int8":
         round_to_int8(model, name)
-    if placed:
+    if placed and packed is None:
         return model.eval(), tokenizer
     target = chosen_device(device)
     try:
@@ -233,24 +237,48 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def _take_plain(config: PretrainedConfig, name: str) -> None:
+def _unpacked(packed: Mapping[str, Any], source: str, name: str, placed: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with which transformers loads the plain weights of packed ones. packed: as of `_take_plain`."""
+    from transformers import GenerationConfig
+
+    require_unpackable(packed, name)
+    if placed:
+        raise PolicyUnsupported(
+            f"the weights of {name!r} are {packed['quant_method']}, which are unpacked in one process and on one "
+            "device; take one, or a checkpoint of compressed-tensors",
+            param="device",
+        )
+    arguments: dict[str, Any] = {"state_dict": plain_weights(source, packed)}
+    with suppress(OSError):  # not every checkpoint has one
+        arguments["generation_config"] = GenerationConfig.from_pretrained(source)
+    return arguments
+
+
+def _take_plain(config: PretrainedConfig, name: str) -> Mapping[str, Any] | None:
     """Have transformers make quantized weights plain while it loads them; raise `PolicyUnsupported` for kinds of which
-    it does not.
+    it does not. Of those that are unpacked here (`weights.packed`), the configuration of the quantization, which that
+    of the model then lacks.
 
     The layers of quantized weights would not do: some give a token other states in another call, change their state
     dict when they first run, or keep weights outside of it, where no identity covers them.
     """
+    packed = None
     for part in (config, config.get_text_config(decoder=True)):
         quantized = getattr(part, "quantization_config", None)
         if quantized is None:
             continue
-        if (method := quantized.get("quant_method")) not in _MADE_PLAIN:
+        if (method := quantized.get("quant_method")) in PACKED:
+            packed = quantized
+            del part.quantization_config
+            continue
+        if method not in _MADE_PLAIN:
             raise PolicyUnsupported(
                 f"the weights of {name!r} are quantized ({method}), and kvshelf takes plain ones and those that "
-                f"transformers can make plain: {', '.join(_MADE_PLAIN)}",
+                f"transformers can make plain: {', '.join(_MADE_PLAIN)}; it also reads {', '.join(PACKED)} and GGUF",
                 param="model",
             )
         quantized["dequantize"] = True
+    return packed
 
 
 def _class_for(config: PretrainedConfig) -> Any:
@@ -298,11 +326,15 @@ def skeleton(name: str) -> PreTrainedModel:
     source = readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with torch.device("meta"):  # where tensors take no memory
-            model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
-        return of_text(model, name)
+        return of_text(_bare(config), name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+
+
+def _bare(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):  # where tensors take no memory
+        model: PreTrainedModel = _class_for(config).from_config(config, trust_remote_code=False)
+    return model
 
 
 def identify(model: PreTrainedModel, text: TextFormat | None, name: str) -> ModelIdentity:

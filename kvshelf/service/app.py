@@ -139,7 +139,10 @@ async def _service(
         settings=settings,
         store=store,
         engines=engines,
-        models=tuple(ModelObject.model_validate(about | {"created": int(time.time())}) for about in described),
+        models=tuple(
+            ModelObject.model_validate(about | {"created": int(time.time()), "parent": engines[about["id"]].parent})
+            for about in described
+        ),
         identities=identities,
         layer_shapes={about["id"]: [LayerShape(*layer) for layer in about["layer_shapes"]] for about in described},
         transforms={about["id"]: about["transforms"] for about in described},

@@ -26,6 +26,7 @@ from kvshelf.api import (
     WarmedReplica,
 )
 from kvshelf.api.answers import Answer, Phase, Piece
+from kvshelf.api.queries import AskShelf
 from kvshelf.artifact.identity import Boundary, ModelIdentity
 from kvshelf.errors import InvalidRequest, KvshelfError, ModelMismatch, RequestTimeout
 from kvshelf.service.observe.logs import note
@@ -35,6 +36,7 @@ from kvshelf.service.observe.tracing import add_phases
 from kvshelf.service.settings import Settings
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.cluster.served import ServedModel, served_model
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
@@ -72,7 +74,7 @@ class EngineClient:
     spend: Callable[[str, int], None] = lambda *_: None
 
     def __post_init__(self, settings: Settings) -> None:
-        self.model = self.remote.model
+        self.model, self.parent = self.remote.model, self.remote.parent
         replicas, waiting = settings.replicas, settings.max_queued_requests
         questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         self._queues = {
@@ -336,6 +338,26 @@ def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) 
         else:
             return name
     raise refusals.get(made_under.name, next(iter(refusals.values())))
+
+
+def require_adapter(
+    engines: Mapping[str, ServedModel],
+    identities: Mapping[str, ModelIdentity],
+    asking: AskShelf,
+    cache_id: str,
+    model: str,
+) -> None:
+    """Raise `InvalidRequest` for a question that names an adapter under which its caches were not made: one that is not
+    served, or another one than that of `model`, which is to answer. Names of the same weights are one adapter."""
+    if asking.adapter is None:
+        return
+    ours, theirs = identities[served_model(engines, None, asking.adapter)], identities[model]
+    if ours.fingerprint() != theirs.fingerprint():
+        raise InvalidRequest(
+            f"cache {cache_id} is of {model!r}, not of the adapter {asking.adapter!r}; leave adapter out, or put the "
+            "document under that one",
+            param="adapter",
+        )
 
 
 def serving_all(

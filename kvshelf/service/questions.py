@@ -15,7 +15,7 @@ from kvshelf.api.strict import MissReason
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.dialects.completions import require_model
-from kvshelf.service.engines import EngineClient, each_alone
+from kvshelf.service.engines import EngineClient, each_alone, require_adapter
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.questions import miss_reason
 from kvshelf.service.service import Service
@@ -66,6 +66,7 @@ class CacheQuestion:
         """Look up the caches. Raises as `Store.stat` does, and `ModelMismatch` for caches of several models; if a cache
         may be made again, `SourceNotKept` for one that was lost together with its source."""
         recompute = asking.on_miss == "recompute"
+        service.engine(None, adapter=asking.adapter)  # one that is not served is refused before the store is asked
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
             raise errors.Forbidden(
                 "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
@@ -79,6 +80,7 @@ class CacheQuestion:
             with service.metrics.asking():
                 caches = await off_loop(look_up)
                 engine = service.engine_for_all([cache.manifest for cache in caches], others_too=recompute)
+                require_adapter(service.engines, service.identities, asking, cache_ids[0], engine.model)
         except errors.CacheError as miss:
             if not recompute:
                 raise
@@ -286,7 +288,8 @@ async def question_to(
     """As `CacheQuestion.find`. Raises `InvalidRequest` for another model in the request than that of the caches."""
     question = await CacheQuestion.find(service, caller, cache_ids, asking)
     manifest = question.caches[0].manifest
-    require_model(model, manifest.id, (manifest.model, question.engine.model))
+    engine = question.engine
+    require_model(model, manifest.id, (manifest.model, engine.model, asking.adapter and engine.parent))
     return question
 
 
@@ -295,7 +298,7 @@ async def beginning(service: Service, caller: KeyCaller, spec: CreateCache, *, n
     behind it, where the model may be unable to do that; then this is refused before a cache is made."""
     caller.require("write")
     require_policy(spec)
-    engine = service.engine(spec.model, errors.NotFound)
+    engine = service.engine(spec.model, errors.NotFound, adapter=spec.adapter)
     if needs is not None:
         await engine.count(needs, None, "document", {}, caller=service.within(caller))
     return await engine.create(spec, caller=service.within(caller))

@@ -28,6 +28,7 @@ from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.cluster.served import served_model
 from kvshelf.workers.replica.calls import Caller, Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -74,13 +75,11 @@ class Service:
         """The caller, with the time that one request may take."""
         return caller.within(self.settings.request_deadline_s)
 
-    def engine(self, model: str | None, unknown: type[KvshelfError] = InvalidRequest) -> EngineClient:
-        """The engine of a model by name; for None, that of the first model served. unknown: raised for another name."""
-        if model is None:
-            return next(iter(self.engines.values()))
-        if model not in self.engines:
-            raise unknown(f"model {model!r:.100} is not served here; there is {', '.join(self.engines)}", param="model")
-        return self.engines[model]
+    def engine(
+        self, model: str | None, unknown: type[KvshelfError] = InvalidRequest, *, adapter: str | None = None
+    ) -> EngineClient:
+        """The engine of a model, or of an adapter of it, by name. Raises as `served_model`."""
+        return self.engines[served_model(self.engines, model, adapter, unknown)]
 
     def engine_for_all(self, manifests: Sequence[Manifest], *, others_too: bool = False) -> EngineClient:
         """The engine for caches that are asked together: the one that runs the model of all. Raises as `serving_all`

@@ -83,6 +83,9 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         ("kvshelf-tiny",), min_length=1, description="bundled names, folders or hub ids; the first is the default"
     )
+    adapters: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="LoRA adapters of the first model, NAME=FOLDER; each has replicas and weights of its own"
+    )
     chat_template: str | None = Field(
         None,
         min_length=1,
@@ -213,7 +216,7 @@ class Settings(BaseSettings):
         file = None if template is None else Path(template).expanduser()
         return str(file.absolute()) if file is not None and file.is_file() else template
 
-    @field_validator("models", "allowed_hosts", "warm", mode="before")
+    @field_validator("models", "adapters", "allowed_hosts", "warm", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -264,6 +267,19 @@ class Settings(BaseSettings):
             raise ValueError("a model is listed twice")
         return value
 
+    @field_validator("adapters")
+    @classmethod
+    def _named_once(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        names = list(info.data.get("models", ()))
+        for adapter in value:
+            name, _, folder = adapter.partition("=")
+            if not name.strip() or not folder.strip():
+                raise ValueError(f"{adapter!r:.200} is no adapter; write NAME=FOLDER, the folder as peft saved it")
+            if name in names:
+                raise ValueError(f"the name {name!r:.100} is that of a model or of another adapter")
+            names.append(name)
+        return value
+
     @field_validator("host")
     @classmethod
     def _loopback_without_keys(cls, host: str, info: ValidationInfo) -> str:
@@ -292,7 +308,13 @@ class Settings(BaseSettings):
     @property
     def replica_processes(self) -> int:
         """Processes that hold models."""
-        return self.replicas * len(self.models) * self.gpus_per_replica
+        return self.replicas * len(self.served) * self.gpus_per_replica
+
+    @property
+    def served(self) -> list[tuple[str, str]]:
+        """Each model and, for one with an adapter, the adapter's name, else ""."""
+        adapters = (adapter.split("=", 1) for adapter in self.adapters)
+        return [(model, "") for model in self.models] + [(f"{self.models[0]}+{at}", name) for name, at in adapters]
 
     def redacted(self) -> dict[str, Any]:
         """All effective settings, with users and passwords in URLs replaced by stars."""

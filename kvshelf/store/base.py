@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, Unpack
 
 from kvshelf.api.caches import Erasure
 from kvshelf.artifact.identity import Identity
+from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.store import types
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
@@ -22,6 +23,9 @@ from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 
 RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
+
+_MOST_PARENTS: Final = 4096
+"""Of one cache that are followed: the longest conversation that goes on from its last turn."""
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
@@ -256,3 +260,16 @@ class Store(Protocol):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def lineage(store: Store, manifest: Manifest) -> Iterator[Manifest]:
+    """A cache and those that it grew from, the nearest first, as far as they can be read."""
+    yield manifest
+    for _ in range(_MOST_PARENTS):
+        if manifest.parent_id is None:
+            return
+        try:
+            manifest = store.stat(manifest.parent_id, tenant=manifest.tenant)
+        except (CacheNotFound, CacheError):
+            return
+        yield manifest

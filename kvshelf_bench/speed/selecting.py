@@ -13,10 +13,11 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.selection import LastChoice, Selection
 from kvshelf.kernels.rates import cost
 from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.quality.grid import Reading
 from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
-SELECTORS = ("quest", "mpcache")
+SELECTORS = ("quest", "mpcache", "mpcache:share=2")
 """Those that choose at each token and need no calibration."""
 
 _CODEC = "int4"
@@ -99,7 +100,14 @@ def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str
 
 def _selection(subject: Subject, cache: CompressedCache, selector: str, budget: int) -> Selection:
     engine = subject.engine
-    chosen = engine.select(engine.attach(cache), selector, question_tokens=QUESTION_TOKENS, tokens=budget)
+    reading = Reading.parse(selector, 1 / _SHARE)
+    chosen = engine.select(
+        engine.attach(cache),
+        reading.method,
+        question_tokens=QUESTION_TOKENS,
+        tokens=budget,
+        params=dict(reading.params),
+    )
     assert chosen is not None, "the budget is a part of the document"
     return chosen
 

@@ -28,9 +28,9 @@ SMALL = {
     "ems": {"every": 8, "window": 8, "tau": 0.1},
     "lazy_eviction": {"window": 10, "alpha": 0.01},
     "cam": {"every": 8, "merge": 4},
-    "ngc": {"every": 16, "block": 4, "queries": 3},
+    "ngc_schedule": {"every": 16, "block": 4, "queries": 3},
 }
-INTERVALS = {"window": 8, "lagkv": 12, "h2o": 8, "ems": 8, "lazy_eviction": 10, "cam": 8, "ngc": 16}
+INTERVALS = {"window": 8, "lagkv": 12, "h2o": 8, "ems": 8, "lazy_eviction": 10, "cam": 8, "ngc_schedule": 16}
 BUDGET = 40
 
 NAMES = sorted(SUFFIX_POLICIES)
@@ -338,7 +338,7 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),
         ({"policy": "h2o", "budget": 26, "params": {"recent": 20}}, "suffix.budget"),
         ({"policy": "ems", "budget": 38}, "suffix.budget"),
-        ({"policy": "ngc", "budget": 38}, "suffix.budget"),
+        ({"policy": "ngc_schedule", "budget": 38}, "suffix.budget"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(llama, caches, monkeypatch, suffix, param):

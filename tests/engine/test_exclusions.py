@@ -119,6 +119,19 @@ MODELS: Final = {
 }
 
 
+TOGETHER: Final = (
+    "full",
+    "streaming_llm",
+    "sablock",
+    "compresskv",
+    "duo_attention",
+    "pyramidinfer",
+    "infllm",
+    "sirllm",
+)
+"""Policies of which the heads of a layer, or those that can be read in part, keep the same tokens."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A policy. entries: of its caches, what `UNREAD` names."""
@@ -134,8 +147,9 @@ def chosen(policy: str, *features: Feature, entries: Sequence[str] = (), sized: 
     """Most reduce, look at no question, and say no shares."""
     usual = {x.NO_PRECISION} | (set() if sized else {x.REDUCES})
     features = (*features, x.NO_PREFIX) if {"uneven", "merged", "layers"} & {*entries} else features
-    index = set() if x.INDEXES in features else {"no index"}
-    return Chosen(policy, frozenset({*usual, *features}), params, sized, frozenset({*entries, *index}))
+    more = set() if x.INDEXES in features else {"no index"}
+    more |= set() if policy in TOGETHER else {"apart"}
+    return Chosen(policy, frozenset({*usual, *features}), params, sized, frozenset({*entries, *more}))
 
 
 SMALL: Final = {"lag": 8, "sink": 1}
@@ -207,6 +221,9 @@ OPTIONS: Final = {
     "no sentences": option(x.NO_SENTENCES),
     "select quest": option(x.SELECT, select="quest"),
     "select snapkv": option(x.SELECT, x.SELECT_POLICY, select="policy:snapkv", params={"window": 4}),
+    "select sablock": option(
+        x.SELECT, x.SELECT_POLICY, x.READS_TEXT, select="policy:sablock", params={"window": 4}, policy="sablock"
+    ),
     "select sentencekv": option(x.SELECT, x.SELECT_SENTENCES, select="sentencekv", params={"sink": 2, "recent": 2}),
     "select infllm": option(
         x.SELECT, x.SELECT_UNROTATED, select="infllm", tokens=64, params={"recent": 0}, policy="infllm"
@@ -223,6 +240,7 @@ UNREAD: Final = (
     ("", "merged", "the cache has merged tokens or keys without their rotation"),
     ("policy:", "uneven", "the heads of layer .* a policy chooses at the question where all keep equally many"),
     ("infllm", "no index", "the cache has no index, which selector infllm chooses by"),
+    ("sablock", "apart", "the heads of layer .* keep different tokens, and a policy that reads sentences"),
 )
 """What selectors cannot read in place, by their names."""
 

@@ -124,7 +124,7 @@ def test_quest_is_one_masked_forward_over_the_chosen_pages(llama, caches, number
     assert differ, "the choice changed no answer, and a selector that reads all would pass"
 
 
-SELECTORS = ("quest", "sage", "policy:snapkv", "policy:tova")
+SELECTORS = ("quest", "sage", "policy:snapkv", "policy:tova", "policy:h2o", "policy:ems")
 
 
 @pytest.mark.parametrize("select", SELECTORS)
@@ -159,9 +159,9 @@ def test_alone_in_a_batch_and_twice_it_is_the_same(llama, caches, select, params
 
 def test_stored_caches_stay_as_they_are(llama, caches):
     before = [cache.to_bytes() for cache in caches]
-    for i in range(amount(40, 1000) // 8):
+    for i in range(amount(48, 1000) // 8):
         asked = [(caches[j % 2], llama.ids[i + j : i + j + 5]) for j in range(8)]
-        llama.engine.answer_all(asked, max_new_tokens=3, select=SELECTORS[i % 4], select_tokens=BUDGET)
+        llama.engine.answer_all(asked, max_new_tokens=3, select=SELECTORS[i % len(SELECTORS)], select_tokens=BUDGET)
     assert [cache.to_bytes() for cache in caches] == before
 
 
@@ -313,7 +313,7 @@ def test_a_joint_question_shares_one_budget_over_its_documents(llama, caches):
 
 def test_what_cannot_be_selected_is_refused_by_name(llama, caches):
     asked = partial(llama.engine.answer, caches[1], llama.ids[3:14])
-    for method in ("ques", "policy:keydiff", "policy:ems", "policy:sablock", "policy:"):
+    for method in ("ques", "policy:keydiff", "policy:kvzip", "policy:mikv", "policy:"):
         with pytest.raises(InvalidRequest, match="unknown selector") as refused:
             asked(select=method)
         assert refused.value.param == "select.method"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,12 +14,13 @@ import torch
 from transformers import AttentionInterface
 
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.errors import InvalidRequest
 from kvshelf.methods.draws import uniform
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import Suffix
-from kvshelf.methods.suffixes.registry import build
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
 from tests.by_hand import Prefix, drawn, frequencies
 from tests.views import random_layer
 
@@ -267,7 +269,7 @@ CASES = {
     "ems": ({"every": 8, "window": 9, "tau": 0.05}, EMSLoop(8, window=9, tau=0.05, merges=0)),
     "lazy_eviction": ({"window": 14, "alpha": 0.01}, LazyLoop(14, alpha=0.01)),
     "cam": ({"every": 8, "merge": 3, "seed": 5}, CaMLoop(8, merge=3, merges=0)),
-    "ngc": ({"every": 16, "block": 5, "queries": 3, "share": 0.3}, NGCLoop(16, block=5, queries=3, share=0.3)),
+    "ngc_schedule": ({"every": 16, "block": 5, "queries": 3, "share": 0.3}, NGCLoop(16, block=5, queries=3, share=0.3)),
 }
 
 
@@ -376,3 +378,18 @@ def test_draws_are_those_of_the_hash_and_spread_evenly():
     assert float((found < 0.25).double().mean()) == pytest.approx(0.25, abs=0.02)
     others = [uniform(6, 2, positions), uniform(5, 3, positions), found.roll(1, 0), found.roll(1, 1)]
     assert all(abs(float(torch.corrcoef(torch.stack([found[0], other[0]]))[0, 1])) < 0.07 for other in others)
+
+
+def test_the_name_that_a_policy_once_had_still_finds_it(llama):
+    """Requests and stored settings may have it; lists do not."""
+    assert build("ngc", {"every": 16}) == build("ngc_schedule", {"every": 16})
+    assert "ngc" not in SUFFIX_POLICIES
+    cache, given = (
+        llama.engine.compress(llama.ids[:150], policy="full"),
+        {"budget": 44, "params": CASES["ngc_schedule"][0]},
+    )
+    ask = partial(llama.engine.answer, cache, llama.ids[30:41], max_new_tokens=24)
+    assert ask(suffix={"policy": "ngc", **given}) == ask(suffix={"policy": "ngc_schedule", **given})
+    for name in ("", "ngcs"):
+        with pytest.raises(InvalidRequest, match="unknown suffix policy"):
+            build(name, {})

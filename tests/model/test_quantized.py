@@ -123,6 +123,67 @@ def test_packed_weights_of_compressed_tensors_become_what_they_stand_for(tmp_pat
     require_exact(model)
 
 
+def packed(codes: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
+    """Codes `[rows, columns]` in 32-bit numbers along the rows, one at a time: place p has the column `order[p]`."""
+    numbers = torch.zeros(len(codes), codes.shape[1] // len(order), dtype=torch.int64)
+    for place, column in enumerate(order):
+        numbers |= codes[:, column :: len(order)].long() << bits * place
+    return (numbers + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "form"), [("gptq", 4, "gptq"), ("gptq", 8, "gptq_v2"), ("gptq", 2, "gptq"), ("awq", 4, "gemm")]
+)
+def test_codes_of_gptq_and_awq_become_what_they_stand_for(method: str, bits: int, form: str, tmp_path: Path) -> None:
+    weights, expected, most, size = saved("qwen3", tmp_path), {}, 2**bits, 16
+    for name in [name.removesuffix(".weight") for name in weights if "proj" in name]:
+        out, inputs = weights.pop(f"{name}.weight").shape
+        codes, zeros = torch.randint(most, (inputs, out)), torch.randint(1, most, (inputs // size, out))
+        scales = torch.rand(inputs // size, out) / most / 4
+        groups = torch.arange(inputs) // size
+        if method == "awq":
+            order: tuple[int, ...] = (0, 2, 4, 6, 1, 3, 5, 7)
+            weights[f"{name}.qweight"] = packed(codes, bits, order).int()
+            weights[f"{name}.qzeros"] = packed(zeros, bits, order).int()
+        else:
+            groups = groups[torch.randperm(inputs)]  # by the size of their activations
+            order = tuple(range(32 // bits))
+            weights[f"{name}.qweight"] = packed(codes.T, bits, order).T.contiguous().int()
+            weights[f"{name}.qzeros"] = packed(zeros - int(form == "gptq"), bits, order).int()
+            weights[f"{name}.g_idx"] = groups.int()
+        weights[f"{name}.scales"] = scales
+        expected[f"{name}.weight"] = ((codes - zeros[groups]) * scales[groups]).T
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    say(tmp_path, quant_method=method, bits=bits, group_size=size, checkpoint_format=form)
+    model, _ = load(str(tmp_path), device="cpu", dtype="auto")
+    plain = model.state_dict()
+    assert len(expected) == 14
+    for name, weight in expected.items():
+        torch.testing.assert_close(plain[name], weight, atol=1e-7, rtol=1e-6)
+    require_exact(model)
+
+
+@pytest.mark.parametrize(
+    "quantized", [{"quant_method": "gptq", "bits": 3}, {"quant_method": "awq", "bits": 4, "version": "gemv"}]
+)
+def test_other_layouts_of_packed_weights_are_refused_by_name(quantized: dict[str, Any], tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    say(tmp_path, **quantized)
+    with pytest.raises(PolicyUnsupported, match=r"kvshelf reads .*take a checkpoint of these, of compressed-tensors"):
+        load(str(tmp_path), device="cpu", dtype="auto")
+
+
+def test_packed_weights_that_lack_a_part_are_refused(tmp_path: Path) -> None:
+    weights = saved("qwen3", tmp_path)
+    weights["model.layers.0.mlp.down_proj.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    say(tmp_path, quant_method="gptq", bits=4)
+    with pytest.raises(InvalidRequest, match=r"layers\.0\.mlp\.down_proj has no packed weights of gptq"):
+        load(str(tmp_path), device="cpu", dtype="auto")
+    with pytest.raises(PolicyUnsupported, match="unpacked in one process and on one device"):
+        load(str(tmp_path), device="spread", dtype="auto")
+
+
 def test_what_stays_quantized_is_refused_by_name(tmp_path: Path) -> None:
     saved("qwen3", tmp_path)
     say(tmp_path, quant_method="bitsandbytes", load_in_4bit=True)

@@ -103,9 +103,11 @@ def _put(trial: ModelToTry) -> Put:
         raise NoWorker(
             f"{trial.name} answered {text!r} instead of {question.answer!r}: its weights or torch are broken"
         )
+    weights = sum(weight.nbytes for weight in engine.passes.model.parameters())
     tokens_per_s = cache.num_tokens / max(compression.prefill_s, 1e-9)
     said = (
         f"{trial.name}: {engine.max_tokens} tokens, {engine.identity.dtype} on {engine.passes.devices.inputs}, "
+        f"{weights:,} bytes of weights, "
         f"{tokens_per_s:,.0f} tokens prefilled a second, {compression.cache.nbytes / cache.num_tokens:,.0f} bytes a "
         f"token; {cache.num_tokens} put, answered {text!r}"
     )

@@ -25,6 +25,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.cluster.served import served_model
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import Standing
 from kvshelf.workers.replica.results import Created
@@ -176,16 +177,14 @@ class RowCaller:
         return f"no worker of {', '.join(models)} runs; the batch goes on when one does"
 
     def job(self, row: Row, spec: CreateCache) -> RowJob:
-        """Raises `InvalidRequest` for a model that is not served."""
-        model = spec.model or next(iter(self.engines))
-        if model not in self.engines:
-            raise errors.InvalidRequest(f"model: {model!r:.80} is not served here; there is {', '.join(self.engines)}")
+        """Raises as `served_model`."""
+        model = served_model(self.engines, spec.model, spec.adapter)
         options = self.options
         # The document is part of the id: a corrected line is a new row.
         body = canonical_json(spec.model_dump(mode="json"))
         row_id = PREFIX + digest("kvshelf.row", options.tenant, options.batch_id, row.source, str(row.line), body)
         measured = not _may_be_sampled(spec) or self._sample.begins(row.length / CHARS_PER_TOKEN)
-        named = spec.model_copy(update={"model": model} | ({} if measured else {"quality": False}))
+        named = spec.model_copy(update={"model": model, "adapter": None} | ({} if measured else {"quality": False}))
         return RowJob(
             id=row_id,
             tenant=options.tenant,
@@ -203,7 +202,7 @@ class RowCaller:
         """Bring a row to its end. Raises nothing but its own cancellation."""
         work: Callable[[], Awaitable[Row]]
         if row.question is not None:
-            model_name = row.question.model or ""
+            model_name = row.question.adapter or row.question.model or ""
             model, work = (
                 model_name if model_name in self.engines else next(iter(self.engines)),
                 partial(self._ask, row),

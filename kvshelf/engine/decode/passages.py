@@ -154,7 +154,7 @@ class Passages(RowHook):
         """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a
         device it waits for each choice."""
         for layer in range(self._document.num_layers):
-            chosen = seen.prefixes(layer)
+            chosen = seen.counted(layer) if isinstance(seen, Selection) else seen.prefixes(layer)
             if not any(isinstance(prefix, SelectedPrefix) for prefix in chosen):
                 continue
             self._most += len(chosen[0].lengths)

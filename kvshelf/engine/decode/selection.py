@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Merged
 from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
 from kvshelf.engine.attention.function import Attended, joined
 from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
@@ -72,6 +73,10 @@ class Selection(RowHook, ABC):
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """What a token of the answer sees of this layer."""
 
+    def counted(self, layer: int) -> tuple[Prefix, ...]:
+        """The stored entries of this layer that a token of the answer saw, also those that were merged for it."""
+        return self.prefixes(layer)
+
     @property
     def read_tokens(self) -> int:
         """Entries of a KV head that the last token of the answer read; see `entries_read`."""
@@ -88,12 +93,17 @@ class UnitSelection(Selection):
         `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
         part."""
         super().__init__(document)
+        choosing = [layer for layer, kind in enumerate(kinds) if kind.reducible and selector.chooses(layer, len(kinds))]
+        self._first = {layer: choosing[at - at % selector.layers_together] for at, layer in enumerate(choosing)}
+        """Of each layer that reads a choice: the layer that makes it."""
         self._choices = {
             layer: found
-            for layer, kind in enumerate(kinds)
-            if kind.reducible and selector.chooses(layer, len(kinds))
-            if (found := _choice(selector, document, layer, budget)) is not None
+            for layer, first in self._first.items()
+            if layer == first and (found := _choice(selector, document, layer, budget)) is not None
         }
+        for layer, first in self._first.items():
+            if layer != first and first in self._choices:
+                _require_same_tokens(document, first, layer)
         self._layers = [self._read(layer) for layer in range(len(kinds))]
         self._every = selector.interval
         self._again = LastChoice(document, self, len(kinds))
@@ -111,10 +121,11 @@ class UnitSelection(Selection):
 
     def _read(self, layer: int) -> tuple[Prefix, ...]:
         """What is read of a layer; all of it where there is no choice."""
-        choice = self._choices.get(layer)
+        first = self._first.get(layer, layer)
+        choice = self._choices.get(first)
         if choice is None:
             return self._document.prefixes(layer)
-        given, chosen = choice if self._within_attention else None, iter(choice.chosen)
+        given, chosen = choice if self._within_attention and layer == first else None, iter(choice.chosen)
         found = require_packed(self._document.prefixes(layer))
         return tuple(SelectedPrefix(each, next(chosen), given) if max(each.lengths) else each for each in found)
 
@@ -281,6 +292,18 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
     )
 
 
+def _require_same_tokens(document: Attached, first: int, layer: int) -> None:
+    """Rows that one layer chose must be the same tokens in the other."""
+    for part in document.parts:
+        ours, theirs = ([own for record in part.entries(at) for own in record.positions] for at in (first, layer))
+        if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+            raise PolicyUnsupported(
+                f"layers {first} and {layer} hold different tokens, so that they cannot read one choice; take share 1, "
+                "or a cache of policy full",
+                param="select.params.share",
+            )
+
+
 class PolicySelection(Selection):
     """A policy chooses once, by the last tokens of the question."""
 
@@ -291,10 +314,15 @@ class PolicySelection(Selection):
         entries that the policy cannot judge, and what `Policy.fitted` raises."""
         super().__init__(document)
         self._stored = [_Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
+        self._ends: dict[int, list[bool]] = {}
+        if Needs.TEXT in policy.needs:
+            self._ends = {layer: _sentence_ends(document, layer) for layer, of in enumerate(self._stored) if of}
         entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
         self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
         self._observed: dict[int, Attended] = {}
         self._chosen: dict[int, tuple[Prefix, ...]] = {}
+        self._members: dict[int, tuple[Prefix, ...]] = {}
+        """Of layers whose entries were merged: the stored entries that these stand for."""
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
         return Wants.NOTHING if answering else Wants.STATES
@@ -313,12 +341,19 @@ class PolicySelection(Selection):
         for layer, kept in self._reducer.reduced().items():
             stored = self._stored[layer]
             assert stored is not None
-            self._chosen[layer] = stored.selected(kept.positions)
+            if isinstance(kept, Merged):
+                self._chosen[layer] = kept.prefixes()
+                self._members[layer] = stored.selected(torch.split(kept.slot_positions, kept.slot_lengths))
+            else:
+                self._chosen[layer] = stored.selected(kept.positions)
         self._observed.clear()
         self._stored.clear()
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         return self._chosen.get(layer) or self._document.prefixes(layer, wait)
+
+    def counted(self, layer: int) -> tuple[Prefix, ...]:
+        return self._members.get(layer) or self.prefixes(layer)
 
     def _view(self, layer: int, place: int, num_layers: int) -> LayerView:
         stored, seen = self._stored[layer], self._observed[layer]
@@ -331,7 +366,7 @@ class PolicySelection(Selection):
             values=values,
             queries=queries[:, :0],  # a stored cache has none of the document's
             scaling=seen.scaling,
-            document=self._reducer.document,
+            document=replace(self._reducer.document, known_ends=self._ends.get(layer)),
             num_layers=num_layers,
             place=place,
             probes=(Probed(queries, seen.keys[0], seen.values[0]),),
@@ -388,10 +423,31 @@ class _Stored(NamedTuple):
         return tuple(found)
 
 
+def _sentence_ends(document: Attached, layer: int) -> list[bool]:
+    """Which entries of a KV head are the last of their sentence, in the order of `_Stored`. Raises `PolicyUnsupported`
+    where heads have entries of different tokens."""
+    last: list[bool] = []
+    for part in document.parts:
+        first, *others = (
+            torch.cat(own).sort().values.cpu()
+            for own in zip(*(record.positions for record in part.entries(layer)), strict=True)
+        )
+        if not all(torch.equal(first, other) for other in others):
+            raise PolicyUnsupported(
+                f"the heads of layer {layer} keep different tokens, and a policy that reads sentences chooses at the "
+                "question where all keep the same; take selector policy:snapkv",
+                param="select.method",
+            )
+        sentences = torch.searchsorted(torch.tensor(part.sentence_ends), first)
+        last += [*(sentences[1:] != sentences[:-1]).tolist(), True][: len(first)]
+    return last
+
+
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
-    """Entries of a KV head that a policy chooses from, over all documents. Raises as `PolicySelection`."""
-    layer = next(layer for layer, kind in enumerate(kinds) if kind.reducible)
-    return sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
+    """Entries of a KV head that a policy chooses from, over all documents; 0 where it may choose in no layer. Raises as
+    `PolicySelection`."""
+    layer = next((layer for layer, kind in enumerate(kinds) if kind.reducible), None)
+    return 0 if layer is None else sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
 
 
 def _fixed(rows: Sequence[Tensor]) -> Chosen:

@@ -20,8 +20,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class ARKV(TailPolicy):
-    """Keep what the window attends to steadily or in bursts, and give layers whose attention is spread out, shifting
-    and peaked more entries in many bits; the others have few.
+    """In part, as states are set once and not while it answers: keep what the window attends to steadily or in bursts,
+    and give layers whose attention is spread out, shifting and peaked more entries in many bits; the others have few.
 
     It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2 or int4. The score
     is that of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA

@@ -87,6 +87,10 @@ class Policy(Method):
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
     sets_precision: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    """Whether the queries of a question alone can judge for it, so that it may be a selector, `policy:NAME`."""
+    settled: ClassVar[Mapping[str, str]] = {}
+    """The parameters that it does not have as a selector, and why."""
     stored: ClassVar[Mapping[str, str]] = {}
     """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
     each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
@@ -185,6 +189,10 @@ class Policy(Method):
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
         """The passes to run behind the document for this policy to observe."""
         return ()
+
+    def at_question(self, question_tokens: int) -> Self:  # noqa: ARG002
+        """This policy as a selector, for a question of so many tokens: what of it no stored cache can do otherwise."""
+        return self
 
     def probe_text(self, document: DocumentView) -> str:  # noqa: ARG002
         """The text of the probe passes, for the identity; "" if it follows from the document and the parameters."""
@@ -285,6 +293,9 @@ class ProbedPolicy(Policy):
     identity records which end was used.
     """
 
+    selects: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {"probe": "it observes the question"}
+
     probe: str | None = parameter(None, "text put behind the document to observe; null: the chat template's suffix")
 
     @property
@@ -321,6 +332,9 @@ class WindowPolicy(ProbedPolicy):
             return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
         require_held("window", self.window, largest, budget.tokens)
         return self
+
+    def at_question(self, question_tokens: int) -> Self:
+        return replace(self, window=min(self.window, question_tokens))
 
     def protected(self, layer: LayerView) -> Tensor:
         """`[N]` bool: tokens kept whatever their score."""

@@ -42,6 +42,7 @@ class CaM(H2O):
         "as a baseline: it keeps the tokens and keys of h2o, and kvshelf-tiny answers less from them."
     )
     merges: ClassVar[bool] = True
+    selects: ClassVar[bool] = False
 
     merge: int = parameter(32, "kept tokens that share the value of one that goes", minimum=1)
     probability: float | None = parameter(

@@ -22,8 +22,8 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class ChunkKV(TailPolicy):
-    """Keep the whole chunks of neighbouring tokens that the end of the prompt attends to most, the same chunks in every
-    head of a layer.
+    """In part, as no layer reuses the chunks of the one before: keep the whole chunks of neighbouring tokens that the
+    end of the prompt attends to most, the same chunks in every head of a layer.
 
     Tokens are scored as in SnapKV; a chunk's score is the mean over its tokens of the sum over KV heads. The document
     is cut from its start into chunks of `chunk` tokens; the tokens left at the end form a shorter chunk, with the mean

@@ -38,8 +38,9 @@ class _Note(NamedTuple):
 
 @dataclass(frozen=True)
 class D2O(Policy):
-    """Keep heavy hitters and recent tokens, give layers that attend evenly more of the budget, and merge an evicted
-    token into the kept one whose key is most like its own, if it is like enough.
+    """In part, as nothing is decided while it answers: keep heavy hitters and recent tokens, give layers that attend
+    evenly more of the budget, and merge an evicted token into the kept one whose key is most like its own, if it is
+    like enough.
 
     Scores are those of `h2o`. A layer's claim is e^-v: v is the variance of its attention columns' sums, brought to 0
     to 1 over the layer's heads, and their mean. A head drops a token at cosine u to the nearest kept key; the token

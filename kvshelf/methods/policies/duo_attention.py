@@ -19,7 +19,8 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class DuoAttention(CalibratedPolicy):
-    """Keep all of a document in the KV heads that retrieve most, and the first and last tokens in the others.
+    """In part, as heads are measured and not trained: keep all of a document in the KV heads that retrieve most, and
+    the first and last tokens in the others.
 
     Every head keeps `sink` first and `recent` last tokens. What the budget has left goes to whole documents, to the KV
     heads of the model with the highest retrieval scores first; what is too little for one more makes the last tokens of

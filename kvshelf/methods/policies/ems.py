@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,9 @@ class EMS(WindowPolicy):
     The paper's ablations: `score` "global" is s_glo alone and "local" s_loc alone (its table 4); `similarity` "keys" or
     "values" joins by one of the two cosines (table 8). With "values", tokens whose keys point apart merge, too.
 
+    As selector `policy:ems` s_glo is the attention from all rows of the question, s_loc that from its last `window`,
+    and the classes are made of the stored entries, which need not be tokens next to each other, for this question.
+
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
     tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
@@ -55,6 +59,11 @@ class EMS(WindowPolicy):
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {
+        **WindowPolicy.settled,
+        "pos": "stored keys have their rotation",
+        "every": "all rows of the question are summed",
+    }
     advice: ClassVar[str] = "where many tokens nearly repeat each other and a longer prefill does not matter."
 
     window: int = parameter(32, "last tokens that observe for the local score; the document's are kept", minimum=1)

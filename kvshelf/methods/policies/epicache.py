@@ -23,7 +23,8 @@ _OWN_END: Final = 64
 
 @dataclass(frozen=True)
 class EpiCache(BlockPolicy):
-    """Keep what the text of one episode attends to: one of several caches of a long conversation, each for its episode.
+    """In part, as layers have equal budgets: keep what the text of one episode attends to: one of several caches of a
+    long conversation, each for its episode.
 
     Behind the document, or behind each chunk of it with `prefill` "chunked", runs a pass: an instruction, the chat
     template's text before the answer, and `probe`, the episode's text. The score of an entry is the largest weight that

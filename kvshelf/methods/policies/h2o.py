@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -28,13 +29,19 @@ class H2O(ScoringPolicy):
 
     kvshelf adds `every`: n above 1 sums every n-th row, for 1 / n of the work. With every eighth row and a quarter
     kept, 67 % of the entries are those that all rows keep, 49 % with `recent` 0 (kvshelf-tiny, a document of 4k
-    tokens): entries that only skipped rows attend to are lost.
+    tokens): entries that only skipped rows attend to are lost. Selector `policy:h2o` sums the attention of the
+    question's rows alone, as a stored cache has no queries of the document.
     """
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048"
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
+    selects: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {
+        "normalize": "every row of a question sees all entries",
+        "every": "all rows of the question are summed",
+    }
 
     recent: int | None = parameter(None, "last tokens always kept; null: half of the budget", minimum=0)
     normalize: str = parameter("none", "divide a column's sum by its rows, or not", choices=("none", "rows"))

@@ -19,7 +19,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class HeadKV(CalibratedPolicy, SnapKV):
-    """Choose as SnapKV does, and give each head of the model a part of the budget by how much it retrieves.
+    """In part, as heads are judged by what they copy, not by what they reason from: choose as SnapKV does, and give
+    each head of the model a part of the budget by how much it retrieves.
 
     b is the mean budget of a head, without the window, and S_h the head's share of all retrieval scores (they add up to
     1 over the H heads of the model). Head h keeps its window and b - b / beta + S_h (b / beta) H entries: beta near 1

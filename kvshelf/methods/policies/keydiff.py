@@ -14,8 +14,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class KeyDiff(ScoringPolicy):
-    """Keep the keys least like the mean direction of all keys. Sees no query; strong among filler, weak where all is
-    fact.
+    """In part, as the document is judged at once and not in blocks: keep the keys least like the mean direction of all
+    keys. Sees no query; strong among filler, weak where all is fact.
 
     score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. Departure: the whole document is scored at
     once; the paper goes block by block.

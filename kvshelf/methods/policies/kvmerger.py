@@ -24,19 +24,23 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class KVMerger(Policy):
-    """Merge neighbours whose keys point the same way, and drop nothing: heavy hitters, first and recent tokens stay as
-    they are, and between them each run of tokens becomes one entry, until the budget holds.
+    """A reconstruction from the paper's abstract and notes on it: merge neighbours whose keys point the same way, and
+    drop nothing: heavy hitters, first and recent tokens stay as they are, and between them each run of tokens becomes
+    one entry, until the budget holds.
 
-    A token joins the run of the next one if the cosine of their keys is large enough. The paper has a threshold, 0.75;
-    here the budget sets it, for each head: of all pairs of neighbours that may merge, the N - B most similar do. A run
-    stands at its pivot, the token with the largest sum of its attention column. Key and value are means with weights
-    exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's. `value_sum` multiplies the value by the run's
-    length, as the paper's eq. 7 is reported to. `store="slots"` gives each token of a run its own share of the softmax.
+    A token joins the run of the next one if the cosine of their keys is large enough. By default the budget says what
+    is, for each head: of all pairs of neighbours that may merge, the N - B most similar do. With `threshold`, the
+    paper's epsilon of 0.75, a cosine above it is. How many entries stay then follows from the keys, in each head, as in
+    the paper, so a budget is refused; `heavy` and `recent` are parts of the document, and the identity's budget is all
+    of it, the most that can stay. A run stands at its pivot, the token with the largest sum of its attention column.
+    Key and value are means with weights exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's.
+    `value_sum` multiplies the value by the run's length, as the paper's eq. 7 is reported to. `store="slots"` gives
+    each token of a run its own share of the softmax.
 
     Made from the paper's abstract and notes on it. Departures: the paper's s depends on the weights that it is for;
     here it is `width` times the root mean square of d over the run. The paper leaves the first two layers and the last
     whole: `first=2,last=1`; the others pay for them. Heavy hitters are at most as many as leave room for the runs
-    between them.
+    between them. Of sources that differ, neighbours are compared with each other, not with a run's first.
     """
 
     name: ClassVar[str] = "kvmerger"
@@ -47,14 +51,32 @@ class KVMerger(Policy):
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
 
-    heavy: float = parameter(0.25, "part of the budget for heavy hitters", minimum=0, maximum=1)
-    recent: float = parameter(0.25, "part of the budget for the last tokens", minimum=0, maximum=1)
+    heavy: float = parameter(0.25, "part of the budget, or of the document, for heavy hitters", minimum=0, maximum=1)
+    recent: float = parameter(0.25, "part of the budget, or of the document, for the last tokens", minimum=0, maximum=1)
     sink: int = parameter(4, "first tokens that stay as they are", minimum=0)
     width: float = parameter(1.0, "width of the Gaussian; near 0 the pivot alone counts", minimum=0.001)
     value_sum: bool = parameter(False, "multiply a run's value by its length")
     store: str = parameter("means", "one token an entry, or a slot for each token of a run", choices=("means", "slots"))
     first: int = parameter(0, "first layers that stay whole", minimum=0)
     last: int = parameter(0, "last layers that stay whole", minimum=0)
+    threshold: float | None = parameter(
+        None,
+        "cosine above which neighbours merge, in place of a budget; null: the budget decides",
+        minimum=-1,
+        maximum=1,
+        added=True,
+    )
+
+    @property
+    def sizes_itself(self) -> bool:
+        return self.threshold is not None
+
+    @property
+    def exact(self) -> bool:
+        return self.threshold is None
+
+    def has_work(self, budget: Budget, num_tokens: int) -> bool:
+        return self.threshold is not None or super().has_work(budget, num_tokens)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
@@ -85,8 +107,9 @@ class KVMerger(Policy):
         return make(keys, values, importance_of(scores, apart))
 
     def _heavy(self, count: int, always: int) -> int:
-        """How many heavy hitters a head keeps: each may part one run more from the others."""
-        return min(int(self.heavy * count), (count - always - int(self.recent * count) - 1) // 2)
+        """How many heavy hitters a head keeps: each may part a run in two, which a budget has to hold."""
+        left = count - always - int(self.recent * count) - 1
+        return min(int(self.heavy * count), left if self.threshold is not None else left // 2)
 
     def _plan(self, layer: LayerView, scores: Tensor, budget: LayerBudget) -> tuple[MergePlan, Tensor]:
         """Runs of the tokens of each head, and the tokens `[N]` that stay as they are in every head."""
@@ -97,7 +120,11 @@ class KVMerger(Policy):
         single = select(scores, apart, hitters)
         cosines = F.cosine_similarity(layer.keys[:, 1:].float(), layer.keys[:, :-1].float(), dim=2)
         pairs = cosines.masked_fill(single[:, 1:] | single[:, :-1], -2.0)  # [kv_heads, N - 1]
-        joined = select(pairs, torch.zeros_like(single[0, 1:]), [layer.num_tokens - n for n in budget.per_head])
+        if self.threshold is None:
+            joined = select(pairs, torch.zeros_like(single[0, 1:]), [layer.num_tokens - n for n in budget.per_head])
+        else:  # none of a layer that stays whole
+            whole = not self.first <= layer.place < layer.num_layers - self.last
+            joined = pairs > (torch.inf if whole else self.threshold)
         runs = F.pad((~joined).cumsum(dim=1), (1, 0))  # [kv_heads, N]: the run of each token
         return MergePlan(_pivots(scores, runs), runs), apart
 

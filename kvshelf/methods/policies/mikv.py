@@ -44,8 +44,8 @@ class _Note(NamedTuple):
 
 @dataclass(frozen=True)
 class MiKV(Around):
-    """Keep every entry, and let another policy say which of them have more bits: those that it would keep of a budget
-    of `high`.
+    """In part, as no codec has 3 bits: keep every entry, and let another policy say which of them have more bits: those
+    that it would keep of a budget of `high`.
 
     It takes effect under the codec `mixed:share=policy` (`high=none` for the paper's 16 bits, `low=int2` or `int4`).
     Where the base's layers and heads share one budget (kvzip), they share the precise entries. Under `mixed` with a

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.artifact.records import Kept
@@ -16,7 +16,7 @@ from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import TailPolicy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.segments import Segments
+from kvshelf.methods.policies.segments import Segments, best_blocks
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 MAX_SEGMENT = 64
@@ -45,13 +45,18 @@ class SABlock(TailPolicy):
     sizes are the odd ones up to `block`, all of them or the powers of two (`sizes`); segments end at . , ; : ? ! and
     line ends, but not at the point within a number, and are cut after 64 tokens; all defaults. Departures: the chat
     template's tokens stay and are in no segment; where a probe observes, the document's own last tokens stay only with
-    `keep_tail`, as no question attends from them.
+    `keep_tail`, as no question attends from them. With `segments="sentences"` commas, semicolons and colons end none,
+    nor in selector `policy:sablock`: a cache stores where its sentences end.
     """
 
     name: ClassVar[str] = "sablock"
     source: ClassVar[str] = "SABlock, arXiv 2510.22556"
     advice: ClassVar[str] = "with expected questions, where words without their neighbours say little."
     shared_by_heads: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {
+        **TailPolicy.settled,
+        "segments": "a stored cache knows the ends of sentences alone",
+    }
 
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
     alpha: float = parameter(0.5, "how strongly segments guide the scores of their tokens", minimum=0)
@@ -60,6 +65,7 @@ class SABlock(TailPolicy):
     sizes: str = parameter("odd", "which sizes up to block are tried", choices=("odd", "all", "powers"))
     tau: float = parameter(0.9, "part of the score that blocks must hold", minimum=0, maximum=1)
     form: str = parameter("scaled", "how eq. 8 applies the weight of a segment", choices=("scaled", "power"))
+    segments: str = parameter("punctuation", "what ends a segment", choices=("punctuation", "sentences"), added=True)
     keep_tail: bool = parameter(False, "keep the document's last window tokens where a probe observes, too")
 
     @property
@@ -74,6 +80,9 @@ class SABlock(TailPolicy):
                 param="policy_params.block",
             )
         return super().fitted(document, budget, given)
+
+    def at_question(self, question_tokens: int) -> Self:
+        return replace(super().at_question(question_tokens), segments="sentences")
 
     def score(self, layer: LayerView) -> Tensor:
         return self._guided(layer)[0].repeat(layer.kv_heads, 1)
@@ -92,8 +101,9 @@ class SABlock(TailPolicy):
         """s~ `[N]`, and the segments of all tokens that are not protected."""
         window, region = layer.window(self.window), ~self.protected(layer)
         attention = window.pad(layer.all_heads(window.mean()).mean(dim=0))  # s, eq. 3 and 4
-        ends = torch.tensor(layer.document.segment_ends, device=attention.device)
-        segments = Segments.cut(ends[region], MAX_SEGMENT)
+        document = layer.document
+        ends = document.segment_ends if self.segments == "punctuation" else document.sentence_ends
+        segments = Segments.cut(torch.tensor(ends, device=attention.device)[region], MAX_SEGMENT)
         rows = segments.rows(attention[region])  # [segments, width]
         total = rows.sum(dim=1)
         parts = rows / total.clamp_min(_TINY).unsqueeze(1)
@@ -128,23 +138,3 @@ class SABlock(TailPolicy):
         if self.sizes == "all":
             return list(sizes)
         return [size for size in sizes if (size % 2 == 1 if self.sizes == "odd" else size & (size - 1) == 0)]
-
-
-def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Take the tokens of each row's best blocks until there are `counts` of them: `[rows, width]` bool.
-
-    scores: `[rows, width]`, not negative, zero where `inside` is not set. A block is `size` neighbours, counted from
-    the row's first token; the last can be shorter. Blocks rank by their means. A block that would give too many tokens
-    gives its best.
-    """
-    rows, width = scores.shape
-    shape = (rows, -(-width // size), size)
-    tokens, valid = (F.pad(values, (0, -width % size)).view(shape) for values in (scores, inside))
-    lengths = valid.sum(dim=2)  # [rows, blocks]
-    means = (tokens.sum(dim=2) / lengths.clamp_min(1)).masked_fill(lengths == 0, -1)
-    order = means.sort(dim=1, descending=True, stable=True).indices
-    ordered = lengths.gather(1, order)
-    left = counts.unsqueeze(1) - (ordered.cumsum(dim=1) - ordered)  # tokens still wanted when a block's turn comes
-    taken = torch.zeros_like(left).scatter_(1, order, left)
-    ranks = tokens.masked_fill(~valid, -1).sort(dim=2, descending=True, stable=True).indices.argsort(dim=2)
-    return ((ranks < taken.unsqueeze(2)) & valid).flatten(1)[:, :width]

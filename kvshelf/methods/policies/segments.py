@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 MAX_SENTENCE = 256
@@ -52,3 +53,23 @@ class Segments:
     def tokens(self, rows: Tensor) -> Tensor:
         """`[K, width]` as `[M]`: undoes `rows`."""
         return rows[self.inside]
+
+
+def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Take the tokens of each row's best blocks until there are `counts` of them: `[rows, width]` bool.
+
+    scores: `[rows, width]`, not negative, zero where `inside` is not set. A block is `size` neighbours, counted from
+    the row's first token; the last can be shorter. Blocks rank by their means. A block that would give too many tokens
+    gives its best.
+    """
+    rows, width = scores.shape
+    shape = (rows, -(-width // size), size)
+    tokens, valid = (F.pad(values, (0, -width % size)).view(shape) for values in (scores, inside))
+    lengths = valid.sum(dim=2)  # [rows, blocks]
+    means = (tokens.sum(dim=2) / lengths.clamp_min(1)).masked_fill(lengths == 0, -1)
+    order = means.sort(dim=1, descending=True, stable=True).indices
+    ordered = lengths.gather(1, order)
+    left = counts.unsqueeze(1) - (ordered.cumsum(dim=1) - ordered)  # tokens still wanted when a block's turn comes
+    taken = torch.zeros_like(left).scatter_(1, order, left)
+    ranks = tokens.masked_fill(~valid, -1).sort(dim=2, descending=True, stable=True).indices.argsort(dim=2)
+    return ((ranks < taken.unsqueeze(2)) & valid).flatten(1)[:, :width]

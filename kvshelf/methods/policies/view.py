@@ -37,6 +37,9 @@ than on the document."""
 CUE_EVERY: Final = 8
 """Tokens from one cue of a policy to the next, by default."""
 
+_ROWS_AT_ONCE = 128
+"""Of a question, whose weights on all entries are in memory together."""
+
 MAX_SENTENCES = 8192
 """Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
 
@@ -79,6 +82,7 @@ class DocumentView:
     KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
     tokens among `whole_ids`, those of the document that these are a part of (`judged`); None: these are all.
     `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
+    `known_ends`: which tokens end a sentence, of a stored cache, whose text nobody has.
     """
 
     token_ids: Sequence[int]
@@ -96,6 +100,7 @@ class DocumentView:
     places: tuple[int, ...] | None = None
     whole_ids: Sequence[int] | None = None
     surprisals: Tensor | None = field(default=None, repr=False)
+    known_ends: Sequence[bool] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +173,8 @@ class DocumentView:
     @cached_property
     def sentence_ends(self) -> list[bool]:
         """Which tokens end a sentence."""
+        if self.known_ends is not None:
+            return list(self.known_ends)
         assert self.text is not None, "the policy must say that it observes text"
         return self.text.segment_ends(self.token_ids, SENTENCE_ENDS)
 
@@ -315,8 +322,20 @@ class LayerView:
 
     def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
-        N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row."""
+        N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row. At a question, which sees a
+        stored cache without queries, both are over all rows of the question."""
+        if self.probes and not self.all_queries.shape[1]:
+            return (self._question_sums(),) * 2
         return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every, lse=self.lse)
+
+    def _question_sums(self) -> Tensor:
+        sums = torch.zeros(len(self.all_queries), self.num_tokens, device=self.keys.device)
+        for probed in self.probes:
+            for head, (queries, total) in enumerate(zip(self.grouped(probed.queries), self.grouped(sums), strict=True)):
+                for start in range(0, queries.shape[1], _ROWS_AT_ONCE):
+                    rows, own = queries[:, start : start + _ROWS_AT_ONCE], probed.keys[head, : start + _ROWS_AT_ONCE]
+                    total += window_attention(rows, self.keys[head], self.scaling, own).sum(dim=1)
+        return sums
 
     def keys_unrotated(self) -> Tensor:
         """Keys before RoPE, `[kv_heads, N, D]` fp32."""

@@ -77,6 +77,11 @@ class UnitSelector(Selector):
         return 1
 
     @property
+    def layers_together(self) -> int:
+        """Adjacent layers, of those that choose, that read one choice: that of the first of them."""
+        return 1
+
+    @property
     def each_token(self) -> bool:
         """Of one that chooses by an index, or for a sentence: whether every token of the answer chooses anew."""
         return False

@@ -17,8 +17,8 @@ from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 
 @dataclass(frozen=True)
 class InfLLM(UnitSelector):
-    """Read the blocks whose representative keys fit the question, for question and answer; from disk and Redis nothing
-    else is read.
+    """In part, as keys keep their true distances: read the blocks whose representative keys fit the question, for
+    question and answer; from disk and Redis nothing else is read.
 
     The cache is one of policy `infllm`, whose index has representative keys of each block. A block ranks by the product
     of the query of the question's last token and the key that fits it best, both without rotation, summed over the

@@ -26,9 +26,12 @@ class MPCache(StepSelector):
     half of the coarser clusters stay, and of their clusters the best until a fifth of the entries is read. Policy
     `mpcache` is the static half, at compression.
 
-    Departures: a KV head reads what any of its query heads asks for (`over`; the paper has no GQA). Choices are not
-    shared by layers, which the paper names and its code does not do. A short last cluster has its own entries alone,
-    not repeats of the last. First and last clusters are always read.
+    With `share` n, the first of each n adjacent layers chooses for all of them: the paper's sharing of indices, which
+    its code does not do. The layers must hold the same tokens, as under policy `full`; a cache where they do not is
+    refused.
+
+    Departures: a KV head reads what any of its query heads asks for (`over`; the paper has no GQA). A short last
+    cluster has its own entries alone, not repeats of the last. First and last clusters are always read.
     """
 
     name: ClassVar[str] = "mpcache"
@@ -39,6 +42,12 @@ class MPCache(StepSelector):
         0.6, "weight of a channel's largest value; of its least, the rest", minimum=0, maximum=1
     )
     over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
+
+    share: int = parameter(1, "adjacent layers that read one choice, that of the first of them", minimum=1, added=True)
+
+    @property
+    def layers_together(self) -> int:
+        return self.share
 
     @property
     def linear(self) -> float:

@@ -38,8 +38,9 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
             raise unknown(SELECTOR.noun, method, names(), SELECTOR.param)
         return UNIT_SELECTORS.build(method, params)
     cls = POLICIES[method.removeprefix(_PREFIX)]
-    if "probe" in params:
-        raise InvalidRequest("a selector observes the question, and takes no probe", param="select.params.probe")
+    for name in cls.settled.keys() & params.keys():
+        why = f"selector {method!r} takes no {name}: {cls.settled[name]}"
+        raise InvalidRequest(why, param=f"{SELECTOR.params}.{name}")
     require_parameters(cls, f"policy {cls.name!r}", params, SELECTOR.params)
     return ByPolicy(policy=cls.build(params, POLICIES))
 
@@ -50,7 +51,8 @@ def infos() -> list[MethodInfo]:
 
 
 def _of_policy(name: str) -> MethodInfo:
-    policy = registry.info_of(POLICIES[name.removeprefix(_PREFIX)])
+    cls = POLICIES[name.removeprefix(_PREFIX)]
+    policy = registry.info_of(cls)
     summary, *details = registry.paragraphs(ByPolicy)
     return replace(
         policy,
@@ -58,6 +60,6 @@ def _of_policy(name: str) -> MethodInfo:
         summary=f"{summary} Policy {policy.name}: {policy.summary}",
         details=details,
         advice=ByPolicy.advice,
-        parameters={key: about for key, about in policy.parameters.items() if key != "probe"},
+        parameters={key: about for key, about in policy.parameters.items() if key not in cls.settled},
         measured=measured_rows(SELECTOR, name),
     )

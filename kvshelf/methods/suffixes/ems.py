@@ -16,7 +16,8 @@ from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Su
 
 @dataclass(frozen=True)
 class EMS(PeriodicPolicy):
-    """Keep the last `window` tokens and the best centers; a center that falls out merges into the one most like it.
+    """In part, as merged entries have no slots: keep the last `window` tokens and the best centers; a center that falls
+    out merges into the one most like it.
 
     A token that leaves the window becomes a center. The score of an entry is that of policy `ems` (eq. 2):
     max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo sums all weights that it received from tokens of the

@@ -14,7 +14,8 @@ from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPoli
 
 @dataclass(frozen=True)
 class LazyEviction(SuffixPolicy):
-    """Keep the last `window` tokens, and the entries whose next use is likeliest by the gaps between their uses so far.
+    """A reconstruction, as no public code says how its two scores join: keep the last `window` tokens, and the entries
+    whose next use is likeliest by the gaps between their uses so far.
 
     A token uses an entry that gets at least `alpha` of its attention. Of each entry the policy notes the last use and
     the largest gap between two uses, the maximum recurrence interval MRI. After every `window` tokens the entries with

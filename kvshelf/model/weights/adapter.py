@@ -23,7 +23,7 @@ def split(name: str) -> tuple[str, Path | None]:
     """The model's own name and the folder of its adapter, of a name such as `Qwen/Qwen3-0.6B+./contracts`.
 
     A folder whose own name has a "+" is a model without adapter. Raises `InvalidRequest` for an adapter that is not
-    there, or that cannot be merged into weights.
+    there, or that cannot be merged into weights, and without peft.
     """
     base, plus, folder = name.rpartition("+")
     if not plus or Path(name).expanduser().exists():
@@ -45,6 +45,10 @@ def split(name: str) -> tuple[str, Path | None]:
             "model's",
             param="model",
         )
+    if find_spec("peft") is None:
+        raise InvalidRequest(
+            f"the adapter of {name!r} needs the package peft; run: pip install 'peft>=0.18,<1'", param="model"
+        )
     return base, path
 
 
@@ -59,12 +63,8 @@ def merge(model: PreTrainedModel, folder: Path, name: str) -> PreTrainedModel:
 
     Kept apart, as an engine that answers under many adapters at once does, they would be a second product in each layer
     of a recorded pass. Merged, every kernel, codec and check is that of a plain model. name: for messages. Raises
-    `InvalidRequest` for an adapter of other weights, and without peft.
+    `InvalidRequest` for an adapter of other weights.
     """
-    if find_spec("peft") is None:
-        raise InvalidRequest(
-            f"the adapter of {name!r} needs the package peft; run: pip install 'peft>=0.18,<1'", param="model"
-        )
     from peft import PeftModel
 
     try:

@@ -137,8 +137,9 @@ class Completion:
         )
 
 
-def require_model(model: str | None, cache_id: str, names: tuple[str, str]) -> None:
-    """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served."""
+def require_model(model: str | None, cache_id: str, names: Sequence[str | None]) -> None:
+    """Refuse the name of a model that is not the cache's. names: under which the cache was made and is served, and of a
+    question that names the adapter, that of its model."""
     if model not in (None, *names):
         raise InvalidRequest(f"cache {cache_id} is of model {names[0]!r}, not {model!r}", param="model")
 

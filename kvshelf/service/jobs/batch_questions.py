@@ -15,7 +15,7 @@ from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.caller import PREFIX, RowAnswer, request_id
 from kvshelf.errors import by_code
 from kvshelf.service.dialects.completions import Completion, require_model
-from kvshelf.service.engines import each_alone, serving_all
+from kvshelf.service.engines import each_alone, require_adapter, serving_all
 from kvshelf.service.http.errors import error_json
 from kvshelf.store.base import Store
 from kvshelf.workers.cluster.remote import RemoteEngine
@@ -43,7 +43,9 @@ class BatchAsker:
         manifests = await asyncio.to_thread(lambda: [store.stat(cache_id, tenant=tenant) for cache_id in ids])
         model = serving_all(self.identities, manifests)
         assert model is not None  # else `serving_all` has raised
-        require_model(question.model, manifests[0].id, (manifests[0].model, model))
+        require_adapter(engines, self.identities, question, ids[0], model)
+        names = (manifests[0].model, model, question.adapter and engines[model].parent)
+        require_model(question.model, manifests[0].id, names)
         caller = Caller(tenant, deadline_s)
         answers = [
             await engines[model].call(ReplicaApi.query, ids, single, caller=caller, of_batch=True)

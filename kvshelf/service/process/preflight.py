@@ -24,7 +24,7 @@ def require_startable(settings: Settings) -> None:
         read_prices(settings.prices_file)
     if settings.address is not None:
         return
-    for model in settings.models:
+    for model, _ in settings.served:
         require_available(source_of(model))
     if settings.engine == "llama.cpp":
         from kvshelf.engine.llama.engine import gguf_of
@@ -40,5 +40,5 @@ def require_startable(settings: Settings) -> None:
     if settings.gpus_per_replica > 1 and settings.device != "spread":
         from kvshelf.model.loading import require_shared
 
-        for model in settings.models:
+        for model, _ in settings.served:
             require_shared(model, settings.gpus_per_replica, settings.device)

@@ -23,7 +23,7 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
 
     local: whether this process started the cluster.
     """
-    configs = [_config(settings, shelf, model, local=local) for model in settings.models]
+    configs = [_config(settings, shelf, model, adapter, local=local) for model, adapter in settings.served]
     limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
     engines = deployment.deploy(configs, limits, local=local)
     try:
@@ -33,10 +33,13 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
             deployment.undeploy(engines.values())
 
 
-def _config(settings: Settings, shelf: StoreConfig, model: str, *, local: bool) -> deployment.ReplicaConfig:
+def _config(
+    settings: Settings, shelf: StoreConfig, model: str, adapter: str, *, local: bool
+) -> deployment.ReplicaConfig:
     share_of_cpus = max(1, settings.gpus_per_replica * (os.cpu_count() or 1) // settings.replica_processes)
     return deployment.ReplicaConfig(
         model=model,
+        adapter=adapter,
         store=shelf,
         device=settings.device,
         dtype=settings.dtype,

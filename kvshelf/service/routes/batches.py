@@ -42,7 +42,7 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
     """Create a batch. Only the request is checked now. The whole file is checked before any work; if it is unusable,
     the batch ends as `failed`."""
     body = await read_json(request, batches.CreateBatch, service)
-    service.engine(body.model)
+    service.engine(body.model, adapter=body.adapter)
     require_policy(require_defaults(body.options()))
     if body.window is not None:
         WorkHours.parse(body.window)

@@ -66,10 +66,10 @@ async def create(
     every other type as JSON (`compression_ratio=0.75`, `labels={"team": "law"}`, `levels=[0.5, 0.75]`).
     """
     body = await read_document(request, service, caller, api.CreateCache)
-    engine = service.engine(body.model)
+    engine = service.engine(body.model, adapter=body.adapter)
     require_tokenizer(service, engine.model, body)
     require_policy(body)
-    spec = body.model_copy(update={"model": engine.model})
+    spec = body.model_copy(update={"model": engine.model, "adapter": None})
     expires_at = await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     if (until := body.guaranteed_until) is not None:
         await off_loop(service.store.require_promise, until, expires_at, tenant=caller.tenant)

@@ -23,6 +23,6 @@ async def estimate(request: Request, service: InService, caller: Reader) -> Esti
     body = await read_json(request, Estimate, service)
     if body.policy is not None:
         require_policy(body)
-    engine = service.engine(body.model)
+    engine = service.engine(body.model, adapter=body.adapter)
     require_tokenizer(service, engine.model, body)
     return await until_hangup(request, engine.estimate(body, caller=service.within(caller)))

@@ -4,14 +4,12 @@ another model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
 from kvshelf.api import AppendCache, CacheObject, RemakeCache, StoredTurn, TurnList
 from kvshelf.api.caches import SaidMessage
-from kvshelf.errors import CacheError, CacheNotFound
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.bodies import read_document, read_json
 from kvshelf.service.http import openapi
@@ -19,12 +17,11 @@ from kvshelf.service.http.waiting import off_loop, until_hangup
 from kvshelf.service.questions import remade
 from kvshelf.service.routes.caches import require_tokenizer
 from kvshelf.service.service import TAKES_TOKENS, InService, cache_response, written
-from kvshelf.store.base import Store
+from kvshelf.store.base import Store, lineage
 from kvshelf.store.manifest import Manifest
 
 router = APIRouter(prefix="/v1/caches/{cache_id}", tags=["caches"], responses=openapi.ERRORS)
 
-_MOST_TURNS: Final = 1000
 _MOST_CHILDREN: Final = 20
 
 
@@ -72,23 +69,10 @@ async def turns(cache_id: str, service: InService, caller: Reader) -> Response:
 
 
 def _turns(store: Store, cache_id: str, tenant: str) -> Response:
-    chain = list(_chain(store, store.stat(cache_id, tenant=tenant)))[::-1]
+    chain = list(lineage(store, store.stat(cache_id, tenant=tenant)))[::-1]
     before = [0, *(manifest.num_tokens for manifest in chain)]
     data = [_turn(store, manifest, shorter) for manifest, shorter in zip(chain, before, strict=False)]
     return written(TurnList(data=data))
-
-
-def _chain(store: Store, manifest: Manifest) -> Iterator[Manifest]:
-    """A cache and those that it grew from, the nearest first, as far as they are there."""
-    yield manifest
-    for _ in range(_MOST_TURNS):
-        if manifest.parent_id is None:
-            return
-        try:
-            manifest = store.stat(manifest.parent_id, tenant=manifest.tenant)
-        except (CacheNotFound, CacheError):
-            return
-        yield manifest
 
 
 def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:

@@ -51,8 +51,9 @@ other one whenever it comes back from a kernel."""
 class ReplicaConfig:
     """The configuration of each replica of one model.
 
-    model: bundled name, folder or hub id. engine: of questions, "kvshelf" or "llama.cpp", which needs a GGUF file.
-    weights: as of `Engine.load`; "int8" needs one process. threads: CPU threads
+    model: bundled name, folder or hub id. adapter: the name of the model's adapter, which is the model's in the API; ""
+    for a model by its own name. engine: of questions, "kvshelf" or "llama.cpp", which needs a GGUF file. weights: as of
+    `Engine.load`; "int8" needs one process. threads: CPU threads
     for torch; None leaves Ray's choice. quality: how that of each new cache is measured; tenant_quality: of single
     tenants. max_document_tokens: the longest document it compresses; None leaves it to the model. gpus: of the
     replica. With the device "spread" the layers are spread over them, otherwise as many processes share the model's
@@ -77,6 +78,17 @@ class ReplicaConfig:
     intensity: float | None = None
     chat_template: str | None = None
     begin: Callable[[], None] = lambda: None
+    adapter: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.adapter or served_name(self.model)
+
+    @property
+    def parent(self) -> str | None:
+        """The name of the model that the adapter is of."""
+        return served_name(self.model.rpartition("+")[0]) if self.adapter else None
 
 
 @dataclass(frozen=True)
@@ -122,13 +134,12 @@ class ServedReplica(Replica):
 
 
 def _engine(config: ReplicaConfig) -> Engine:
-    named = served_name(config.model)
-    calibration.note_served(named, config.model)
+    calibration.note_served(config.name, config.model)
     options: dict[str, Any] = {
         "device": config.device,
         "dtype": config.dtype,
         "chat_template": config.chat_template,
-        "shown": named,
+        "shown": config.name,
     }
     engine: Engine
     if config.engine == llama.NAME:
@@ -141,13 +152,13 @@ def _engine(config: ReplicaConfig) -> Engine:
 
 def _shared_engine(config: ReplicaConfig) -> Engine:
     """An engine of several processes. Where one of them ends, this one does, and Serve starts the replica anew."""
-    calibration.note_served(served_name(config.model), config.model)
+    calibration.note_served(config.name, config.model)
     engine = ParallelEngine.load(
         config.model,
         device=config.device,
         dtype=config.dtype,
         ranks=config.gpus,
-        shown=served_name(config.model),
+        shown=config.name,
         chat_template=config.chat_template,
         weights=config.weights,
     )
@@ -174,7 +185,7 @@ def deploy(
     A replica takes one GPU or one CPU for each of its processes, by its device; with the device "auto", GPUs if the
     cluster has one now. Raises `InvalidRequest` for more GPUs than a `local` cluster has, which no node can join.
     """
-    names = [served_name(config.model) for config in configs]
+    names = [config.name for config in configs]
     if len(set(names)) != len(names):
         raise InvalidRequest(f"two models go by one name: {', '.join(sorted(names))}", param="models")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each start of a replica
@@ -194,14 +205,14 @@ def deploy(
     targets = [
         serve.RunTarget(
             target=deployment.options(ray_actor_options=resources_of(config)).bind(config),
-            name=app_name(config.model, job),
+            name=app_name(config.name, job),
             route_prefix=None,
         )
         for config in configs
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return {
-        name: RemoteEngine(name, target.name, handle, limits.replicas, config.gpus)
+        name: RemoteEngine(name, target.name, handle, limits.replicas, config.gpus, config.parent)
         for name, target, handle, config in zip(names, targets, handles, configs, strict=True)
     }
 
@@ -274,7 +285,7 @@ def resources_of(config: ReplicaConfig) -> dict[str, float]:
     return {"num_gpus": config.gpus, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 
 
-def app_name(model: str, job: str) -> str:
+def app_name(name: str, job: str) -> str:
     # Readable in Ray's tools, unique among the services on a cluster, and with the job that owns it.
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", served_name(model)).strip("-")
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
     return f"kvshelf-{readable[:40]}-job{job}-{secrets.token_hex(4)}"

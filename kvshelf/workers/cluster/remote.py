@@ -68,11 +68,21 @@ class RemoteEngine:
     running: replicas that take requests, as last reported by Ray; `watch` updates it. While it is 0, requests are
     refused, because Ray would let them wait for ever. target_replicas: how many Ray is to run. gpus: that each
     takes; without GPUs, its processes. app, handle: Ray's. most_tokens: that the model takes, as its replicas say.
-    token_characters: that one token stands for at most.
+    token_characters: that one token stands for at most. parent: the name of the model that this is an adapter of, if it
+    is one.
     """
 
-    def __init__(self, model: str, app: str, handle: DeploymentHandle, target_replicas: int, gpus: int = 1) -> None:
+    def __init__(
+        self,
+        model: str,
+        app: str,
+        handle: DeploymentHandle,
+        target_replicas: int,
+        gpus: int = 1,
+        parent: str | None = None,
+    ) -> None:
         self.model = model
+        self.parent = parent
         self.app = app
         self.handle = handle
         self.target_replicas = target_replicas

@@ -21,7 +21,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said, TurnEnd, whole_turn
 from kvshelf.errors import CacheError, CacheNotFound, KvshelfError, SourceNotKept
 from kvshelf.model.text import Broken, TemplateOptions
-from kvshelf.store.base import Store
+from kvshelf.store.base import Store, lineage
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.create.publish import name_behind
 from kvshelf.workers.replica.reading import whole
@@ -32,9 +32,6 @@ TURN_TTL_S: Final = 7 * 86400.0
 _TRIES: Final = 4
 """Beginnings of a conversation that are looked for behind one cache. Turns are stored one by one, so the first is there
 unless it expired before the next, or the model has states."""
-
-_MOST_TURNS: Final = 4096
-"""Turns behind a root that are read to go on from the last."""
 
 
 class KeptConversation(NamedTuple):
@@ -112,19 +109,15 @@ class Conversations:
     def _chain(self, manifest: Manifest) -> tuple[list[Manifest], list[list[Said]]]:
         """The caches from the root of a conversation to one of its turns, and the messages of each, which the root has
         none of. A cache whose messages are not known is a root."""
-        chain: list[Manifest] = [manifest]
-        said: list[list[Said]] = [[]]
-        for _ in range(_MOST_TURNS):
-            first = chain[-1]
-            if first.parent_id is None or (messages := self._said(first)) is None:
+        chain: list[Manifest] = []
+        said: list[list[Said]] = []
+        for member in lineage(self._store, manifest):
+            chain.insert(0, member)
+            messages = None if member.parent_id is None else self._said(member)
+            said.insert(0, messages or [])
+            if messages is None:
                 break
-            try:
-                parent = self._store.stat(first.parent_id, tenant=first.tenant)
-            except (CacheNotFound, CacheError):
-                break  # without it the cache itself is all that there is
-            chain.append(parent)
-            said.insert(1, messages)
-        return chain[::-1], said
+        return chain, [[], *said[1:]]  # without its parent a turn is all that there is, and stands for a root
 
     def _said(self, manifest: Manifest) -> list[Said] | None:
         """The messages of a stored turn; None for any other cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidR
 from kvshelf.methods.selectors.registry import reads_by_index
 from kvshelf.model.templates.thoughts import Thoughts
 from kvshelf.model.text import Broken, TemplateOptions
-from kvshelf.store.base import Store
+from kvshelf.store.base import Store, lineage
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
@@ -602,15 +603,12 @@ def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[
 
 def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
     """Seconds of the prefills that made a cache and those that it grew from, as far as the shelf knows them."""
-    seconds = 0.0
-    at: str | None = cache_id
     try:
-        while at is not None:
-            manifest = store.stat(at, tenant=tenant)
-            seconds, at = seconds + manifest.timings.prefill_s, manifest.parent_id
+        first = store.stat(cache_id, tenant=tenant)
     except KvshelfError as error:
-        log.info("what a cache saves is known in part", cache_id=cache_id, reason=error.message)
-    return seconds
+        log.info("what a cache saves is not known", cache_id=cache_id, reason=error.message)
+        return 0.0
+    return sum(manifest.timings.prefill_s for manifest in lineage(store, first))
 
 
 def _wait_for(documents: Sequence[Attachment]) -> None:
@@ -630,9 +628,8 @@ def _touch(store: Store, cache_id: str, tenant: str) -> None:
     """Record a use. Turns that uses renew are used with those behind them, which are found through them."""
     try:
         store.touch(cache_id, tenant=tenant)
-        while (parent_id := store.stat(cache_id, tenant=tenant).parent_id) is not None:
-            if store.stat(parent_id, tenant=tenant).ttl_renew_s is None:
-                return
-            store.touch(cache_id := parent_id, tenant=tenant)
+        before = itertools.islice(lineage(store, store.stat(cache_id, tenant=tenant)), 1, None)
+        for manifest in itertools.takewhile(lambda manifest: manifest.ttl_renew_s is not None, before):
+            store.touch(manifest.id, tenant=tenant)
     except KvshelfError:
         log.warning("a use could not be recorded", cache_id=cache_id, exc_info=True)

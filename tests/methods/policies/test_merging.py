@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.merging import MergePlan
@@ -231,18 +231,22 @@ def test_the_authors_code_shrinks_keys():
 # KVMerger
 
 
-def naive_kvmerger(layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, value_sum=False):
+def naive_kvmerger(layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, value_sum=False, threshold=None):
     scores, tokens = scores_of(layer), layer.num_tokens
     always, last = max(sink, layer.protected_prefix), int(recent * count)
     forced = {*range(always), *range(tokens - last, tokens)}
-    hitters = min(int(heavy * count), (count - always - last - 1) // 2)
+    left = count - always - last - 1
+    hitters = min(int(heavy * count), left // 2 if threshold is None else left)
     keys, values = layer.keys.double().tolist(), layer.values.double().tolist()
     out = []
     for h in range(KV_HEADS):
         ranked = sorted((j for j in range(tokens) if j not in forced), key=lambda j: (-scores[h][j], j))
         single = forced | set(ranked[:hitters])
         pairs = [j for j in range(1, tokens) if j not in single and j - 1 not in single]
-        alike = sorted(pairs, key=lambda j: (-cosine(keys[h][j], keys[h][j - 1]), j))[: tokens - count]
+        cosines = {j: cosine(keys[h][j], keys[h][j - 1]) for j in pairs}
+        alike = sorted(pairs, key=lambda j: (-cosines[j], j))[: tokens - count]
+        if threshold is not None:
+            alike = [j for j in pairs if cosines[j] > threshold]
         runs = []
         for j in range(tokens):
             if j in alike:
@@ -283,6 +287,41 @@ def test_kvmerger_is_what_its_formulas_say(group, params):
     _, (record,) = reduced("kvmerger", [layer], 24, **params)
     assert isinstance(record, Merged if params.get("store") == "slots" else Kept)
     assert_is(record, naive_kvmerger(layer, 24, **{k: v for k, v in params.items() if k != "store"}))
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("params", [{}, {"heavy": 0.0, "recent": 0.1}, {"store": "slots"}, {"heavy": 1.0}], ids=str)
+@pytest.mark.parametrize("threshold", [0.75, 0.95])
+def test_kvmerger_by_a_threshold_merges_the_neighbours_above_it(group, params, threshold):
+    """The paper's epsilon: as many entries stay as there are runs, in each head its own number."""
+    layer = view(60, group=group, protected=2, seed=group)
+    policy = build("kvmerger", {"threshold": threshold, **params})
+    budget = policy.own_budget(layer.document)
+    fitted = policy.fitted(layer.document, budget, frozenset({"threshold", *params}))
+    record = fitted.reduce(layer, LayerBudget.uniform(KV_HEADS, budget.tokens))
+    own = {k: v for k, v in params.items() if k != "store"}
+    assert_is(record, naive_kvmerger(layer, 60, threshold=threshold, **own))
+    assert params.get("heavy") == 1.0 or record.entries < 60 * KV_HEADS
+
+
+def test_a_threshold_takes_no_budget_and_leaves_whole_layers_alone(llama):
+    params = {"threshold": -1.0, "heavy": 0.0, "recent": 0.1, "first": 1, "last": 1}
+    for size in ({"budget_tokens": 100}, {"compression_ratio": 0.5}):
+        with pytest.raises(InvalidRequest, match="has its size from its parameters") as refused:
+            llama.engine.prepare(llama.ids, policy="kvmerger", policy_params=params, **size)
+        assert refused.value.param in size
+    document = llama.ids[:200]
+    cache, full = (
+        llama.engine.compress(document, policy=name, **of) for name, of in (("kvmerger", params), ("full", {}))
+    )
+    lengths = [set(record.lengths) for record in cache.layers]
+    assert lengths[0] == lengths[-1] == {200}
+    assert all(own == {4 + 1 + 20} for own in lengths[1:-1]), "first tokens, one run, and recent ones"
+    assert len(lengths) > 2
+    nothing = llama.engine.compress(document, policy="kvmerger", threshold=1.0)
+    for ours, theirs in zip(nothing.layers, full.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
 
 
 @settings(max_examples=amount(20, 100), deadline=None)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.methods import policies, selectors
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.selectors.base import StoredLayer
+from tests.by_hand import Prefix, frequencies, greedy
+from tests.engine.test_selecting import in_bf16, read_positions
 from tests.views import best, random_layer
 
 
@@ -49,21 +54,22 @@ def test_all_heads_keep_the_tokens_with_the_largest_scores():
 
 
 def similarity(rows, query, weight):
-    """Of a cluster of keys: a * q * max + (1 - a) * q * min, channel by channel."""
+    """Of a cluster of keys, or of the bounds of some: a * q * max + (1 - a) * q * min, channel by channel."""
     return sum(
         float(q) * (weight * float(channel.max()) + (1 - weight) * float(channel.min()))
         for q, channel in zip(query, rows.T, strict=True)
     )
 
 
-def read_by_hand(keys, queries, budget, weight, over):
+def read_by_hand(keys, queries, budget, weight, over, bounds=None):
     """The rows that a head reads: of the better half of clusters of 32 the best clusters of 16, as many as there is
-    room for; the first and the last one always."""
+    room for; the first and the last one always. bounds: of each cluster's keys, where these are rounded."""
     join = max if over == "max" else lambda values: sum(values) / len(values)
 
     def scored(size):
         starts = range(0, len(keys), size)
-        return {at: join([similarity(keys[at : at + size], query, weight) for query in queries]) for at in starts}
+        of = {at: keys[at : at + size] if bounds is None else bounds[at, size] for at in starts}
+        return {at: join([similarity(of[at], query, weight) for query in queries]) for at in starts}
 
     coarse, fine = scored(32), scored(16)
     kept = sorted(coarse, key=lambda at: -coarse[at])[: -(-len(coarse) // 2)]
@@ -98,6 +104,65 @@ def test_clusters_are_read_by_their_similarity_within_the_better_half_of_coarser
         count = int(room[0].counts[head])
         expected = read_by_hand(own, queries[group * head : group * (head + 1)], budget, weight, over)
         assert room[0].rows[head, :count].tolist() == expected
+
+
+def clusters_by_hand(question_tokens, budget, share):
+    """What the selector shows each token of an answer: the first of `share` layers chooses for all of them. Bounds are
+    those that 8 bits would have."""
+    of_first = {}
+
+    def bounded(rows):
+        least = in_bf16(rows.amin(0), -1)
+        return torch.stack([least, least + 255 * in_bf16((rows.amax(0) - least) / 255, 1)])
+
+    def chosen(layer, queries, keys, _visible):
+        if layer % share:
+            return of_first[layer - layer % share]
+        group = len(queries) // len(keys)
+        shown = torch.ones(*queries.shape[:2], keys.shape[1], dtype=torch.bool)
+        for head, own in enumerate(keys):
+            bounds = {(at, size): bounded(own[at : at + size]) for size in (16, 32) for at in range(0, len(own), size)}
+            for t in range(question_tokens, queries.shape[1]):
+                asked = queries[group * head : group * (head + 1), t]
+                rows = read_by_hand(own, asked, budget, 0.6, "max", bounds)
+                shown[group * head : group * (head + 1), t] = torch.isin(torch.arange(len(own)), torch.tensor(rows))
+        of_first[layer] = shown
+        return shown
+
+    return chosen
+
+
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_adjacent_layers_read_what_the_first_of_them_chose(llama, share):
+    """One masked forward in fp64 over the clusters that loops choose."""
+    cache, question = llama.engine.compress(llama.ids[:230], policy="full"), llama.ids[3:14]
+    prefix, layers = Prefix.spelled_out(cache, frequencies(llama.model)), len(cache.layers)
+    ask = partial(llama.engine.answer, cache, question, max_new_tokens=8, select="mpcache", select_tokens=80)
+    ours = ask(select_params={"share": share})
+    by_hand = clusters_by_hand(len(question), 80, share)
+    right = greedy(llama.model, prefix, question, cache.next_position, 8, by_hand, guess=ours.token_ids)
+    assert ours.token_ids[: len(right)] == right[: len(ours.token_ids)]
+    assert len(right) > 4
+    document = llama.engine.attach(cache)
+    made = llama.engine.select(document, "mpcache", question_tokens=11, tokens=80, params={"share": share})
+    generation = llama.engine.start(document, question, Sampling(3), made)
+    for _ in range(3):
+        llama.engine.batch().step([generation])
+    read = [read_positions(made, document, layer, len(cache.layers[layer].positions)) for layer in range(layers)]
+    assert all(read[layer] == read[layer - layer % share] for layer in range(layers))
+    assert read[0] != read[-1] or share >= layers
+    assert ask(select_params={"share": share}, select_tokens=230) == llama.engine.answer(
+        cache, question, max_new_tokens=8
+    )
+
+
+def test_layers_that_hold_other_tokens_do_not_share(llama):
+    cache = llama.engine.compress(llama.ids[:230], policy="keydiff", compression_ratio=0.25)
+    ask = partial(llama.engine.answer, cache, llama.ids[3:14], max_new_tokens=2, select="mpcache", select_tokens=80)
+    with pytest.raises(PolicyUnsupported, match="layers 0 and 1 hold different tokens") as refused:
+        ask(select_params={"share": 2})
+    assert refused.value.param == "select.params.share"
+    assert ask().usage.read_tokens <= 80
 
 
 def test_a_fifth_of_the_entries_is_read_by_default():

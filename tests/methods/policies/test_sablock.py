@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.sablock import best_blocks
+from kvshelf.methods.policies.segments import best_blocks
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.source import bundled_folder
 from kvshelf.model.text import TextFormat
@@ -56,8 +56,12 @@ def segments_of(layer, stop):
 
 def guided_scores(layer, alpha, diversity, form):
     """s~ of each token that can be evicted, as a dict, and the segments: eq. 3 to 8 in fp64."""
-    s = observed(layer, WINDOW).mean(dim=0).sum(dim=0) / max(1, observed(layer, WINDOW).shape[1])
-    segments = segments_of(layer, len(s))
+    s = observed(layer, WINDOW).mean(dim=(0, 1))
+    return guided(s.tolist(), segments_of(layer, len(s)), alpha, diversity, form)
+
+
+def guided(s, segments, alpha=0.5, diversity=0.5, form="scaled"):
+    """s~ from the attention s of each token, and the segments: eq. 5 to 8 in fp64."""
     importances = [sum(float(s[j]) for j in segment) / len(segment) for segment in segments]
     scores = {}
     for segment, importance in zip(segments, importances, strict=True):
@@ -84,8 +88,13 @@ SIZES = {"odd": [1, 3, 5, 7, 9, 11, 13, 15], "all": range(1, 16), "powers": [1, 
 
 def naive(layer, budget, *, alpha=0.5, diversity=0.5, block=9, tau=0.9, form="scaled", sizes="odd"):
     scores, segments = guided_scores(layer, alpha, diversity, form)
-    always = set(range(layer.num_tokens)) - set(scores)
-    everything = [scores.get(j, 0.0) for j in range(layer.num_tokens)]
+    return filled(scores, segments, layer.num_tokens, budget, block=block, tau=tau, sizes=sizes)
+
+
+def filled(scores, segments, tokens, budget, *, block=9, tau=0.9, sizes="odd"):
+    """The tokens that stay by these s~ of those in segments: eq. 9 to 13."""
+    always = set(range(tokens)) - set(scores)
+    everything = [scores.get(j, 0.0) for j in range(tokens)]
     top = set(best(everything, always, budget)) - always  # eq. 9
     kept = set(always)
     for segment in segments:

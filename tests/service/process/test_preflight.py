@@ -52,6 +52,21 @@ def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:
     require_startable(Settings(models=(missing, empty), address="auto"))
 
 
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = Settings(adapters=(f"law={tmp_path}",))
+    assert adapted.replica_processes == 2
+    with pytest.raises(InvalidRequest, match="is no folder with adapter_config"):
+        require_startable(adapted)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    require_startable(adapted)
+    with pytest.raises(InvalidRequest, match="merged in one process"):
+        require_startable(Settings(adapters=adapted.adapters, gpus_per_replica=2, device="cpu"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InvalidRequest, match=r"needs the package peft; run: pip install"):
+        require_startable(adapted)
+
+
 def test_only_a_local_cluster_needs_the_hub_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -16,7 +16,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
-    """Keep the tokens to which a small attention over the document gives the highest probability of being kept.
+    """In part, as nothing is dropped while the document is read: keep the tokens to which a small attention over the
+    document gives the highest probability of being kept.
 
     Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
     own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In

@@ -13,7 +13,8 @@ from kvshelf.methods.policies.sharing import GlobalSharing, Sharing
 
 @dataclass(frozen=True)
 class KVzipGate(TokenGate):
-    """Keep what a gate takes for what `kvzip` would keep, without its passes behind the document.
+    """In part, as its network is another one: keep what a gate takes for what `kvzip` would keep, without its passes
+    behind the document.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
     each channel in its own scale. It is trained on documents that need no questions: s foretells the logarithm of the

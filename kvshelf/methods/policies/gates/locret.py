@@ -17,7 +17,8 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class Locret(TokenGate):
-    """Keep what a gate takes for what answers will attend to.
+    """In part, as nothing is dropped while the document is read: keep what a gate takes for what answers will attend
+    to.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
     each channel in its own scale. It is trained on documents with questions and answers: the label of a token is the

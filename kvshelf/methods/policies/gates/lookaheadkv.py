@@ -21,7 +21,8 @@ TOKENS: Final = 32
 
 @dataclass(frozen=True)
 class LookaheadKV(GatePolicy, ScoringPolicy):
-    """Keep what learned tokens behind the document attend to, which were trained to look where answers look.
+    """In part, as it learns from given answers: keep what learned tokens behind the document attend to, which were
+    trained to look where answers look.
 
     32 embeddings stand in place of tokens. For their rows alone each linear layer of the model has a low-rank addition
     (LoRA, alpha 32); the document's keys and values are those without it. The score of a token is the mean weight of

@@ -16,7 +16,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class TrimKV(TokenGate):
-    """Keep what a gate lets fade least: each token has a rate beta, and at time T what is left of it is beta^(T - p).
+    """In part, as it drops once, not while it reads and answers: keep what a gate lets fade least: each token has a
+    rate beta, and at time T what is left of it is beta^(T - p).
 
     log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
     score of the token at position p is (T - p) log beta, with T the document's end plus `horizon`. Where all rates are

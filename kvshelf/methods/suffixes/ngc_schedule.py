@@ -1,4 +1,5 @@
-"""NGC: at times drop a share of the entries, in blocks, by what the last tokens attended to."""
+"""NGC's schedule, without its training: at times drop a share of the entries, in blocks, by what the last tokens
+attended to."""
 
 from __future__ import annotations
 
@@ -14,20 +15,23 @@ from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPoli
 
 
 @dataclass(frozen=True)
-class NGC(SuffixPolicy):
-    """Every `every` tokens drop a share of the entries, in blocks, by the attention of the last few tokens.
+class NGCSchedule(SuffixPolicy):
+    """In part, as nothing is learned: every `every` tokens drop a share of the entries, in blocks, by the attention of
+    the last few tokens.
 
     Behind the question each `block` consecutive stored entries are a block, and the entries behind the last full one
     stay. A block's score is the mean weight that its entries got from the last `queries` tokens. The blocks with the
     lowest scores go: `share` of the entries that are in blocks, rounded down to blocks, and more where the budget
     wants more. Nothing goes while the budget has room for all.
 
-    Only `queries` of the `every` tokens are observed, so it costs less than policies that watch each. Departures: the
-    budget, which the method does not have; the mean over a GQA group.
+    Only `queries` of the `every` tokens are observed, so it costs less than policies that watch each. NGC itself is a
+    model that learns by reinforcement what to forget; nothing is learned here, hence the name. Departures: the budget,
+    which the method does not have; the mean over a GQA group. Requests may still say `ngc`, as it was called.
     """
 
-    name: ClassVar[str] = "ngc"
-    source: ClassVar[str] = "NGC (neural garbage collection), after descriptions of the method"
+    name: ClassVar[str] = "ngc_schedule"
+    formerly: ClassVar[str] = "ngc"
+    source: ClassVar[str] = "the schedule of NGC (neural garbage collection), after descriptions of the method"
     advice: ClassVar[str] = "where attention should decide at little cost; what it keeps are passages, not tokens."
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
