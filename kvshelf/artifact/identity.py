@@ -91,6 +91,15 @@ class ModelIdentity:
         """Hex digest of the compared fields."""
         return digest("kvshelf.model", *(getattr(self, f.name) for f in fields(self) if f.compare))
 
+    @property
+    def own(self) -> ModelIdentity:
+        """That of the model alone, without links."""
+        return self
+
+    def links(self, made_under: ModelIdentity) -> bool:  # noqa: ARG002
+        """Whether caches of this other model are read because of a link."""
+        return False
+
     def require_match(self, made_under: ModelIdentity) -> None:
         """Raise `ModelMismatch` unless a cache made under `made_under` may be attached to this model.
 
@@ -114,13 +123,33 @@ class ModelIdentity:
 @dataclass(frozen=True)
 class LinkedIdentity(ModelIdentity):
     """That of a model which also answers from caches of other weights, because the agreement of both was measured.
-    linked: fingerprints of the models that made these caches. Its own caches do not depend on them."""
+    linked: the agreement with each model that made these caches, by its fingerprint. Its own caches do not depend on
+    them."""
 
-    linked: frozenset[str] = field(default=frozenset(), compare=False)
+    linked: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def own(self) -> ModelIdentity:
+        return ModelIdentity(**{one.name: getattr(self, one.name) for one in fields(ModelIdentity)})
+
+    def links(self, made_under: ModelIdentity) -> bool:
+        return (made := made_under.fingerprint()) in self.linked and made != self.fingerprint()
 
     def require_match(self, made_under: ModelIdentity) -> None:
-        if made_under.fingerprint() not in self.linked:
+        if not self.links(made_under):
             super().require_match(made_under)
+
+    def require_own(self, made_under: ModelIdentity) -> None:
+        """As `require_match`, for what a link does not allow: to go on with a cache."""
+        if self.links(made_under):
+            raise ModelMismatch(
+                f"the cache was made under {made_under.name!r}, and {self.name!r} only answers from it, by their link; "
+                "nothing can be put behind it here, because a cache is of one model from its first token to its last",
+                cache_fingerprint=made_under.fingerprint(),
+                model_fingerprint=self.fingerprint(),
+                field="weights",
+            )
+        super().require_match(made_under)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Let a quantization answer from the caches of the weights it was made of.", no_args_is_help=True)
 
+_TRIAL = "A text."
+
 _MADE_DOCUMENTS, _MADE_TOKENS = 3, 768
 
 Maker = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes the caches: as of `serve --model`.")]
@@ -39,9 +42,13 @@ def link(
         typer.Option(help="A text whose cues are asked. May be repeated.  [default: some of kvshelf's own]"),
     ] = None,
     floor: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse the link where a smaller share of the cues agrees.")
+        float, typer.Option(min=0, max=1, help="Refuse the link unless so large a share of cues is shown to agree.")
     ] = 0.9,
     dtype: _options.Dtype = "auto",
+    asked_dtype: Annotated[str, typer.Option(help="As --dtype, of ASKED.")] = "auto",
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="As of `serve`, of both models.")
+    ] = None,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     as_json: _options.AsJson = False,
@@ -49,7 +56,7 @@ def link(
     """Measure whether ASKED answers from the caches of MADE as MADE does, and keep the result in the store.
 
     A service with --engine llama.cpp on ASKED then answers from caches of MADE, from its next start on. dtype is that
-    of MADE.
+    of MADE; give those and the template with which both are served.
     """
     with needs_extra("serve", purpose="kvshelf models link"):
         from kvshelf.engine.engine import Engine
@@ -62,22 +69,35 @@ def link(
 
         file, texts = gguf_of(asker), [_text(path) for path in document or ()]
         with _opened(store, encryption_key_file) as shelf:
-            making = Engine.load(maker, dtype=dtype, shown=served_name(maker))
+            making = Engine.load(maker, dtype=dtype, chat_template=chat_template, shown=served_name(maker))
             making.encoder.require_text("MADE")
             texts = texts or _own_texts(making)
-            trial = making.compress(texts[0], policy="full")
+            trial = making.compress(_TRIAL, policy="full")
             require_weights(prefix_of(making, trial, of=NAME, types=PERMUTED, dtype=None, document=()).about, file)
-            asking = LlamaEngine.load(asker, shown=served_name(asker))
+            asking = LlamaEngine.load(asker, dtype=asked_dtype, chat_template=chat_template, shown=served_name(asker))
+            _require_rope(making, asking)
             agreement = CueAsker(making, asking).agreement(texts)
-            if agreement.share < floor:
+            if agreement.low < floor:
                 raise ModelMismatch(
                     f"{asking.name!r} agrees with {making.name!r} on {agreement.share:.1%} of {agreement.cues} cues, "
-                    f"and the floor is {floor:.0%}; take a finer quantization, or --floor",
+                    f"which shows {agreement.low:.1%}, and the floor is {floor:.0%}; take a finer quantization, more "
+                    "documents, or --floor",
                     agreement=round(agreement.share, 4),
                 )
             measured = _measured(making, asking, *agreement)
             shelf.links.keep(measured)
     _print([measured], as_json=as_json)
+
+
+def _require_rope(making: Engine, asking: Engine) -> None:
+    """Keys of one rotation mean nothing under another."""
+    ropes = [json.loads(engine.identity.rope)["parameters"] for engine in (making, asking)]
+    if ropes[0] != ropes[1]:
+        raise ModelMismatch(
+            f"{asking.name!r} rotates keys otherwise than {making.name!r}: {ropes[1]} against {ropes[0]}; take a "
+            "conversion of these weights",
+            field="rope",
+        )
 
 
 def links(

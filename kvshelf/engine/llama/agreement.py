@@ -17,6 +17,7 @@ from torch import Tensor
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.files import llamacpp
+from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.engine.llama.engine import LlamaEngine
 from kvshelf.engine.llama.sequences import SequenceRun, Sequences
 from kvshelf.engine.quality import ANSWER, LEAST, Probe, bounds
@@ -26,6 +27,15 @@ CUES_OF_A_DOCUMENT: Final = 48
 """Several documents say more than many cues of one."""
 
 _QUESTION: Final = "What does it say?"
+
+_ASKED: Final[tuple[Prompt, ...]] = (
+    _QUESTION,
+    [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": "It says much."},
+        {"role": "user", "content": "What else?"},
+    ],
+)
 
 
 class Agreement(NamedTuple):
@@ -47,6 +57,7 @@ class CueAsker:
     def agreement(self, texts: Sequence[str]) -> Agreement:
         """Raises `ModelMismatch` where the two read a text as other tokens or have layers of other shapes, and
         `InvalidRequest` where the documents decide too few cues for a figure."""
+        self._require_room(texts)
         agreed = list[bool]()
         for text in texts:
             agreed += self._of(text)
@@ -58,6 +69,13 @@ class CueAsker:
             )
         low, _ = bounds(sum(agreed), len(agreed))
         return Agreement(sum(agreed) / len(agreed), low, len(agreed), len(texts))
+
+    def _require_room(self, texts: Sequence[str]) -> None:
+        """Half of the asker's room is for a document, the other for a cue, which is a sentence or two."""
+        most = min(self.maker.max_tokens, self.asker.sequences.cells // 2)
+        for text in texts:
+            if (tokens := len(self.maker.encode_document(text).token_ids)) > most:
+                raise InvalidRequest(f"a document has {tokens} tokens, and {most} may be; cut it", param="--document")
 
     def _of(self, text: str) -> Iterator[bool]:
         job = self.maker.prepare(text, policy="full")
@@ -72,7 +90,7 @@ class CueAsker:
 
     def _require_alike(self, text: str, cache: CompressedCache) -> None:
         documents = [one.encode_document(text).token_ids for one in (self.asker, self.maker)]
-        questions = [one.encode_query(cache, _QUESTION) for one in (self.asker, self.maker)]
+        questions = [[one.encode_query(cache, asked) for asked in _ASKED] for one in (self.asker, self.maker)]
         if documents[0] != documents[1] or questions[0] != questions[1]:
             raise ModelMismatch(
                 f"{self.asker.name!r} writes a document or a question as other tokens than {self.maker.name!r}: their "
@@ -98,6 +116,6 @@ class CueAsker:
                 number = sequences.fork(document, len(cue.token_ids))
                 (logits,) = sequences.run([SequenceRun(number, cache.next_position, cue.token_ids, ANSWER)])
                 sequences.drop(number)
-                yield logits.to(torch.float32)
+                yield logits.to(self.maker.model.device, torch.float32)
         finally:
             sequences.drop(document)

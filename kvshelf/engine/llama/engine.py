@@ -7,14 +7,14 @@ them, and llama.cpp runs the tokens of the question and of the answer. All else 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 
-from kvshelf.api import Select, SuffixOptions
+from kvshelf.api import Asking, JointQuery, Select, SuffixOptions
 from kvshelf.api.queries import Route
 from kvshelf.engine.asker import Asker
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -39,6 +39,8 @@ MEMORY: Final = 1 << 30
 
 _TRIAL_CELLS: Final = 3
 
+_SCALES: Final = (".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_linear")
+
 
 class LlamaAsker(Asker):
     """Begins answers that llama.cpp computes."""
@@ -61,6 +63,13 @@ class LlamaAsker(Asker):
             for shape in self._passes.layer_shapes
         ]
         sequences.require_alike(llamacpp.state_of(halves, self._facts.model.config.model_type, first=0), _TRIAL_CELLS)
+
+    def require_asked(self, query: Asking, caches: int) -> None:
+        route = query.route if isinstance(query, JointQuery) else None
+        _require(route in (None, "nearest"), f"the route {route}", "route")
+        _require(caches == 1 or route is not None, "several caches together", "cache_ids")
+        _require(query.select is None, "a part of a cache", "select")
+        _require(query.suffix is None, "answers that drop entries", "suffix")
 
     def batch(self) -> DecodeBatch:
         return LlamaBatch(self._passes, self._attachments, self.sequences)
@@ -123,13 +132,14 @@ class LlamaEngine(Engine):
     def sequences(self) -> Sequences:
         return self.asker.sequences
 
-    def link(self, makers: Collection[str]) -> None:
-        """Answer from caches of these models, too, by fingerprint: links were measured for them."""
-        self.attachments.readable = replace(self.attachments.readable, linked=frozenset(makers))
+    def link(self, makers: Mapping[str, float]) -> None:
+        """Answer from caches of linked models, too. makers: the agreement with each, by its fingerprint."""
+        self.attachments.readable = replace(self.attachments.readable, linked=makers)
 
 
 def gguf_of(name: str) -> Path:
-    """The GGUF file of a model's name. Raises `InvalidRequest` where it is none, and as `source_of`."""
+    """The GGUF file of a model's name. Raises `InvalidRequest` where it is none, for one whose rotation is scaled, and
+    as `source_of`."""
     require_none(name, "--engine llama.cpp")
     file = Path(source_of(name))
     if not file.is_file() or not is_gguf(file):
@@ -138,13 +148,35 @@ def gguf_of(name: str) -> Path:
             "convert_hf_to_gguf.py",
             param="model",
         )
+    if (scaled := _scaling(file)) is not None:
+        raise InvalidRequest(
+            f"{file.name!r} scales its RoPE ({scaled}), which llama.cpp does and the passes that read documents from a "
+            "GGUF file do not: they would disagree; take a model without it, or kvshelf's own engine on the weights "
+            "that were converted",
+            param="model",
+        )
     return file
+
+
+def _scaling(file: Path) -> str | None:
+    """What in a GGUF file changes the rotation that its base alone gives: transformers reads none of it from there."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        named = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+        scales = {name: field.contents() for name, field in reader.fields.items() if name.endswith(_SCALES)}
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{file.name!r} cannot be read as GGUF: {error}", param="model") from error
+    named += [f"{name} {value}" for name, value in scales.items() if value not in ("none", 0.0, 1.0)]
+    return ", ".join(named) or None
 
 
 def _require(holds: bool, what: str, param: str) -> None:
     if not holds:
+        instead = "ask one" if param == "cache_ids" else f"leave {param} out"
         raise PolicyUnsupported(
-            f"llama.cpp answers from one cache, and from all of it: it does not have {what}; leave {param} out, or ask "
-            "a service with kvshelf's own engine",
+            f"llama.cpp answers from one cache, and from all of it: it does not have {what}; {instead}, or ask a "
+            "service with kvshelf's own engine",
             param=param,
         )

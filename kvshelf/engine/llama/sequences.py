@@ -91,9 +91,10 @@ class Sequences:
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
-    def has_room(self, cells: int) -> bool:
-        """Whether there is room for so many cells, of a document and a question."""
-        return sum(self._taken.values()) + cells <= self.cells and len(self._free) >= 2
+    def has_room(self, cells: int, *, without: Sequence[int] = ()) -> bool:
+        """Whether there is room for so many cells, of a document and a question, once these sequences are dropped."""
+        taken = sum(self._taken.values()) - sum(self._taken[number] for number in without)
+        return taken + cells <= self.cells and len(self._free) + len(without) >= 2
 
     def load(self, state: bytes, cells: int) -> int:
         """A new sequence with these cells, as `files.llamacpp.state_of` writes them. Raises `MissingExtra` where
@@ -156,6 +157,8 @@ class Sequences:
         finally:
             lib.llama_batch_free(batch)
         if code:
+            for number, first, _, _ in runs:  # some of their cells may have been written
+                lib.llama_memory_seq_rm(self._memory, number, first, -1)
             raise InternalError(f"llama.cpp's pass failed with {code}: {_said()}")
         return [self._logits(rows) for rows in places]
 

@@ -74,12 +74,15 @@ class LinkTable:
         """Newest first."""
         return [read(item, ModelLink) for item in self._table.listing("link", _NOBODY, None, MOST_LINKS)]
 
-    def makers(self, asker: str, engine: str) -> frozenset[str]:
-        """Fingerprints of the models of whose caches a model may be asked. asker: its fingerprint. engine: that runs
-        it."""
-        return frozenset(
-            link.maker.fingerprint for link in self.list() if (link.asker.fingerprint, link.engine) == (asker, engine)
-        )
+    def makers(self, asker: str, engine: str, *, engine_version: str, quality_version: int) -> dict[str, float]:
+        """The agreement with each model of whose caches a model may be asked, by its fingerprint. asker: the model's.
+        engine: that runs it. A link that was measured with other versions says nothing of these."""
+        wanted = (asker, engine, engine_version, quality_version)
+        return {
+            link.maker.fingerprint: link.agreement
+            for link in self.list()
+            if (link.asker.fingerprint, link.engine, link.engine_version, link.quality_version) == wanted
+        }
 
     def remove(self, link: ModelLink) -> None:
         """Caches stay, and are refused from the next start on."""
