@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,9 +35,21 @@ Maker = Annotated[str, typer.Argument(metavar="MADE", help="The model that makes
 Asker = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that `serve --engine llama.cpp` runs.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How services load the two models."""
+
+    dtype: _options.Dtype = "auto"
+    asked_dtype: Annotated[str, typer.Option(help="As --dtype, of ASKED.")] = "auto"
+    chat_template: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="As of `serve`, of both models.")] = (
+        None
+    )
+
+
 def link(
     maker: Maker,
     asker: Asker,
+    serving: Serving,
     document: Annotated[
         list[Path] | None,
         typer.Option(help="A text whose cues are asked. May be repeated.  [default: some of kvshelf's own]"),
@@ -44,11 +57,6 @@ def link(
     floor: Annotated[
         float, typer.Option(min=0, max=1, help="Refuse the link unless so large a share of cues is shown to agree.")
     ] = 0.9,
-    dtype: _options.Dtype = "auto",
-    asked_dtype: Annotated[str, typer.Option(help="As --dtype, of ASKED.")] = "auto",
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="As of `serve`, of both models.")
-    ] = None,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     as_json: _options.AsJson = False,
@@ -67,14 +75,15 @@ def link(
         from kvshelf.integrations.engine_weights import require_weights
         from kvshelf.workers.cluster.deployment import served_name
 
+        template: dict[str, Any] = {"chat_template": serving.chat_template}
         file, texts = gguf_of(asker), [_text(path) for path in document or ()]
         with _opened(store, encryption_key_file) as shelf:
-            making = Engine.load(maker, dtype=dtype, chat_template=chat_template, shown=served_name(maker))
+            making = Engine.load(maker, dtype=serving.dtype, shown=served_name(maker), **template)
             making.encoder.require_text("MADE")
             texts = texts or _own_texts(making)
             trial = making.compress(_TRIAL, policy="full")
             require_weights(prefix_of(making, trial, of=NAME, types=PERMUTED, dtype=None, document=()).about, file)
-            asking = LlamaEngine.load(asker, dtype=asked_dtype, chat_template=chat_template, shown=served_name(asker))
+            asking = LlamaEngine.load(asker, dtype=serving.asked_dtype, shown=served_name(asker), **template)
             _require_rope(making, asking)
             agreement = CueAsker(making, asking).agreement(texts)
             if agreement.low < floor:

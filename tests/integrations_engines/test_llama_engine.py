@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, RopeScalingType
+from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
@@ -38,6 +39,7 @@ from kvshelf.engine.asker import Asker
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.files import llamacpp
+from kvshelf.engine.llama.agreement import CueAsker
 from kvshelf.engine.llama.engine import NAME, LlamaEngine, gguf_of
 from kvshelf.engine.llama.sequences import SequenceRun, package_version
 from kvshelf.engine.options import AnswerOptions
@@ -168,7 +170,7 @@ def test_cells_of_a_cache_that_is_gone_are_free_and_used_again(narrow: LlamaEngi
     assert answered(text[1200:2400])[:4] == theirs.token_ids[:4], "a number that was another's is clean"
 
 
-def test_a_pass_that_fails_leaves_nothing_behind(narrow: LlamaEngine, engine: LlamaEngine) -> None:
+def test_a_pass_that_fails_leaves_nothing_behind(narrow: LlamaEngine) -> None:
     sequences = narrow.sequences
     number = sequences.load(llamacpp.state_of(halves(narrow), "llama", first=0), 3)
     (before,) = sequences.run([SequenceRun(number, 3, [5])])
@@ -327,6 +329,28 @@ def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: L
             asyncio.run(answered(store, cache_id))
     finally:
         asked.sequences.close()
+
+
+@pytest.mark.parametrize(("name", "how"), [("rope.freq_base", "rope_theta"), ("output_norm", "norms")])
+def test_a_file_that_is_no_quantization_is_not_linked(folder: Path, tmp_path: Path, name: str, how: str) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copy(gguf(folder, "Q8_0"), other)
+    reader = GGUFReader(other, "r+")
+    if how == "norms":
+        next(tensor for tensor in reader.tensors if tensor.name.startswith(name)).data[:] *= 1.01
+    else:
+        field = next(field for key, field in reader.fields.items() if key.endswith(name))
+        field.parts[field.data[0]][0] *= 2
+    del reader
+    refused = linked(gguf(folder, "F16"), other, tmp_path / "shelf")
+    assert refused.exit_code != 0
+    assert how in refused.output
+
+
+def test_a_document_that_has_no_room_is_refused_before_it_is_read(engine: LlamaEngine) -> None:
+    with pytest.raises(InvalidRequest, match="may be; cut it") as caught:
+        CueAsker(engine, engine).agreement(["A short one.", "word " * 2 * engine.max_tokens])
+    assert caught.value.param == "--document"
 
 
 def test_other_weights_are_not_linked(folder: Path, tmp_path: Path) -> None:
