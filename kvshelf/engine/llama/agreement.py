@@ -72,7 +72,7 @@ class CueAsker:
 
     def _require_room(self, texts: Sequence[str]) -> None:
         """Half of the asker's room is for a document, the other for a cue, which is a sentence or two."""
-        most = min(self.maker.max_tokens, self.asker.sequences.cells // 2)
+        most = self.asker.sequences.cells // 2
         for text in texts:
             if (tokens := len(self.maker.encode_document(text).token_ids)) > most:
                 raise InvalidRequest(f"a document has {tokens} tokens, and {most} may be; cut it", param="--document")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.errors import InvalidRequest, NoWorker
+from kvshelf.errors import InvalidRequest, MissingExtra, NoWorker
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import _require_listener
@@ -65,6 +65,14 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InvalidRequest, match=r"needs the package peft; run: pip install"):
         require_startable(adapted)
+
+
+def test_a_service_that_asks_llama_cpp_needs_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    asking = Settings(engine="llama.cpp")
+    with pytest.raises(MissingExtra, match="llama-cpp-python, which does not load"):
+        require_startable(asking)
+    require_startable(asking.model_copy(update={"address": "auto"}))
 
 
 def test_only_a_local_cluster_needs_the_hub_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
