@@ -90,11 +90,14 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP)  ## vLLM answers from the shelf, in an environment of its own of 3.5 GB; also with VLLM_VERSION=0.31.0
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations_vllm
 
-# llama.cpp is compiled from its package's sources, which takes a quarter of an hour; pip keeps the wheel.
+# llama.cpp is compiled from its package's sources, which takes a quarter of an hour; pip keeps the wheel. Behind its own
+# packages the environment has this checkout and those of the other one, for the service that llama.cpp answers for.
 LLAMA := .venv-llama
-$(LLAMA)/.installed-$(PYTHON_VERSION):
+$(LLAMA)/.installed-$(PYTHON_VERSION): | $(STAMP)
 	$(PYTHON) -m venv --clear $(LLAMA)
 	$(LLAMA)/bin/python -m pip install --quiet 'llama-cpp-python>=0.3.36,<0.4'
+	$(BIN)/python -c 'import site; print("$(CURDIR)", *site.getsitepackages(), sep="\n")' \
+	  > $(LLAMA)/lib/python$(PYTHON_VERSION)/site-packages/kvshelf.pth
 	@touch $@
 
 MLX := .venv-mlx
@@ -107,6 +110,7 @@ test-engines: setup $(LLAMA)/.installed-$(PYTHON_VERSION) $(MLX)/.installed-$(PY
 	@$(MAKE) --no-print-directory $(SMOLLM2)
 	TESTS_LLAMA_PYTHON=$(LLAMA)/bin/python TESTS_MLX_PYTHON=$(MLX)/bin/python \
 	  $(BIN)/python -m pytest -s tests/integrations_engines
+	$(LLAMA)/bin/python -m pytest -s tests/integrations_engines/test_llama_engine.py
 
 SGLANG_VERSION := 0.5.23
 SGLANG := .sglang-$(SGLANG_VERSION)

@@ -60,6 +60,7 @@ from kvshelf.api.queries import Comparison as Comparison
 from kvshelf.api.queries import JointAnswer as JointAnswer
 from kvshelf.api.queries import JointAnswerList as JointAnswerList
 from kvshelf.api.queries import JointQuery as JointQuery
+from kvshelf.api.queries import Linked as Linked
 from kvshelf.api.queries import Query as Query
 from kvshelf.api.queries import ReadShares as ReadShares
 from kvshelf.api.queries import Remade as Remade

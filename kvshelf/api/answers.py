@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
-from kvshelf.api.queries import Remade, Source, Usage
+from kvshelf.api.queries import Linked, Remade, Source, Usage
 from kvshelf.api.shapes import Logprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.api.tools import ToolCall
@@ -73,6 +73,7 @@ class Served:
     memory for caches since its last answer, as `Residents.take_counts`; guarded: what its guard found since then.
     suffix_bytes: as of a `Ticket`.
     stored_cache_id, not_stored: of a question with `store`. remade: caches of the question that were made again for it.
+    linked: to the maker of the cache, where the model that answered is another one.
     """
 
     id: str = ""
@@ -90,6 +91,7 @@ class Served:
     stored_cache_id: str | None = None
     not_stored: str | None = None
     remade: tuple[Remade, ...] = ()
+    linked: Linked | None = None
 
     @property
     def first_token_s(self) -> float:

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from kvshelf.api.anthropic import MIN_CACHED_CHARACTERS, CompressionChoice
 from kvshelf.api.anthropic_blocks import BETWEEN_BLOCKS
 from kvshelf.api.creation import CreateCache
-from kvshelf.api.queries import Asking, AskShelf, Remade, Source, require_storable
+from kvshelf.api.queries import Asking, AskShelf, Linked, Remade, Source, require_storable
 from kvshelf.api.shapes import (
     Answers,
     Choices,
@@ -478,7 +478,8 @@ class ChatChoice(ResponseBody):
 
 class ChatCompletion(ResponseBody):
     """OpenAI's, plus `sources` where the request had `cache_ids`, `stored_cache_id` or `not_stored` where it had
-    `store`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as of a `JointAnswer`."""
+    `store` and `linked`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as of a
+    `JointAnswer`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -490,6 +491,7 @@ class ChatCompletion(ResponseBody):
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
+    linked: Linked | None = None
 
 
 class DeltaCall(ToolCall):
@@ -525,3 +527,4 @@ class ChatCompletionChunk(ResponseBody):
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
+    linked: Linked | None = None

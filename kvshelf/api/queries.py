@@ -307,7 +307,7 @@ class AnswerObject(Answered):
     """`cache_id` is the cache that answered. If it replaces a cache that could not be used, `recomputed` says why.
     `compare` is the answer of the full cache. Of a query with `store`, `stored_cache_id` is the cache of question and
     answer behind the one that was asked, and `not_stored` says why there is none. Each is present only if it
-    applies."""
+    applies. So is `linked`, where the model that answered is linked to the one that made the cache."""
 
     cache_id: str
     policy: str
@@ -316,6 +316,7 @@ class AnswerObject(Answered):
     recomputed: MissReason | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
+    linked: Linked | None = None
 
 
 class AnswerList(ListBody):
@@ -329,6 +330,14 @@ class Source(ResponseBody):
 
     cache_id: str
     share: float
+
+
+class Linked(ResponseBody):
+    """`linked_from` is the model that made the cache of an answer, and `agreement` the share of cues on which the model
+    that answered agreed with it when the two were linked."""
+
+    linked_from: str
+    agreement: float
 
 
 class Remade(ResponseBody):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from kvshelf.api.openai import DEFAULT_MAX_TOKENS, OpenAIRequest
-from kvshelf.api.queries import Asking, Remade, Source
+from kvshelf.api.queries import Asking, Linked, Remade, Source
 from kvshelf.api.shapes import (
     AnyObject,
     AnyText,
@@ -485,6 +485,7 @@ class ResponseObject(ResponseBody):
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
+    linked: Linked | None = None
 
 
 class ResponseDeleted(ResponseBody):

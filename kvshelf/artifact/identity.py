@@ -33,6 +33,8 @@ MAX_PROTECTED_SPANS = 1024
 MAX_IMAGES = 32
 """Of a document, for the same reason."""
 
+_LINK_HINT = " Under --engine llama.cpp, a quantization of its weights can be linked to them: kvshelf models link."
+
 DIGEST_BYTES = 20
 """Length of every digest that becomes part of an id: 160 bits, so that no two identities ever collide by chance."""
 
@@ -92,12 +94,21 @@ class ModelIdentity:
         """Hex digest of the compared fields."""
         return digest("kvshelf.model", *(getattr(self, f.name) for f in fields(self) if f.compare))
 
+    @property
+    def own(self) -> ModelIdentity:
+        """That of the model alone, without links."""
+        return self
+
+    def links(self, made_under: ModelIdentity) -> bool:  # noqa: ARG002
+        """Whether caches of this other model are read because of a link."""
+        return False
+
     def require_match(self, made_under: ModelIdentity) -> None:
         """Raise `ModelMismatch` unless a cache made under `made_under` may be attached to this model.
 
         A side that has no tokenizer works with token ids only and cannot disagree about text.
         """
-        for f in fields(self):
+        for f in fields(ModelIdentity):
             ours, theirs = getattr(self, f.name), getattr(made_under, f.name)
             textual = f.name in ("tokenizer", "template") and "" in (self.tokenizer, made_under.tokenizer)
             if f.compare and ours != theirs and not textual:
@@ -105,11 +116,43 @@ class ModelIdentity:
                     f"the cache was made under {made_under.name!r} (fingerprint {made_under.fingerprint()[:16]}) and "
                     f"cannot be attached to {self.name!r} (fingerprint {self.fingerprint()[:16]}): {f.name} differs, "
                     f"{theirs[:80]!r} against {ours[:80]!r}. Load the model it was made with, or compress the document "
-                    "again with this one.",
+                    "again with this one." + (_LINK_HINT if f.name == "weights" else ""),
                     cache_fingerprint=made_under.fingerprint(),
                     model_fingerprint=self.fingerprint(),
                     field=f.name,
                 )
+
+
+@dataclass(frozen=True)
+class LinkedIdentity(ModelIdentity):
+    """That of a model which also answers from caches of other weights, because the agreement of both was measured.
+    linked: the agreement with each model that made these caches, by its fingerprint. Its own caches do not depend on
+    them."""
+
+    linked: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def own(self) -> ModelIdentity:
+        return ModelIdentity(**{one.name: getattr(self, one.name) for one in fields(ModelIdentity)})
+
+    def links(self, made_under: ModelIdentity) -> bool:
+        return (made := made_under.fingerprint()) in self.linked and made != self.fingerprint()
+
+    def require_match(self, made_under: ModelIdentity) -> None:
+        if not self.links(made_under):
+            super().require_match(made_under)
+
+    def require_own(self, made_under: ModelIdentity) -> None:
+        """As `require_match`, for what a link does not allow: to go on with a cache."""
+        if self.links(made_under):
+            raise ModelMismatch(
+                f"the cache was made under {made_under.name!r}, and {self.name!r} only answers from it, by their link; "
+                "nothing can be put behind it here, because a cache is of one model from its first token to its last",
+                cache_fingerprint=made_under.fingerprint(),
+                model_fingerprint=self.fingerprint(),
+                field="weights",
+            )
+        super().require_match(made_under)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,14 @@ class Shape(NamedTuple):
                     raise _refusal(f"in layer {index} the {what} {value}", right)
 
 
+def made_by(made: ModelIdentity, own: ModelIdentity, layers: Sequence[LayerShape]) -> Sequence[LayerShape]:
+    """The layers of caches that a model made, where another, whose own are `layers`, reads them: a linked one's dtype
+    may differ."""
+    if made.fingerprint() == own.fingerprint():
+        return layers
+    return [layer._replace(dtype=layer.dtype and made.dtype) for layer in layers]
+
+
 def _refusal(found: str, expected: object) -> BlobError:
     return BlobError(f"the cache has {found}; its model makes {expected}", reason="wrong_shape")
 

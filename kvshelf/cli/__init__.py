@@ -18,6 +18,7 @@ from kvshelf.cli import (
     demo,
     doctor,
     keys,
+    models,
     output,
     plan,
     policies,
@@ -90,6 +91,7 @@ command(app, bundles.pull)
 command(app, bundles.trust)
 app.add_typer(batches.app, name="batches")
 app.add_typer(keys.app, name="keys")
+app.add_typer(models.app, name="models")
 if find_spec("kvshelf_bench"):  # by its name: a package beside this one, which imports it and never the other way
     app.add_typer(import_module("kvshelf_bench.cli").app, name="bench")
 

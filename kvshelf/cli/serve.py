@@ -27,6 +27,9 @@ class _Serving(_options.Hosting):
         str | None,
         typer.Option(metavar="NAME|FILE", help="Another chat template: of the model, by its name, or in a file."),
     ] = None
+    engine: Annotated[
+        str | None, typer.Option(help="What answers questions: kvshelf, or llama.cpp, which runs GGUF files.")
+    ] = None
     threads: Annotated[int | None, typer.Option(help="CPU threads per replica.")] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None

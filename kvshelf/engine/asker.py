@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from kvshelf.api import Select, SuffixOptions
+from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
 from kvshelf.api.queries import Route
 from kvshelf.artifact.cache import CompressedCache
@@ -67,6 +67,10 @@ class Asker:
         self._attachments = attachments
         shared = facts.ranks is not None
         self.equivalents = Equivalents.of(facts.model, facts.kv_bytes_per_token, facts.kinds, shared=shared)
+
+    def require_asked(self, query: Asking, caches: int) -> None:
+        """Raises `PolicyUnsupported`, before any work, for a question of so many caches that no answer of this kind can
+        have."""
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
@@ -203,7 +207,7 @@ class Asker:
             return self.answers([(cache, prompt)], options)[0]
         caches = [cache] if isinstance(cache, CompressedCache) else cache
         for part in caches:
-            self._attachments.require_own(part)
+            self._attachments.require_readable(part)
         usage = None
         if route == "nearest":
             places = [self.nearest([part.identity.policy_params for part in caches], prompt)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from transformers.cache_utils import Cache
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import LinkedIdentity
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache
+from kvshelf.artifact.shape import made_by
 from kvshelf.engine.attention.attached import AttachedCache
 from kvshelf.engine.attention.attachment import Attached, Attachment, JointAttachment, PartialAttachment
 from kvshelf.engine.attention.function import kvshelf_attention
@@ -35,22 +38,29 @@ class Attachments:
         self._passes = passes
         self._facts = passes.facts
         self._coders = coders
+        self.readable = LinkedIdentity(**asdict(passes.facts.identity))
+        """Whose caches are read: the model's own, and those of linked models."""
         self._of_caches: WeakKeyDictionary[CompressedCache | ArrivingCache, Attachment] = WeakKeyDictionary()
         self._joined: WeakValueDictionary[tuple[int, ...], JointAttachment] = WeakValueDictionary()
 
     def require_own(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
         """Raises `ModelMismatch` for a cache of another model, `BlobError` for one that this model cannot have made."""
-        self._facts.identity.require_match(cache.identity.model)
+        self.readable.require_own(cache.identity.model)
+        self.require_readable(cache)
+
+    def require_readable(self, cache: CompressedCache | ArrivingCache | PartialCache) -> None:
+        """As `require_own`, but a cache of a linked model is no other's."""
+        self.readable.require_match(made := cache.identity.model)
         cache.shape.require_bounds(self._facts.identity)
-        cache.shape.require_layers(self._passes.layer_shapes)
+        cache.shape.require_layers(made_by(made, self._facts.identity, self._passes.layer_shapes))
 
     def of(self, cache: CompressedCache | ArrivingCache) -> Attachment:
         """`cache` as the model's layers read it. Any number of questions may share it, also concurrently. A coded
         `CompressedCache` stays in memory beside what is made of it for as long as its caller has it; an `ArrivingCache`
-        does not. Raises as `require_own` and `Coders.decoder_of` do."""
+        does not. Raises as `require_readable` and `Coders.decoder_of` do."""
         found = self._of_caches.get(cache)
         if found is None:
-            self.require_own(cache)
+            self.require_readable(cache)
             coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self._facts.kv_heads)
             found = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
@@ -59,12 +69,13 @@ class Attachments:
 
     def of_part(self, cache: PartialCache) -> PartialAttachment | None:
         """As `of`, for a cache of which questions read what they select. None unless it has an index and its rows are
-        read in place: on a CPU, by one process, under a codec that is not decoded first. Raises as `require_own`."""
+        read in place: on a CPU, by one process, under a codec that is not decoded first. Raises as
+        `require_readable`."""
         devices = self._passes.devices.layers
         in_place = self._facts.ranks is None and all(device.type == "cpu" for device in devices)
         if not in_place or not cache.indexed or cache.coded:
             return None
-        self.require_own(cache)
+        self.require_readable(cache)
         return PartialAttachment(cache, devices[0], self._facts.rotate)
 
     def joined(self, documents: Sequence[Attachment]) -> Attached:
@@ -126,7 +137,7 @@ class Attachments:
         Raises `ModelMismatch`, and `PolicyUnsupported` for a cache that is no such prefix: heads or layers of different
         lengths, merged tokens, and, where keys have to move, a RoPE that cannot be undone.
         """
-        self.require_own(cache)
+        self.require_readable(cache)
         plain, model = self._coders.decoded(cache).to(self._passes.devices.layers), self._facts.model
         require_possible(Combination(facts=self._facts, verb="export", cache=plain))
         made = export(plain, positions, rope=self._facts.rope, config=model.config)

@@ -243,16 +243,18 @@ class Compressor:
             return None
         return probe
 
-    def reference(self, job: Job, full: CompressedCache, checkpoint: Checkpoint = nothing) -> Reference | None:
+    def reference(
+        self, job: Job, full: CompressedCache, checkpoint: Checkpoint = nothing, *, cues: int = CUES
+    ) -> Reference | None:
         """What a full cache of the job's document, made earlier, answers to the document's cues; None where `probe`
         makes none. A prefill that is yet to run makes its own, which is cheaper. `checkpoint` is called between parts
         of the cues."""
-        probe = self.probe(job)
+        probe = self.probe(job, cues)
         if probe is None:
             return None
         started, document, model = time.perf_counter(), self._attachments.of(full), self._facts.model
-        cues = range(len(probe.places))
-        parts = [probe.only(cues[first : first + BATCH]) for first in cues[::BATCH]]
+        numbers = range(len(probe.places))
+        parts = [probe.only(numbers[first : first + BATCH]) for first in numbers[::BATCH]]
 
         def behind() -> Iterator[Tensor]:
             for part in parts:

@@ -15,7 +15,7 @@ from opentelemetry.trace import Tracer
 
 import kvshelf
 from kvshelf.api import ModelObject
-from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.identity import LinkedIdentity, ModelIdentity
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.errors import KvshelfError
 from kvshelf.service import page_files
@@ -145,7 +145,9 @@ async def _service(
     described = await asyncio.gather(*(engine.described(limit_s=60.0) for engine in workers.values()))
     for about in described:
         _tell_of(about)
-    identities = {about["id"]: ModelIdentity(**about["identity"]) for about in described}
+    identities: dict[str, ModelIdentity] = {
+        about["id"]: LinkedIdentity(**about["identity"], linked=about["linked"]) for about in described
+    }
     waiting, computing = settings.max_queued_requests, Computing()
     return Service(
         settings=settings,

@@ -357,9 +357,10 @@ def _used(answer: Answer) -> int:
 
 
 def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) -> str:
-    """The name of a served model that can use caches made under this one. Raises `ModelMismatch` if none can."""
+    """The name of a served model that can use caches made under this one: that model before any that is linked to it.
+    Raises `ModelMismatch` if none can."""
     refusals: dict[str, ModelMismatch] = {}
-    for name, ours in identities.items():
+    for name, ours in sorted(identities.items(), key=lambda item: item[1].links(made_under)):
         try:
             ours.require_match(made_under)
         except ModelMismatch as error:

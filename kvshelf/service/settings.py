@@ -38,6 +38,7 @@ _CHOICES = {
     "device": (r"auto|cpu|cuda(:\d+)?|spread", "auto, cpu, cuda, spread"),
     "dtype": (r"auto|float32|bfloat16|float16", "auto, float32, bfloat16, float16"),
     "weights": (r"plain|int8", "plain, int8"),
+    "engine": (r"kvshelf|llama\.cpp", "kvshelf, llama.cpp"),
 }
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
@@ -92,6 +93,7 @@ class Settings(BaseSettings):
         min_length=1,
         description="a file with a chat template, or the name of one of the model's; default: its own",
     )
+    engine: str = Field("kvshelf", description="of questions: kvshelf, or llama.cpp, which runs GGUF files")
     device: str = Field("auto", description="auto, cpu, cuda or spread")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16")
     weights: str = Field("plain", description="plain or int8: rounded to a byte each, on a CPU")
@@ -235,7 +237,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"{label!r:.80} is no label; write KEY=VALUE, and commas between several")
         return value
 
-    @field_validator("device", "dtype", "weights")
+    @field_validator("device", "dtype", "weights", "engine")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
         # Checked here, without torch: a replica would refuse it too, but only once Ray is up.
@@ -267,6 +269,14 @@ class Settings(BaseSettings):
                 Ladder.parse(value)
         except InvalidRequest as error:
             raise ValueError(error.message) from error
+        return value
+
+    @field_validator("weights", "gpus_per_replica", "guard_share")
+    @classmethod
+    def _of_kvshelf(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        if info.data.get("engine") == "llama.cpp" and value != cls.model_fields[name].default:
+            raise ValueError("it is of kvshelf's own engine, and engine is llama.cpp; leave it out")
         return value
 
     @field_validator("models")

@@ -14,6 +14,7 @@ from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.files import FileTable
+from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
@@ -47,6 +48,7 @@ class Store(Protocol):
     transforms: KeptTransforms
     certificates: CertificateTable
     workflows: WorkflowTable
+    links: LinkTable
     batches: BatchTable
     metering: Metering
     ladder: LadderTable

@@ -29,6 +29,7 @@ from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import FileTable
+from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
@@ -87,6 +88,7 @@ class Shelf(Store):
         self.certificates = CertificateTable(index.jobs)
         self.workflows = WorkflowTable(index.jobs)
         self.ladder = LadderTable(index, self._writer, self.sources, self._doubt.deadline)
+        self.links = LinkTable(index.jobs)
 
     def close(self) -> None:
         self.index.close()

@@ -28,6 +28,7 @@ Kind = Literal[
     "certificate",
     "workflow",
     "ladder",
+    "link",
 ]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)

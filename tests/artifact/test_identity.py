@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
 
-from kvshelf.artifact.identity import Identity, ModelIdentity, canonical_json, digest
+from kvshelf.artifact.identity import Identity, LinkedIdentity, ModelIdentity, canonical_json, digest
 from kvshelf.errors import ModelMismatch
 from tests.store.caches import MODEL, make_identity
 
@@ -85,6 +85,22 @@ def test_every_compared_field_of_a_model_counts(name: str) -> None:
     assert refusal.value.details["field"] == name
     assert refusal.value.details["cache_fingerprint"] == MODEL.fingerprint()
     assert refusal.value.details["model_fingerprint"] == other.fingerprint() != MODEL.fingerprint()
+
+
+def test_a_linked_model_is_another_whose_caches_are_read() -> None:
+    other = replace(MODEL, weights="other", dtype="bfloat16")
+    plain, linked = (LinkedIdentity(**asdict(MODEL), linked=made) for made in ({}, {other.fingerprint(): 0.9}))
+    assert plain.fingerprint() == linked.fingerprint() == MODEL.fingerprint()
+    linked.require_match(other)
+    linked.require_match(MODEL)
+    assert [linked.links(one) for one in (other, MODEL)] == [True, False]
+    assert linked.own == MODEL
+    linked.require_own(MODEL)
+    with pytest.raises(ModelMismatch, match=r"only answers from it, by their link; (?!.*models link)"):
+        linked.require_own(other)
+    for reader, made in ((plain, other), (linked, replace(other, rope="other"))):
+        with pytest.raises(ModelMismatch, match=r"weights differs.*kvshelf models link"):
+            reader.require_match(made)
 
 
 @pytest.mark.parametrize("bare", [0, 1])

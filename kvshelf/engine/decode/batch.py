@@ -132,13 +132,13 @@ class DecodeBatch:
             if step.rating:
                 step.rate(logits)
                 logits = logits[len(logits) - len(step.asking) :].clone()
-            return _Out(_Choices.of(logits, step.asking), [], plan.weights)
+            return _Out(Choices.of(logits, step.asking), [], plan.weights)
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Out(_Choices.of(logits, step.asking), past.cache.held(), plan.weights)
+        return _Out(Choices.of(logits, step.asking), past.cache.held(), plan.weights)
 
     def _take(self, step: _Step, out: _Out) -> dict[int, Piece | Exception]:
         """Give every row what its pass showed, and those whose question has run their next token. Returns the text or
@@ -190,7 +190,7 @@ class _Out(NamedTuple):
     """What a pass gave. choices: of the rows whose next token can be chosen. states: of each layer that has some,
     `[rows, ...]`. weights: as of a `_Plan`."""
 
-    choices: _Choices
+    choices: Choices
     states: list[list[State]]
     weights: Mapping[int, Sequence[Tensor | None]]
 
@@ -578,7 +578,7 @@ def _terms(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.zeros(256, 8, dtype=dtype, device=device).masked_fill_(bits == 0, float("-inf"))
 
 
-class _Choices(NamedTuple):
+class Choices(NamedTuple):
     """What the next tokens of rows are chosen from. logits: `[rows, vocabulary]`, -inf where a grammar allows no token.
     likeliest: the best token of each row; None where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows
     that tell them, of all tokens."""
@@ -588,7 +588,7 @@ class _Choices(NamedTuple):
     logprobs: Mapping[int, Tensor]
 
     @classmethod
-    def of(cls, logits: Tensor, generations: Sequence[Generation]) -> _Choices:
+    def of(cls, logits: Tensor, generations: Sequence[Generation]) -> Choices:
         """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
         telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
         logprobs = {row: logits[row].float().log_softmax(dim=-1) for row in telling}

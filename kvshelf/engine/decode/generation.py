@@ -121,6 +121,11 @@ class Generation:
         return self.finish_reason is not None
 
     @property
+    def room(self) -> int:
+        """Tokens that the answer may have."""
+        return self._room
+
+    @property
     def next_position(self) -> int:
         """Position of the first pending token."""
         return self.document.next_position + self.row.logical

@@ -15,10 +15,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.files.prefix import EngineFile, Prefix, as_json, prefix_of, raw
+from kvshelf.engine.files.prefix import EngineFile, as_json, layers_of, prefix_of, raw
 from kvshelf.errors import InvalidRequest
 
 NAME: Final = "llama.cpp"
@@ -40,12 +41,24 @@ def llama_file(
     """The file of a cache. dtype: that of llama.cpp's own cache (`--cache-type-k` and `-v`), by default float16. Raises
     as `prefix_of`."""
     prefix = prefix_of(engine, cache, of=NAME, types=PERMUTED, dtype=dtype or "float16", document=document)
-    permuted = PERMUTED[engine.model.config.model_type]
-    keys: Callable[[Tensor], Tensor] = _side_by_side if permuted else lambda states: states
     about = as_json(prefix.about).encode()
-    head, tail = _head(prefix), about + _TRAILER.pack(len(about), _TRAILER_MAGIC)
+    tail = about + _TRAILER.pack(len(about), _TRAILER_MAGIC)
+    head = struct.pack("<III", _MAGIC, _VERSION, prefix.entries) + np.asarray(prefix.token_ids, "<i4").tobytes()
+    cells = _cells(prefix.entries, 0, len(prefix.layers))
     rows = sum(_ROWS.size + row.nbytes for layer in prefix.layers for row in layer)
-    return EngineFile(len(head) + rows + len(tail), _pieces(prefix, keys, head, tail))
+    state = _state(prefix.layers, engine.model.config.model_type, cells)
+    return EngineFile(len(head) + len(cells) + rows + len(tail), _pieces(head, state, tail))
+
+
+def half_layers(past: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[kv_heads, K, D]` of an exported cache, in float16. Raises as `layers_of`."""
+    return layers_of(past, NAME, torch.float16)
+
+
+def state_of(layers: Sequence[tuple[Tensor, Tensor]], model_type: str, *, first: int) -> bytes:
+    """The state alone, as `llama_state_seq_set_data` reads it behind eight bytes of its own. first: the position of the
+    first cell; a question stands at that behind the last cell, whatever the positions to which keys are rotated."""
+    return b"".join(_state(layers, model_type, _cells(layers[0][0].shape[1], first, len(layers))))
 
 
 def about_file(path: Path) -> dict[str, Any]:
@@ -65,28 +78,26 @@ def about_file(path: Path) -> dict[str, Any]:
 _ROWS: Final = struct.Struct("<iQ")
 
 
-def _head(prefix: Prefix) -> bytes:
-    cells = np.zeros((prefix.entries, 3), "<i4")
-    cells[:, 0], cells[:, 1] = np.arange(prefix.entries), 1  # position, number of sequences, sequence
-    ids = np.asarray(prefix.token_ids, "<i4")
+def _cells(entries: int, first: int, layers: int) -> bytes:
+    """What stands before the rows: one stream, a cell an entry, values not transposed. first: the first position."""
+    cells = np.zeros((entries, 3), "<i4")
+    cells[:, 0], cells[:, 1] = first + np.arange(entries), 1  # position, number of sequences, sequence
     streams, transposed = 1, 0
-    return b"".join(
-        (
-            struct.pack("<III", _MAGIC, _VERSION, prefix.entries),
-            ids.tobytes(),
-            struct.pack("<II", streams, prefix.entries),
-            cells.tobytes(),
-            struct.pack("<II", transposed, len(prefix.layers)),
-        )
-    )
+    return struct.pack("<II", streams, entries) + cells.tobytes() + struct.pack("<II", transposed, layers)
 
 
-def _pieces(prefix: Prefix, keys: Callable[[Tensor], Tensor], head: bytes, tail: bytes) -> Iterator[memoryview | bytes]:
-    yield head
-    for layer in prefix.layers:
+def _state(layers: Sequence[tuple[Tensor, Tensor]], model_type: str, cells: bytes) -> Iterator[memoryview | bytes]:
+    keys: Callable[[Tensor], Tensor] = _side_by_side if PERMUTED[model_type] else lambda states: states
+    yield cells
+    for layer in layers:
         yield from _rows(keys(layer[0]))
-    for layer in prefix.layers:
+    for layer in layers:
         yield from _rows(layer[1])
+
+
+def _pieces(head: bytes, state: Iterator[memoryview | bytes], tail: bytes) -> Iterator[memoryview | bytes]:
+    yield head
+    yield from state
     yield tail
 
 

@@ -64,24 +64,31 @@ def prefix_of(
     Raises as `Engine.export`, `PolicyUnsupported` for another model, and `InvalidRequest` for a dtype that the numbers
     do not fit.
     """
-    _require_alike(engine, of, types)
+    require_alike(engine, of, types)
     if dtype is not None and dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; one of {', '.join(DTYPES)}", param="dtype")
     past = engine.export(cache)
-    if type(past) is not DynamicCache or not past.get_seq_length():
-        raise _unsupported(of, "it is no plain list of keys and values", "policy")
-    wanted = past.layers[0].keys.dtype if dtype is None else DTYPES[dtype]
-    layers = [
-        (_cast(layer.keys[0], wanted, index, "keys"), _cast(layer.values[0], wanted, index, "values"))
-        for index, layer in enumerate(past.layers)
-    ]
+    layers = layers_of(past, of, None if dtype is None else DTYPES[dtype])
     # Tokens of images are the same for all images: stand-ins tell the caches apart.
     whole = not cache.identity.images and len(document) == past.get_seq_length() == cache.num_tokens
     ids = list(document) if whole else _stand_ins(cache, past.get_seq_length(), engine.model.config.vocab_size)
-    return Prefix(layers, ids, _about(engine, cache, of, len(ids), wanted, stand_ins=not whole))
+    return Prefix(layers, ids, _about(engine, cache, of, len(ids), layers[0][0].dtype, stand_ins=not whole))
 
 
-def _require_alike(engine: Engine, of: str, types: Iterable[str]) -> None:
+def layers_of(past: DynamicCache, of: str, dtype: torch.dtype | None) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer of an exported cache, `[kv_heads, K, D]`, on the CPU. dtype: None: the cache's.
+    Raises as `prefix_of`."""
+    if type(past) is not DynamicCache or not past.get_seq_length():
+        raise _unsupported(of, "it is no plain list of keys and values", "policy")
+    wanted = past.layers[0].keys.dtype if dtype is None else dtype
+    return [
+        (_cast(layer.keys[0], wanted, index, "keys"), _cast(layer.values[0], wanted, index, "values"))
+        for index, layer in enumerate(past.layers)
+    ]
+
+
+def require_alike(engine: Engine, of: str, types: Iterable[str]) -> None:
+    """Raises `PolicyUnsupported` for a model that an engine is not known to compute as transformers does."""
     config = engine.model.config
     if config.model_type not in (known := sorted(types)):
         raise _unsupported(

@@ -14,7 +14,7 @@ from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.shapes import Logprob
 from kvshelf.errors import InvalidRequest
 
-OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed"}
+OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed", "linked"}
 """The fields of an answer that are not OpenAI's, see `ours_of`."""
 
 
@@ -31,6 +31,7 @@ def ours_of(answer: Answer, *, together: bool) -> dict[str, Any]:
         "stored_cache_id": served.stored_cache_id,
         "not_stored": served.not_stored,
         "recomputed": list(served.remade) or None,
+        "linked": served.linked,
     }
     return {name: value for name, value in fields.items() if value is not None}
 

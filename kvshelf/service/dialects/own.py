@@ -7,7 +7,9 @@ from typing import Any, Final
 from kvshelf import api
 from kvshelf.api.answers import Answer, Piece
 
-_SILENT: Final = ("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "reasoning_content")
+_SILENT: Final = (
+    *("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "linked", "reasoning_content"),
+)
 """Fields that an answer has only if they apply."""
 
 
@@ -22,6 +24,7 @@ def alone(answer: Answer) -> api.AnswerObject:
         recomputed=served.remade[0].reason if served.remade else None,
         stored_cache_id=served.stored_cache_id,
         not_stored=served.not_stored,
+        linked=served.linked,
     )
 
 

@@ -52,7 +52,7 @@ class BatchAsker:
             for single in each_alone(question.asking)
         ]
         used = sum(answer.usage.prefill_tokens + answer.usage.completion_tokens for answer in answers)
-        completion = Completion(manifests[0].model, together=question.cache_ids is not None)
+        completion = Completion(model, together=question.cache_ids is not None)
         return RowAnswer(completion.whole(answers), used)
 
 

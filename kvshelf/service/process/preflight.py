@@ -15,7 +15,8 @@ from kvshelf.store.erasure.signing import Signer
 def require_startable(settings: Settings) -> None:
     """Raise `InvalidRequest` for a key of receipts or prices that cannot be used, for a model folder that does not
     exist, for a model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not
-    have; as `packed.require_unpackable`; and as `loading.require_shared`, where several processes are to share a model.
+    have; as `packed.require_unpackable`; as `loading.require_shared`, where several processes are to share a model; and
+    where llama.cpp is to answer, for another file than a GGUF, and `MissingExtra` without it.
 
     On another cluster no model and GPU is refused: its nodes have folders, networks and GPUs of their own, and may join
     later.
@@ -29,6 +30,13 @@ def require_startable(settings: Settings) -> None:
     for model, _ in settings.served:
         require_available(source_of(model))
         _require_loadable(model, alone=settings.gpus_per_replica == 1 and settings.device != "spread")
+    if settings.engine == "llama.cpp":
+        from kvshelf.engine.llama.engine import gguf_of
+        from kvshelf.engine.llama.sequences import library
+
+        library()
+        for model, _ in settings.served:
+            gguf_of(model)
     if settings.device.startswith("cuda"):
         from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 

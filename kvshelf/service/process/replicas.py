@@ -45,6 +45,7 @@ def _config(
         device=settings.device,
         dtype=settings.dtype,
         weights=settings.weights,
+        engine=settings.engine,
         chat_template=settings.chat_template,
         threads=settings.threads or share_of_cpus if local else settings.threads,
         limits=SchedulerLimits(

@@ -41,7 +41,7 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
     question = await question_to(service, caller, cache_ids, body.asking, body.model)
-    completion = Completion(question.caches[0].manifest.model, written, together=body.cache_ids is not None)
+    completion = Completion(question.engine.model, written, together=body.cache_ids is not None)
     if body.prewarm:
         return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))
     if body.stream:

@@ -43,7 +43,7 @@ async def respond(request: Request, service: InService, caller: Reader) -> Respo
     cache_id = await off_loop(_before, service.store, caller.tenant, body)
     asking = body.asking(may_write="write" in caller.scopes)
     question = await question_to(service, caller, body.cache_ids or [cache_id], asking, body.model)
-    responding = Responding(body, asking, question.caches[0].manifest.model)
+    responding = Responding(body, asking, question.engine.model)
     if body.stream:
         events = responding.events(question.pieces())
         return await event_stream(request, _keeping(service.store, caller.tenant, events))

@@ -60,6 +60,7 @@ class TieredStore(Store):
         self.transforms = home.transforms
         self.certificates = home.certificates
         self.workflows = home.workflows
+        self.links = home.links
         self.batches = home.batches
         self.metering = home.metering
         self.ladder = home.ladder

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import ray
 import structlog
@@ -22,8 +22,11 @@ from ray import serve
 
 from kvshelf import errors
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.llama import engine as llama
+from kvshelf.engine.llama.engine import LlamaEngine
+from kvshelf.engine.llama.sequences import package_version
 from kvshelf.engine.parallel.engine import ParallelEngine
-from kvshelf.engine.quality import How
+from kvshelf.engine.quality import VERSION, How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
 from kvshelf.model import calibration
 from kvshelf.store.ladder.rule import Ladder
@@ -51,12 +54,14 @@ class ReplicaConfig:
     """The configuration of each replica of one model.
 
     model: bundled name, folder or hub id. adapter: the name of the model's adapter, which is the model's in the API; ""
-    for a model by its own name. weights: as of `Engine.load`; "int8" needs one process. threads: CPU threads
-    for torch; None leaves Ray's choice. quality: how that of each new cache is measured; tenant_quality: of single
-    tenants. max_document_tokens: the longest document it compresses; None leaves it to the model. gpus: of the
-    replica. With the device "spread" the layers are spread over them, otherwise as many processes share the model's
-    heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None: what the table says.
-    chat_template: as of `Engine.load`. begin: called first in the replica's process, for example to set up its logs.
+    for a model by its own name. engine: of questions, "kvshelf" or "llama.cpp", which needs a GGUF file. weights: as of
+    `Engine.load`; "int8" needs one process. residents: under llama.cpp, which holds caches once more, each gets half of
+    their bytes. threads: CPU threads for torch; None leaves Ray's choice. quality: how that of each new cache is
+    measured; tenant_quality: of single tenants. max_document_tokens: the longest document it compresses; None leaves it
+    to the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
+    processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
+    what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's process, for example
+    to set up its logs.
     """
 
     model: str
@@ -64,6 +69,7 @@ class ReplicaConfig:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "plain"
+    engine: str = "kvshelf"
     threads: int | None = None
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     residents: ResidentLimits = field(default_factory=ResidentLimits)
@@ -111,11 +117,16 @@ class ServedReplica(Replica):
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
         if config.intensity is not None:
             engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
+        store, residents = config.store.open(), config.residents
+        if isinstance(engine, LlamaEngine):
+            residents = replace(residents, max_bytes=residents.max_bytes // 2)
+            versions: dict[str, Any] = {"engine_version": package_version(), "quality_version": VERSION}
+            engine.link(store.links.makers(engine.identity.fingerprint(), config.engine, **versions))
         super().__init__(
             engine,
-            config.store.open(),
+            store,
             Scheduler(engine, config.limits),
-            config.residents,
+            residents,
             quality=config.quality,
             tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
@@ -131,14 +142,17 @@ class ServedReplica(Replica):
 
 def _engine(config: ReplicaConfig) -> Engine:
     calibration.note_served(config.name, config.model)
-    engine = Engine.load(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        chat_template=config.chat_template,
-        shown=config.name,
-        weights=config.weights,
-    )
+    options: dict[str, Any] = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "chat_template": config.chat_template,
+        "shown": config.name,
+    }
+    engine: Engine
+    if config.engine == llama.NAME:
+        engine = LlamaEngine.load(config.model, memory=config.residents.max_bytes // 2, **options)
+    else:
+        engine = Engine.load(config.model, weights=config.weights, **options)
     _ = engine.passes.program  # recorded before the first question waits for it
     return engine
 

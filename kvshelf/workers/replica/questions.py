@@ -17,11 +17,11 @@ import structlog
 from kvshelf.api import Asking, JointQuery, Query
 from kvshelf.api.answers import Answer, Phase, Piece, Served, rounded
 from kvshelf.api.inspect import BuiltPrompt
-from kvshelf.api.queries import Route
+from kvshelf.api.queries import Linked, Route
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
-from kvshelf.artifact.identity import Boundary, Identity
+from kvshelf.artifact.identity import Boundary, Identity, ModelIdentity
 from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
@@ -177,6 +177,7 @@ class Questions:
         started = time.monotonic()
         asked = [caches] if isinstance(caches, str) else list(caches)
         route = query.route if isinstance(query, JointQuery) else None
+        self.engine.asker.require_asked(query, len(asked))
         cache_ids = [await self._nearest(asked, query, tenant)] if route == "nearest" else asked
         await self.threads.compute(self._require_askable, query)
         shape = await self.threads.compute(self._shape, query)  # refused before any work
@@ -424,6 +425,12 @@ class Questions:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
         self.meter.add(tenant, conversation, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
 
+    def _linked(self, made_under: ModelIdentity) -> Linked | None:
+        readable = self.engine.attachments.readable
+        if not readable.links(made_under):
+            return None
+        return Linked(linked_from=made_under.name, agreement=readable.linked[made_under.fingerprint()])
+
     async def _kept(
         self, loaded: _Loaded, ids: Sequence[int], answer: Answer, ticket: Ticket[Answer], tenant: str
     ) -> Answer:
@@ -435,7 +442,11 @@ class Questions:
         if len(loaded.held) == 1 and self.guard.wants:
             (cache_id,) = loaded.held
             self.guard.add(Answered(cache_id, tenant, tuple(ids), tuple(answer.token_ids)))
-        text, answer = answer.text, loaded.served(answer, ticket).also(guarded=self.guard.take_results())
+        linked = self._linked(loaded.document.identity.model)
+        text, answer = (
+            answer.text,
+            loaded.served(answer, ticket).also(guarded=self.guard.take_results(), linked=linked),
+        )
         if not loaded.query.store:
             return answer
         document, keep, said, cache_id = (

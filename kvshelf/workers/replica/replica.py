@@ -136,6 +136,7 @@ class Replica(ReplicaApi):
                 "chat_template": "none" if engine.text is None else engine.text.about_template,
                 "device": ", ".join(map(str, engine.passes.devices.each)),
                 "identity": asdict(engine.identity),
+                "linked": dict(engine.attachments.readable.linked),
                 "layer_shapes": engine.passes.layer_shapes,
                 "token_bytes": engine.facts.token_bytes,
                 "transforms": engine.coders.own.transforms.digest if engine.coders.has_own else "",

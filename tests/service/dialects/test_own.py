@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvshelf.api import ReadShares, Usage
 from kvshelf.api.answers import Answer, Piece, Served
-from kvshelf.api.queries import Remade
+from kvshelf.api.queries import Linked, Remade
 from kvshelf.api.shapes import Logprob
 from kvshelf.service.dialects import own
 
@@ -22,7 +22,8 @@ def test_a_plain_answer_has_no_field_that_does_not_apply() -> None:
 
 
 def test_an_answer_has_all_that_applies() -> None:
-    served = {"stored_cache_id": "kvs_3", "remade": (Remade(cache_id="kvs_1", reason="expired"),)}
+    link = Linked(linked_from="F16", agreement=0.97)
+    served = {"stored_cache_id": "kvs_3", "remade": (Remade(cache_id="kvs_1", reason="expired"),), "linked": link}
     answer = Answer(
         "a", [1], "stop", USAGE, (0.25, 0.75), (b"\x00\xff", b"\xff"), (TOKEN,), thought="Hm.", served=SERVED
     ).also(**served)
@@ -33,6 +34,7 @@ def test_an_answer_has_all_that_applies() -> None:
         assert (wire["id"], wire["load_ms"], wire["reasoning_content"]) == ("ans_1", 1.5, "Hm.")
     assert (alone["cache_id"], alone["policy"], alone["compression_ratio"]) == ("kvs_2", "full", 0.5)
     assert (alone["recomputed"], alone["stored_cache_id"]) == ("expired", "kvs_3")
+    assert alone["linked"] == {"linked_from": "F16", "agreement": 0.97}
     assert together["recomputed"] == [{"cache_id": "kvs_1", "reason": "expired"}]
     assert [(source["cache_id"], source["share"]) for source in together["sources"]] == [
         ("kvs_1", 0.25),

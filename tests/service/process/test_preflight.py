@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.errors import InvalidRequest, NoWorker, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, MissingExtra, NoWorker, PolicyUnsupported
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import _require_listener
@@ -81,6 +81,14 @@ def test_packed_weights_that_no_replica_would_load_are_refused(tmp_path: Path) -
         with pytest.raises(PolicyUnsupported, match="one process and on one device"):
             require_startable(Settings(models=models, **fields))
     require_startable(Settings(models=models, device="spread", address="auto"))
+
+
+def test_a_service_that_asks_llama_cpp_needs_it_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    asking = Settings(engine="llama.cpp")
+    with pytest.raises(MissingExtra, match="llama-cpp-python, which does not load"):
+        require_startable(asking)
+    require_startable(asking.model_copy(update={"address": "auto"}))
 
 
 def test_only_a_local_cluster_needs_the_hub_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
