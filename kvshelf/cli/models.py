@@ -119,16 +119,16 @@ def links(
 ) -> None:
     """List the links of a store, newest first."""
     with _opened(store, encryption_key_file) as shelf:
-        known = shelf.links.list()
+        links = shelf.links.list()
         if remove is not None:
-            known = [one for one in known if one.maker.fingerprint.startswith(remove)]
-            if len(remove) < 4 or not known:
+            links = [one for one in links if one.maker.fingerprint.startswith(remove)]
+            if len(remove) < 4 or not links:
                 raise InvalidRequest(f"no link has a maker whose fingerprint begins {remove!r:.60}", param="--remove")
-            for one in known:
+            for one in links:
                 shelf.links.remove(one)
                 say(f"{one.maker.name} {one.asker.name}")
             return
-    _print(known, as_json=as_json)
+    _print(links, as_json=as_json)
 
 
 @contextmanager
@@ -196,22 +196,22 @@ def _side(engine: Engine) -> LinkedModel:
     )
 
 
-def _print(known: list[ModelLink], *, as_json: bool) -> None:
+def _print(links: list[ModelLink], *, as_json: bool) -> None:
     if as_json:
-        for one in known:
+        for one in links:
             say_json(one)
         return
-    common.print_table(_table(known))
+    common.print_table(_table(links))
 
 
-def _table(known: list[ModelLink]) -> Table:
+def _table(links: list[ModelLink]) -> Table:
     headings = ("MADE", "ASKED", "ENGINE", "AGREEMENT", "LOW", "CUES", "DATE", "FINGERPRINT")
     rows = (
         (
             *(one.maker.name, one.asker.name, f"{one.engine} {one.engine_version}", f"{one.agreement:.1%}"),
             *(f"{one.low:.1%}", str(one.cues), one.date, one.maker.fingerprint[:16]),
         )
-        for one in known
+        for one in links
     )
     return common.table(headings, rows, numbers=(3, 4, 5))
 
