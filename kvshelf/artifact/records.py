@@ -3,7 +3,7 @@
 `Kept`     some of the entries, unchanged
 `Pruned`   some of the entries, their keys without some of the channels
 `Indexed`  the first entries of every head, with a summary of each block of them, by which a question finds blocks
-`Window`   the last entries of a layer with a sliding window, all of them
+`SlidingWindow`   the last entries of a layer with a sliding window, all of them
 `Chunk`    those of the document's unfinished chunk, of a layer with chunked attention
 `Latents`  latents of some of the tokens, from which the model makes the keys and values of all heads (MLA)
 `Residuals` the layer's input of some of the tokens, of which the model makes the keys and values of all heads again
@@ -172,11 +172,11 @@ class Recent(Packed):
         if chunk is not None:
             return Chunk(**fields, chunk=chunk)
         assert window is not None
-        return Window(**fields, window=window)
+        return SlidingWindow(**fields, window=window)
 
 
 @dataclass(frozen=True, eq=False)
-class Window(Recent):
+class SlidingWindow(Recent):
     """The last `window - 1` tokens of a layer whose queries see `window` tokens, themselves included; all of a shorter
     document."""
 
@@ -408,7 +408,7 @@ class Residuals(Packed):
 
 
 RECORDS: Final[Mapping[str, type[PackedRecord]]] = {
-    record.kind: record for record in (Kept, Pruned, Indexed, Window, Chunk, Latents, Residuals, Merged)
+    record.kind: record for record in (Kept, Pruned, Indexed, SlidingWindow, Chunk, Latents, Residuals, Merged)
 }
 """The kinds of which a blob has records (`kvshelf.artifact.blob.kinds`), by name."""
 

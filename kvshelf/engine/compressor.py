@@ -28,7 +28,7 @@ from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import CompressOptions
 from kvshelf.engine.prefill.prefill import Compression, Prefill, run_prefill, run_scores
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
-from kvshelf.engine.quality import BATCH, CUES, Answered, Probe, Reference, ask, ask_without, exact
+from kvshelf.engine.quality import BATCH, CUES, CueAgreement, Probe, Reference, ask, ask_without, exact
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
@@ -291,7 +291,7 @@ class Compressor:
             raise InvalidRequest("the reference is of another document than the cache; use that of its own prefill")
         started = time.perf_counter()
         quality = reference.undecided()
-        document, answered = self._attachments.of(cache), list[Answered]()
+        document, answered = self._attachments.of(cache), list[CueAgreement]()
         for cues in reference.batches(floor) if reference.probe.places else ():
             with self._answering(document, reference.probe.only(cues)) as logits:
                 answered += reference.answered(cues, logits)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.packed import HeadView, Packed
-from kvshelf.artifact.records import Entries, Merged, Recent, Window, entries_of, parts_of, states_of
+from kvshelf.artifact.records import Entries, Merged, Recent, SlidingWindow, entries_of, parts_of, states_of
 from kvshelf.engine.attention.states import fill, together
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model.rope import Rope
@@ -108,7 +108,7 @@ def _not_plain(record: Entries, index: int) -> str:
     modes = set()
     for part in parts_of(record):
         if isinstance(part, Recent):
-            sees = "a sliding window" if isinstance(part, Window) else "chunked attention"
+            sees = "a sliding window" if isinstance(part, SlidingWindow) else "chunked attention"
             return f"layer {index} has {sees}, of which only the last tokens are stored"
         if isinstance(part, Merged):
             return (

@@ -171,7 +171,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Answered:
+class CueAgreement:
     """One cue that counts, by number: whether a compressed cache agrees, and the mean KL of its predictions."""
 
     cue: int
@@ -232,7 +232,7 @@ class Reference:
         count = 1 if floor is None else -(-cues // BATCH)
         return [range(first, cues, count) for first in range(count)]
 
-    def answered(self, cues: Sequence[int], logits: Iterable[Tensor]) -> list[Answered]:
+    def answered(self, cues: Sequence[int], logits: Iterable[Tensor]) -> list[CueAgreement]:
         """How a compressed cache answers some cues, by its logits `[cues * T, vocabulary]`, in parts `[rows,
         vocabulary]`."""
         numbers = torch.tensor(cues, device=self.decided.device)
@@ -242,9 +242,9 @@ class Reference:
         agreed = same.gather(1, (self.decided[numbers] - numbers * ANSWER)[:, None])[:, 0]
         full = self.log_probs[rows]
         kl = (full.exp() * (full - log_probs)).sum(dim=-1).view(-1, ANSWER).mean(dim=1)
-        return list(map(Answered, cues, agreed.tolist(), kl.tolist()))
+        return list(map(CueAgreement, cues, agreed.tolist(), kl.tolist()))
 
-    def quality(self, answered: Sequence[Answered]) -> Quality:
+    def quality(self, answered: Sequence[CueAgreement]) -> Quality:
         """Of a compressed cache, from cues that count: all, or those before a floor was out of reach. `kl` is not
         finite where its logits are not. probe_s: of the full cache's answers."""
         known = sorted(answered, key=lambda one: one.cue)

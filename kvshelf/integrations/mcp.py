@@ -60,7 +60,7 @@ Ttl = Annotated[
 CacheId = Annotated[str, Field(description="A cache id (kvs_...), from put, search or list.")]
 
 
-class Stored(ResponseBody):
+class ShelvedDocument(ResponseBody):
     """A document on the shelf. tokens: of the document; kept: of these, after compression. existing: it was there
     before. expires_at: Unix seconds; null: it stays."""
 
@@ -75,7 +75,7 @@ class Stored(ResponseBody):
     existing: bool
 
     @classmethod
-    def of(cls, cache: CacheObject) -> Stored:
+    def of(cls, cache: CacheObject) -> ShelvedDocument:
         same = cache.model_dump(include={"name", "labels", "policy", "expires_at", "existing"})
         tokens = {"tokens": cache.tokens.document, "kept": cache.tokens.kept}
         return cls(cache_id=cache.id, stored_bytes=cache.bytes.stored, **tokens, **same)
@@ -84,11 +84,11 @@ class Stored(ResponseBody):
 class Listed(ResponseBody):
     """Documents, the newest first. next: give it as `after` for those that follow; null: there are no more."""
 
-    documents: list[Stored]
+    documents: list[ShelvedDocument]
     next: str | None
 
 
-class Answer(ResponseBody):
+class ToolAnswer(ResponseBody):
     """finish_reason "length": max_tokens cut the answer off. sources: the part of the question's attention that went to
     each document. cached_tokens: of the documents, which were not read again."""
 
@@ -171,7 +171,7 @@ class _Tools:
         policy: Policy = None,
         compression_ratio: Ratio = None,
         ttl_s: Ttl = None,
-    ) -> Stored:
+    ) -> ShelvedDocument:
         """Store a text, so that `ask` can answer questions about it at any time without reading it again.
 
         Use it for a long text that will be asked about more than once. A text that is already stored costs nothing, and
@@ -191,7 +191,7 @@ class _Tools:
         policy: Policy = None,
         compression_ratio: Ratio = None,
         ttl_s: Ttl = None,
-    ) -> Stored:
+    ) -> ShelvedDocument:
         """Store a file of the user's folder (UTF-8 text, PDF or HTML), as `put` stores a text. You need not read it."""
         assert self.files is not None
         file = _inside(self.files, path)
@@ -208,14 +208,14 @@ class _Tools:
         ],
         question: Annotated[str, Field(min_length=1, description="One question that stands alone.")],
         max_tokens: Annotated[int, Field(ge=1, description="The longest answer, in tokens.")] = 256,
-    ) -> Answer:
+    ) -> ToolAnswer:
         """Ask one stored document, or several together, and get the answer of the service's own language model.
 
         It sees these documents and this question, nothing of your conversation. `sources` says how much each counted.
         """
         async with self._client(ctx) as client:
             said = await client.caches.query(cache_ids, question, max_tokens=max_tokens)
-        return Answer(
+        return ToolAnswer(
             text=said.text,
             finish_reason=said.finish_reason,
             sources=said.sources,
@@ -256,7 +256,9 @@ class _Tools:
                 if len(caches) > limit:
                     break
         page = caches[:limit]
-        return Listed(documents=[Stored.of(cache) for cache in page], next=page[-1].id if caches[limit:] else None)
+        return Listed(
+            documents=[ShelvedDocument.of(cache) for cache in page], next=page[-1].id if caches[limit:] else None
+        )
 
     @_named_errors
     async def delete(
@@ -269,7 +271,7 @@ class _Tools:
         async with self._client(ctx) as client:
             return await client.caches.delete(cache_id, cascade=cascade)
 
-    async def _put(self, ctx: Context[Any, Any], **fields: Any) -> Stored:
+    async def _put(self, ctx: Context[Any, Any], **fields: Any) -> ShelvedDocument:
         """Store a document, and tell the caller how far it is."""
         made: CacheObject | list[CacheObject] | None = None
         async with self._client(ctx) as client:
@@ -281,7 +283,7 @@ class _Tools:
                 else:
                     made = event
         assert isinstance(made, CacheObject)  # one document at one level
-        return Stored.of(made)
+        return ShelvedDocument.of(made)
 
     async def only_allowed(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
         """Middleware of the server: a caller is told only of the tools that its key may use, or of all where the

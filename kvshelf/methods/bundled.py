@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 
-class Source(NamedTuple):
+class MethodPackage(NamedTuple):
     """Methods that another package has in a form of its own. package: has to be installed. value: of the function that
     gives their classes by name, as entry points say it."""
 
@@ -80,5 +80,5 @@ BUNDLED: Final = {
 }
 """By folder, in the order in which they are listed. A new method is a file there and a line here."""
 
-SOURCES: Final = {"policies": {"press": Source("kvpress", "kvshelf.integrations.presses:presses")}}
+SOURCES: Final = {"policies": {"press": MethodPackage("kvpress", "kvshelf.integrations.presses:presses")}}
 """By folder and the first part of their names: `press:criticalkv`. Loaded when one of them is asked for."""

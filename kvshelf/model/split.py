@@ -28,17 +28,17 @@ _CHARACTERS_PER_TOKEN: Final = 4
 """A guess for the first part, as tokens are found only by encoding the text; later parts take the last one's length."""
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """The characters of one part, from `start` to before `end`."""
 
     start: int
     end: int
 
 
-class Parts(Sequence[str]):
+class TextParts(Sequence[str]):
     """The parts of a text, each cut out when it is asked for: together they take more room than the text."""
 
-    def __init__(self, text: str, spans: Sequence[Span]) -> None:
+    def __init__(self, text: str, spans: Sequence[TextSpan]) -> None:
         self._text, self._spans = text, spans
 
     def __len__(self) -> int:
@@ -48,11 +48,11 @@ class Parts(Sequence[str]):
     def __getitem__(self, index: int) -> str: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Parts: ...
+    def __getitem__(self, index: slice) -> TextParts: ...
 
-    def __getitem__(self, index: int | slice) -> str | Parts:
+    def __getitem__(self, index: int | slice) -> str | TextParts:
         if isinstance(index, slice):
-            return Parts(self._text, self._spans[index])
+            return TextParts(self._text, self._spans[index])
         return self._text[slice(*self._spans[index])]
 
 
@@ -62,7 +62,7 @@ TokenStarts = Callable[[str], list[int]]
 
 def spans(
     text: str, token_starts: TokenStarts, *, size: int, overlap: int, checkpoint: Callable[[], None] = lambda: None
-) -> list[Span]:
+) -> list[TextSpan]:
     """The parts of a text, in order: each of at most `size` tokens, and together all of it.
 
     A part ends with the last paragraph that ends in its second half; without one, with the last line, sentence or word.
@@ -74,20 +74,20 @@ def spans(
     for a character of more than `size` tokens.
     """
     assert 0 <= overlap <= size // 4, "each part must go beyond the overlap"
-    found: list[Span] = []
+    found: list[TextSpan] = []
     start, length = 0, size * _CHARACTERS_PER_TOKEN
     while True:
         checkpoint()
         starts = _ahead(text, start, token_starts, size, length)
         if len(starts) <= size:
-            return [*found, Span(start, len(text))]
+            return [*found, TextSpan(start, len(text))]
         if len(found) + 1 >= MOST_PARTS:
             raise too_many_parts(size)
         end = _end(text, start, starts, token_starts, size)
         if found and end <= found[-1].end:  # what it repeats of the part before fills it
             start = found[-1].end
             continue
-        found.append(Span(start, end))
+        found.append(TextSpan(start, end))
         start, length = _overlapping(text, found[-1], starts, overlap), (end - start) * 5 // 4
 
 
@@ -127,7 +127,7 @@ def _end(text: str, start: int, starts: list[int], token_starts: TokenStarts, si
     return start + 1
 
 
-def _overlapping(text: str, part: Span, starts: list[int], overlap: int) -> int:
+def _overlapping(text: str, part: TextSpan, starts: list[int], overlap: int) -> int:
     """Where the part after `part` begins: behind its beginning, and not behind its end."""
     if not overlap:
         return part.end

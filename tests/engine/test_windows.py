@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.records import Window, entries_of
+from kvshelf.artifact.records import SlidingWindow, entries_of
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
@@ -70,7 +70,7 @@ def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens:
     with torch.no_grad():
         expected = model(torch.tensor([document + behind]), use_cache=False).logits[0, tokens:]
     cache = CompressedCache.from_bytes(engine.compress(document, policy="full").to_bytes())
-    assert any(isinstance(layer, Window) for layer in cache.layers)
+    assert any(isinstance(layer, SlidingWindow) for layer in cache.layers)
     for pieces in ([2 * WINDOW], [1] * (2 * WINDOW), [5, 1, WINDOW + 7, 1, WINDOW - 14]):
         found = logits_behind(engine, cache, behind, pieces)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
@@ -88,7 +88,7 @@ def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> 
     """The budget is that of these layers, and what they keep is what the policy chooses among them."""
     document = ids(100)
     cache = engine.compress(document, policy=policy, compression_ratio=0.5)
-    windows = [isinstance(layer, Window) for layer in cache.layers]
+    windows = [isinstance(layer, SlidingWindow) for layer in cache.layers]
     assert windows == [True, False] * 2
     assert cache.kept_tokens == 50
     for layer in cache.layers[::2]:
@@ -156,7 +156,7 @@ def test_codecs_leave_windows_verbatim(engine: Engine, codec: str) -> None:
     coded = CompressedCache.from_bytes(cache.to_bytes(codec))
     for index, (layer, before) in enumerate(zip(coded.layers, cache.layers, strict=True)):
         if index % 2 == 0:
-            assert isinstance(layer, Window)
+            assert isinstance(layer, SlidingWindow)
             assert torch.equal(layer.keys, before.keys)
             assert torch.equal(layer.values, before.values)
         else:
@@ -275,7 +275,7 @@ def test_a_shelf_counts_what_policies_choose_from_and_answers_after_a_restart(
             after.attachments.require_own(arriving)
             arriving.read(together=True)
             assert after.answer(arriving.cache(), "Who keeps them?", max_new_tokens=12).token_ids == said
-    of_layers = [layer for layer in cache.layers if not isinstance(layer, Window)]
+    of_layers = [layer for layer in cache.layers if not isinstance(layer, SlidingWindow)]
     assert sum(found.counts) == sum(layer.entries for layer in of_layers)
     assert (found.num_heads, found.num_layers, len(found.layers)) == (4, 4, 4)
     assert "sliding window" in found.meaning

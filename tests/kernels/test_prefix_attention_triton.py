@@ -25,7 +25,7 @@ from kvshelf.kernels.prefix_attention import (
     work,
 )
 from kvshelf.kernels.prefix_attention import triton as fused
-from kvshelf.kernels.prefix_attention.heads import Kind, RowKind
+from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind
 from kvshelf.kernels.prefix_attention.slots import fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import SOAK, pairwise
@@ -360,7 +360,7 @@ def test_splits_compile_for_gpus(compile_all):
     """Llama-3.1-8B's heads, and smaller ones in fp32: a decode step, and as many query rows as a kind takes."""
 
     def kind(dim, bits=0, merged=False, selected=False):
-        return Kind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32), selected)
+        return PrefixKind(merged, row_kind(dim, bits, 32, True), row_kind(dim, bits, 32), selected)
 
     variants = [
         split_variant("bf16", 128, 4, 16, kind(128)),

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from kvshelf.errors import InvalidRequest
 from kvshelf.model import split
 from kvshelf.model.source import bundled_folder
-from kvshelf.model.split import Parts, Span, spans
+from kvshelf.model.split import TextParts, TextSpan, spans
 from kvshelf.model.text import TextFormat
 
 FORMAT = TextFormat(AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny")))
@@ -115,7 +115,7 @@ def test_parts_of_few_tokens_go_forward_or_are_refused(pieces: list[str], size: 
         steps += 1
         assert steps <= 3 * len(text) + 3, "a step moves by a character at least"
 
-    def split_all() -> list[Span]:
+    def split_all() -> list[TextSpan]:
         return spans(text, FORMAT.token_starts, size=size, overlap=min(overlap, size // 4), checkpoint=step)
 
     if any(FORMAT.count_tokens(character) > size for character in text):
@@ -143,7 +143,7 @@ def test_more_parts_than_anybody_compresses_are_refused(monkeypatch: pytest.Monk
 def test_parts_are_cut_out_one_at_a_time() -> None:
     """As a list they took as much as the text once more, and more with what they repeat."""
     text = "The quay keeper writes. " * 100_000
-    found = Parts(text, [Span(start, min(start + 10_000, len(text))) for start in range(0, len(text), 9_000)])
+    found = TextParts(text, [TextSpan(start, min(start + 10_000, len(text))) for start in range(0, len(text), 9_000)])
     tracemalloc.start()
     try:
         lengths = [len(part) for part in found]

@@ -221,7 +221,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Reader:
-    """One record of a segment, as `kinds.record.Source`. The header has been checked against the size of the
+    """One record of a segment, as `kinds.record.RecordArrays`. The header has been checked against the size of the
     segment."""
 
     header: RecordHeader

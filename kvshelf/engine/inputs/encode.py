@@ -199,7 +199,7 @@ class Encoder:
         overlap: int | None = None,
         checkpoint: Callable[[], None] = lambda: None,
         variables: Mapping[str, Any] | None = None,
-    ) -> split.Parts:
+    ) -> split.TextParts:
         """The parts of a text that is longer than this model takes, in order, each cut out when it is asked for. A text
         that fits is one.
 
@@ -237,7 +237,7 @@ class Encoder:
                 param="split",
             )
         found = split.spans(text, written.token_starts, size=own, overlap=overlap, checkpoint=checkpoint)
-        return split.Parts(text, found)
+        return split.TextParts(text, found)
 
     def query(self, boundary: Boundary, prompt: Prompt, options: TemplateOptions | None = None) -> list[int]:
         """The token ids that ask `prompt` of a cache that ends at `boundary`. options: those of the cache's document,

@@ -21,7 +21,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.parallel.leading import LeadingRank
-from kvshelf.engine.parallel.operations import AnswerStep, Ask, Compress, Score, Step
+from kvshelf.engine.parallel.operations import AnswerStep, AskCues, Compress, Score, Step
 from kvshelf.engine.prefill.prefill import Prefill
 from kvshelf.engine.progress import Checkpoint, Progress, nothing
 from kvshelf.engine.quality import Probe
@@ -100,7 +100,7 @@ class _SharedCompressor(Compressor):
     def _answering(self, document: Attachment, probe: Probe) -> Iterator[Iterator[Tensor]]:
         lead = _lead(self._passes)
         lead.share(document, self._facts.kv_heads)
-        with lead.together(Ask(document.number, probe)), super()._answering(document, probe) as logits:
+        with lead.together(AskCues(document.number, probe)), super()._answering(document, probe) as logits:
             yield logits
 
 

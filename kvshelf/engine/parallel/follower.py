@@ -26,7 +26,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.parallel.operations import (
     AnswerStep,
-    Ask,
+    AskCues,
     Attach,
     Channel,
     Compress,
@@ -133,7 +133,7 @@ class Follower:
                 engine = self._engine
                 document = Attachment(cache, engine.passes.devices.layers, engine.facts.rotate, number=number)
                 self._documents[number] = document
-            case Ask(number, probe):
+            case AskCues(number, probe):
                 with torch.no_grad(), self._engine.attachments.passing(self._documents[number]) as past:
                     for _ in ask(self._engine.model, probe, past):
                         pass  # the first rank reads the logits

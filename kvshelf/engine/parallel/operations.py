@@ -41,7 +41,7 @@ class Attach:
 
 
 @dataclass(frozen=True)
-class Ask:
+class AskCues:
     """Answer the cues of a probe behind a document."""
 
     number: int
@@ -65,7 +65,7 @@ class Step:
     answers: Sequence[AnswerStep]
 
 
-Operation = Compress | Score | Attach | Ask | Step
+Operation = Compress | Score | Attach | AskCues | Step
 
 
 @dataclass(frozen=True)

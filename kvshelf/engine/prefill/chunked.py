@@ -28,7 +28,7 @@ from kvshelf.engine.prefill.reducing import require_finite_scores
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.methods.policies.base import Absorber
-from kvshelf.methods.policies.blocks import BlockAbsorber, Past
+from kvshelf.methods.policies.blocks import BlockAbsorber, BlockPast
 from kvshelf.methods.policies.partitions import PartitionAbsorber
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.devices import input_device
@@ -167,7 +167,7 @@ class ProbedLayer(ReadLayer):
         grouped = queries.reshape(len(old), -1, *queries.shape[1:])
         importance = [
             self._absorber.importance(
-                Past(
+                BlockPast(
                     keys=torch.cat([head.keys, self.keys[0, h, :block]]),
                     importance=head.importance,
                     sinks=self._absorber.sinks(self.judged + block),

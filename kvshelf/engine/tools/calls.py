@@ -28,7 +28,7 @@ Write = Callable[[Mapping[str, Any]], str]
 """What the template writes for a call of `NAME` with these arguments, up to the end of the turn."""
 
 
-class Read(NamedTuple):
+class ParsedCalls(NamedTuple):
     """Calls in a text, and the text behind them."""
 
     calls: list[ToolCall]
@@ -74,7 +74,7 @@ class CallFormat(abc.ABC):
         """Whether a text may be that of a call, or its beginning, behind what opens one."""
 
     @abc.abstractmethod
-    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
         """The calls that a text behind an opening is, up to what closes them; None where they are none of these
         tools."""
 
@@ -103,13 +103,13 @@ class JsonCalls(CallFormat):
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:  # noqa: ARG002 - of all formats
         return text.lstrip()[:1] in ("", "{")
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
         text, names = text.lstrip(), [tool.function.name for tool in tools]
         try:
             found, length = json.JSONDecoder().raw_decode(text)
             if found.get(self.name) not in names or not isinstance(found.get(self.arguments), dict):
                 return None
-            return Read([called(found[self.name], found[self.arguments])], text[length:])
+            return ParsedCalls([called(found[self.name], found[self.arguments])], text[length:])
         except (AttributeError, ValueError, RecursionError):  # no object; no JSON, or not that of a call; too deep
             return None
 
@@ -152,7 +152,7 @@ class TaggedCalls(CallFormat):
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
         return may_be_named(text.lstrip(), tools)
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
         text = text.lstrip()
         if (tool := named_in(text, tools)) is None:
             return None
@@ -170,7 +170,7 @@ class TaggedCalls(CallFormat):
             rest = rest.lstrip()
         if not rest.startswith(self.plain(self.closing)):
             return None
-        return Read([called(tool.function.name, arguments)], rest)
+        return ParsedCalls([called(tool.function.name, arguments)], rest)
 
     def _unframed(self, value: str) -> str:
         """A value without the line breaks that the template writes around it."""

@@ -20,7 +20,7 @@ from kvshelf.engine.tools.calls import (
     NAME,
     ONE,
     CallFormat,
-    Read,
+    ParsedCalls,
     Write,
     called,
     may_be_named,
@@ -52,7 +52,7 @@ class HarmonyCalls(CallFormat):
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
         return may_be_named(text, tools)
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
+    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
         if (tool := named_in(text, tools)) is None:
             return None
         if (header := _HEADER.match(text, len(tool.function.name))) is None:
@@ -63,7 +63,7 @@ class HarmonyCalls(CallFormat):
             return None
         if not isinstance(arguments, dict):
             return None
-        return Read([called(tool.function.name, arguments)], text[end:])
+        return ParsedCalls([called(tool.function.name, arguments)], text[end:])
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
         literal = self.form.tokens.literal

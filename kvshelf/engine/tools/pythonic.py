@@ -20,7 +20,7 @@ from kvshelf.engine.tools.calls import (
     NAME,
     ONE,
     CallFormat,
-    Read,
+    ParsedCalls,
     Write,
     called,
     cannot_hold,
@@ -58,8 +58,8 @@ class PythonCalls(CallFormat):
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
         return may_be_named(text.lstrip(), tools)
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Read | None:
-        reader, calls = _Reader(text), []
+    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
+        reader, calls = _LiteralReader(text), []
         try:
             while True:
                 if (tool := named_in(text[reader.skip() :], tools)) is None:
@@ -71,7 +71,7 @@ class PythonCalls(CallFormat):
         except (ValueError, RecursionError):
             return None
         rest = text[reader.skip() :]
-        return Read(calls, rest) if rest.startswith(self.plain(self.closing)) else None
+        return ParsedCalls(calls, rest) if rest.startswith(self.plain(self.closing)) else None
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
         made = [f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
@@ -115,7 +115,7 @@ class PythonCalls(CallFormat):
 
 
 @dataclass
-class _Reader:
+class _LiteralReader:
     """Reads literals from a place in a text on. Raises `ValueError` where there is none."""
 
     text: str

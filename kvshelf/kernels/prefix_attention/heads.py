@@ -35,7 +35,7 @@ class RowKind(NamedTuple):
     aligned: bool
 
 
-class Kind(NamedTuple):
+class PrefixKind(NamedTuple):
     """The memory layout that a launch is compiled for; all prefixes of a kind share it. selected: whether its rows are
     those that a table names."""
 
@@ -55,7 +55,7 @@ class Heads:
     """A prefix as the kernel reads it. lengths: rows of each head (of a merged prefix, at most). columns: 7 to 18 of
     its items (see `work`), `[kv_heads, 12]` int64 on the CPU. slots: tensors that nothing else keeps alive."""
 
-    kind: Kind
+    kind: PrefixKind
     lengths: tuple[int, ...]
     columns: Tensor
     slots: FoldedSlots | None
@@ -93,7 +93,7 @@ def _read(prefix: PackedPrefix | StackedPrefix | MergedPrefix | SelectedPrefix) 
     of_channels = [0] * len(lengths) if channels is None else _addresses(channels, [1] * len(lengths))
     parts = zip(of_keys[1], of_values[1], of_slots, lengths, of_channels, strict=True)
     columns = [[*k, *v, *s, rows, c] for k, v, s, rows, c in parts]
-    kind = Kind(slots is not None, of_keys[0], of_values[0])
+    kind = PrefixKind(slots is not None, of_keys[0], of_values[0])
     return Heads(kind, tuple(lengths), torch.tensor(columns), slots)
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import choose
 from kvshelf.kernels.prefix_attention import eager
-from kvshelf.kernels.prefix_attention.heads import Kind
+from kvshelf.kernels.prefix_attention.heads import PrefixKind
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, LogitRules, Prefix, choices_of
 from kvshelf.kernels.prefix_attention.slots import SLOTS_PER_ROW
 from kvshelf.kernels.prefix_attention.splits import attend_splits
@@ -172,7 +172,7 @@ def _attend_suffixes(
     )
 
 
-def kind_constants(kind: Kind) -> dict[str, int | bool]:
+def kind_constants(kind: PrefixKind) -> dict[str, int | bool]:
     """The compile-time arguments of `attend_splits` that follow from the kind of prefix."""
     named = {"KEY": kind.keys, "VALUE": kind.values}
     return {"SLOTS": SLOTS_PER_ROW if kind.merged else 0, "SELECTED": kind.selected} | {
@@ -180,7 +180,7 @@ def kind_constants(kind: Kind) -> dict[str, int | bool]:
     }
 
 
-def split_tiles(kind: Kind, itemsize: int, block_m: int) -> dict[str, int]:
+def split_tiles(kind: PrefixKind, itemsize: int, block_m: int) -> dict[str, int]:
     """The tile sizes of `attend_splits`."""
     sizes = _head_blocks(kind.keys.dim, kind.values.dim)
     wide = max(sizes.values()) * itemsize > 256 or itemsize == 4

@@ -15,7 +15,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.prefix_attention.heads import Kind, heads_of
+from kvshelf.kernels.prefix_attention.heads import PrefixKind, heads_of
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix, StreamedPrefix, upload
 
 TILE = 64
@@ -36,7 +36,7 @@ chosen rows, 14 of their number. 17 rows of the head in this prefix. 18 address 
 class Launch(NamedTuple):
     """`items`: `[n, COLUMNS]` int64 on the device, all of one kind."""
 
-    kind: Kind
+    kind: PrefixKind
     items: Tensor
 
 

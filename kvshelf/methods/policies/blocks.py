@@ -29,7 +29,7 @@ _ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class BlockPast:
     """What one KV head holds when a block has been read, and the probe behind it.
 
     keys: `[kept + block, D]`, after RoPE, of entries kept from earlier blocks and of all tokens of this one; the first
@@ -105,7 +105,7 @@ class BlockPolicy(ScoringPolicy):
         return None if self.prefill == "whole" else BlockAbsorber(self, document, budget.tokens)
 
     @abstractmethod
-    def judged(self, past: Past) -> Tensor:
+    def judged(self, past: BlockPast) -> Tensor:
         """The importance of the entries of one head, `[kept + block]` fp32, higher is kept."""
 
     def sinks(self, document: DocumentView) -> int:
@@ -142,7 +142,7 @@ class BlockAbsorber:
         """Of the first `end` tokens those that always stay."""
         return min(self.policy.sinks(self.document), end)
 
-    def importance(self, past: Past) -> Tensor:
+    def importance(self, past: BlockPast) -> Tensor:
         """Of the entries of one head, `[kept + block]` fp32, infinite where one must stay."""
         return importance_of(
             self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks

@@ -13,7 +13,7 @@ from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.sharing import ProportionalSharing
-from kvshelf.methods.policies.view import LayerView, Window
+from kvshelf.methods.policies.view import LayerView, ObservationWindow
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Cake(TailPolicy):
         return math.pow(entropy, 1 / self.tau1) * math.pow(shift, 1 / self.tau2)
 
 
-def indicators(window: Window, kv_heads: int, gamma: float, kernel: int) -> Tensor:
+def indicators(window: ObservationWindow, kv_heads: int, gamma: float, kernel: int) -> Tensor:
     """Mean + gamma * variance of each token's weights over the rows of the window, averaged over the GQA group and
     pooled: `[kv_heads, N]` fp32, zero for the tail."""
     heads = map(window.attention, range(kv_heads))

@@ -25,7 +25,7 @@ _TINY = 1e-30
 """No weight of a mean may be zero."""
 
 
-class _Note(NamedTuple):
+class _LayerScores(NamedTuple):
     """What is left to know of a layer when all layers are there. scores: `[kv_heads, N]` fp32. claim: its weight where
     layers share the budget. always: first tokens that stay."""
 
@@ -84,25 +84,25 @@ class D2O(Policy):
         )
         return replace(self, sink=fitted_sink(self.sink, count, room=count - 1, given="sink" in given))
 
-    def noted(self, layer: LayerView) -> _Note:
+    def noted(self, layer: LayerView) -> _LayerScores:
         columns, _ = layer.column_sums()  # [q_heads, N]
         spread = layer.all_heads(columns.var(dim=1))
         spread = (spread - spread.min()) / (spread.max() - spread.min() + 1e-6)
         claim = math.exp(-float(spread.mean()))
         always = max(self.sink, layer.protected_prefix)
-        return _Note(layer.grouped(columns).mean(dim=1), claim, always, layer.place, layer.ranks)
+        return _LayerScores(layer.grouped(columns).mean(dim=1), claim, always, layer.place, layer.ranks)
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         """All of the layer: `finished` reduces it."""
         return Full().reduce(layer, budget)
 
     def finished(
-        self, records: Mapping[int, Entries], notes: Mapping[int, _Note], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, _LayerScores], budget: Budget
     ) -> Mapping[int, Entries]:
         counts = self._counts(list(notes.values()), budget)
         return {layer: self._merged(records[layer], note, counts[note.place]) for layer, note in notes.items()}
 
-    def _counts(self, notes: Sequence[_Note], budget: Budget) -> list[int]:
+    def _counts(self, notes: Sequence[_LayerScores], budget: Budget) -> list[int]:
         """Entries of each KV head of each layer, by its place."""
         tokens, always = notes[0].scores.shape[1], notes[0].always
         sharing = notes[self.first : len(notes) - self.last]
@@ -112,7 +112,7 @@ class D2O(Policy):
         shares = largest_remainders(fill(claims, paid, tokens - always))
         return [tokens] * self.first + [always + share for share in shares] + [tokens] * self.last
 
-    def _merged(self, record: Entries, note: _Note, count: int) -> Kept | Merged:
+    def _merged(self, record: Entries, note: _LayerScores, count: int) -> Kept | Merged:
         assert isinstance(record, Kept)
         scores = note.scores  # [kv_heads, N]
         keys, values = (states.view(*scores.shape, -1) for states in record.rows if isinstance(states, Tensor))

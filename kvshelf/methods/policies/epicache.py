@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import encoded
-from kvshelf.methods.policies.blocks import BlockPolicy, Past, largest_weights
+from kvshelf.methods.policies.blocks import BlockPast, BlockPolicy, largest_weights
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.centroids import unpacked
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
@@ -69,7 +69,7 @@ class EpiCache(BlockPolicy):
         heads = zip(layer.grouped(probed.queries), layer.keys, strict=True)
         return torch.stack([largest_weights(queries, keys, None, layer.scaling) for queries, keys in heads])
 
-    def judged(self, past: Past) -> Tensor:
+    def judged(self, past: BlockPast) -> Tensor:
         return largest_weights(past.queries, past.keys, None, past.scaling)
 
     def _pass(self, document: DocumentView) -> tuple[int, ...]:

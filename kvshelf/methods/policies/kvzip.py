@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.blocks import BlockPolicy, Past, largest_weights
+from kvshelf.methods.policies.blocks import BlockPast, BlockPolicy, largest_weights
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
@@ -82,7 +82,7 @@ class KVzip(BlockPolicy):
                 scores[head, start:end] = found[before:]
         return scores
 
-    def judged(self, past: Past) -> Tensor:
+    def judged(self, past: BlockPast) -> Tensor:
         keys = torch.cat([past.keys[: min(past.sinks, past.kept)], past.keys[past.kept :]])
         found = largest_weights(past.queries, keys, past.own_keys, past.scaling)
         return torch.cat([past.importance, found[len(keys) - past.block :]])

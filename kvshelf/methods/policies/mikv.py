@@ -20,7 +20,7 @@ from kvshelf.methods.policies.sharing import LayerStats
 from kvshelf.methods.policies.view import DocumentView, LayerView, Ranks
 
 
-class _Note(NamedTuple):
+class _LayerClaim(NamedTuple):
     """What is left to know of a layer when all layers are there. weight: its claim where layers share a budget."""
 
     weight: float
@@ -90,12 +90,12 @@ class MiKV(Around):
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         return replace(self, inner=self.inner.fitted(document, self._precise(budget, document), given))
 
-    def noted(self, layer: LayerView) -> _Note:
+    def noted(self, layer: LayerView) -> _LayerClaim:
         weight = 1.0 if self.inner.sharing is None else self.inner.weight(layer)
-        return _Note(weight, layer.document, layer.ranks)
+        return _LayerClaim(weight, layer.document, layer.ranks)
 
     def finished(
-        self, records: Mapping[int, Entries], notes: Mapping[int, _Note], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, _LayerClaim], budget: Budget
     ) -> Mapping[int, Entries]:
         counts = self._counts(records, notes, budget)
         return {
@@ -105,7 +105,7 @@ class MiKV(Around):
         }
 
     def _counts(
-        self, records: Mapping[int, Entries], notes: Mapping[int, _Note], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, _LayerClaim], budget: Budget
     ) -> dict[int, tuple[int, ...]]:
         """How many entries of each head of each layer have more bits."""
         first = next(iter(notes.values()))

@@ -27,7 +27,7 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
-class Cut:
+class PartitionCut:
     """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than `lag`. All
     partitions but the last are reduced; the rest stays whole."""
 
@@ -179,8 +179,8 @@ class PartitionPolicy(Policy):
         entries = budget.tokens if self.r is None else cut.retained(self.r)
         return PartitionAbsorber(self, cut, tuple(cut.shares(entries)))
 
-    def _cut(self, document: DocumentView) -> Cut:
-        return Cut(document.num_tokens, max(self.sink, document.protected_prefix), self.lag)
+    def _cut(self, document: DocumentView) -> PartitionCut:
+        return PartitionCut(document.num_tokens, max(self.sink, document.protected_prefix), self.lag)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class PartitionAbsorber:
     """
 
     policy: PartitionPolicy
-    cut: Cut
+    cut: PartitionCut
     shares: tuple[int, ...]
 
     probed: ClassVar[bool] = False

@@ -321,9 +321,9 @@ class LayerView:
         """`[q_heads, ...]` as `[kv_heads, group, ...]`: query head h reads KV head h // group."""
         return per_query_head.reshape(self.kv_heads, len(per_query_head) // self.kv_heads, *per_query_head.shape[1:])
 
-    def window(self, rows: int) -> Window:
+    def window(self, rows: int) -> ObservationWindow:
         """The observation window of `rows` rows."""
-        return Window(self, rows)
+        return ObservationWindow(self, rows)
 
     def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
         """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
@@ -365,7 +365,7 @@ def output_weight(attention: nn.Module | None) -> Tensor | None:
     return weight
 
 
-class Window:
+class ObservationWindow:
     """The observation window: the rows that a paper calls the end of the prompt.
 
     With probe passes these are the last rows of each pass; if the shortest pass has fewer than `rows`, the document's

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.partitions import Cut
+from kvshelf.methods.policies.partitions import PartitionCut
 from kvshelf.methods.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of
 
 
@@ -44,7 +44,7 @@ class LagKV(SuffixPolicy):
         return self.lag + 1 if self.protect_question else 2 * self.lag
 
     def reduce(self, suffix: Suffix) -> Reduction:
-        cut = Cut(suffix.tokens, suffix.protected, self.lag)
+        cut = PartitionCut(suffix.tokens, suffix.protected, self.lag)
         whole = self.lag + (suffix.tokens - suffix.protected) % self.lag
         shared = slice(suffix.protected, suffix.stored - whole)
         scores = self._judged(suffix, cut, shared)
@@ -61,7 +61,7 @@ class LagKV(SuffixPolicy):
         kept = numbers_of(stays)
         return Reduction(kept, columns={"score": scores.gather(1, kept)})
 
-    def _judged(self, suffix: Suffix, cut: Cut, shared: slice) -> Tensor:
+    def _judged(self, suffix: Suffix, cut: PartitionCut, shared: slice) -> Tensor:
         """The scores, once those partitions have some whose next one is full: at the first reduction all of them, and
         later the one before the last."""
         new = cut.reduced if suffix.stored == suffix.tokens else 1

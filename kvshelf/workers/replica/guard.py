@@ -68,7 +68,7 @@ class GuardRules:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerToCheck:
     """An answer that waits to be asked again: token ids of the question, as it was read behind the cache, and of the
     answer."""
 
@@ -124,7 +124,7 @@ class Guard:
         self.rules = rules
         self._now, self._draw, self._pause_s = now, draw, pause_s
         self._began, self._worked_s = now(), 0.0
-        self._waiting: deque[Answered] = deque(maxlen=_WAITING)
+        self._waiting: deque[AnswerToCheck] = deque(maxlen=_WAITING)
         self._results: OrderedDict[tuple[str, str, str], tuple[int, int]] = OrderedDict()  # of one blob each
         self._drifts: dict[tuple[str, str], Drift] = {}
         self._groups: set[str] = set()
@@ -137,7 +137,7 @@ class Guard:
         """Whether the answer that has just ended is to be asked again."""
         return self.rules.share > 0 and self._draw() < self.rules.share
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: AnswerToCheck) -> None:
         if answered.query and answered.answer:
             self._waiting.append(answered)
 
@@ -167,7 +167,7 @@ class Guard:
     def _may_work(self) -> bool:
         return self._worked_s <= self.rules.time_share * (self._now() - self._began)
 
-    async def check(self, answered: Answered) -> None:
+    async def check(self, answered: AnswerToCheck) -> None:
         """Ask one answer again, and record what that says of its cache. A cache that has gone meanwhile, whose source
         is not kept, or that was appended to another is left out."""
         try:
@@ -178,7 +178,7 @@ class Guard:
         except KvshelfError as error:
             log.info("an answer could not be asked again", cache_id=answered.cache_id, reason=error.message)
 
-    def _prepared(self, answered: Answered) -> tuple[Manifest, Recheck | None]:
+    def _prepared(self, answered: AnswerToCheck) -> tuple[Manifest, Recheck | None]:
         manifest = self._store.stat(answered.cache_id, tenant=answered.tenant)
         identity = Identity.from_dict(manifest.identity)
         if not manifest.has_source or identity.parent:
@@ -188,7 +188,7 @@ class Guard:
         floor = None if manifest.found_by_guard else self.rules.floor
         return manifest, Recheck(job, cache, answered.query, answered.answer, floor)
 
-    async def _checked(self, answered: Answered, work: Recheck) -> Rechecked | None:
+    async def _checked(self, answered: AnswerToCheck, work: Recheck) -> Rechecked | None:
         """None where another document came first: the answer waits for the next pause."""
         ticket = self._scheduler.compress(work, tenant=answered.tenant)
         future = asyncio.wrap_future(ticket.future)

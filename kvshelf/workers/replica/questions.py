@@ -39,7 +39,7 @@ from kvshelf.store.base import Store, lineage
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
-from kvshelf.workers.replica.guard import Answered, Guard
+from kvshelf.workers.replica.guard import AnswerToCheck, Guard
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
 from kvshelf.workers.replica.memory.retention import Hint, Key
@@ -441,7 +441,7 @@ class Questions:
         self._count(loaded, answer, tenant)
         if len(loaded.held) == 1 and self.guard.wants:
             (cache_id,) = loaded.held
-            self.guard.add(Answered(cache_id, tenant, tuple(ids), tuple(answer.token_ids)))
+            self.guard.add(AnswerToCheck(cache_id, tenant, tuple(ids), tuple(answer.token_ids)))
         linked = self._linked(loaded.document.identity.model)
         text, answer = (
             answer.text,

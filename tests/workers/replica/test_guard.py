@@ -24,7 +24,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
-from kvshelf.workers.replica.guard import Answered, Drift, Guard, GuardRules, measured
+from kvshelf.workers.replica.guard import AnswerToCheck, Drift, Guard, GuardRules, measured
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from tests.amounts import amount
@@ -206,7 +206,7 @@ async def test_a_check_takes_the_turn_of_the_answer_s_tenant(
     replica, seen = guarded(), []
     prepared = Guard._prepared
 
-    def noted(guard: Guard, answered: Answered) -> Any:
+    def noted(guard: Guard, answered: AnswerToCheck) -> Any:
         seen.append((answered.tenant, tenant_at_work.get()))
         return prepared(guard, answered)
 
@@ -236,7 +236,7 @@ async def test_what_cannot_be_asked_again_is_left_out(guarded: Callable[..., Rep
     assert answer.text
     gone = await made(replica, 4)
     replica.store.delete(gone.id)
-    await replica.questions.guard.check(Answered(gone.id, "default", (1, 2), (3,)))
+    await replica.questions.guard.check(AnswerToCheck(gone.id, "default", (1, 2), (3,)))
     assert used(replica)[0] == 0
 
 
@@ -250,7 +250,7 @@ async def test_a_share_of_the_answers_is_asked_again_within_a_share_of_the_time(
     guard = replica.questions.guard
     query = tuple(replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text))
     for _ in range(100):
-        guard.add(Answered(manifest.id, "default", query, (5,)))
+        guard.add(AnswerToCheck(manifest.id, "default", query, (5,)))
     assert guard.open == 64, "the oldest go"
     guarding = asyncio.ensure_future(guard.run_forever())
     await asyncio.sleep(1.0)
@@ -265,7 +265,7 @@ async def test_documents_go_before_the_guard(guarded: Callable[..., Replica], mo
     parts = replica.engine, replica.store, replica.scheduler, ReplicaThreads(), replica.meter
     guard = Guard(*parts, GuardRules(share=1.0), replica.creations.remake, pause_s=0.001)
     query = replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text)
-    answered = Answered(manifest.id, "default", tuple(query), (5,))
+    answered = AnswerToCheck(manifest.id, "default", tuple(query), (5,))
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "has_documents", True)
         await guard.check(answered)

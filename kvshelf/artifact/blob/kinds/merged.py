@@ -12,8 +12,8 @@ from kvshelf.artifact.blob.kinds.record import (
     Arrays,
     Dims,
     Lengths,
+    RecordArrays,
     RecordHeader,
-    Source,
     Target,
     check_lengths,
     ints,
@@ -49,7 +49,7 @@ class MergedHeader(RecordHeader):
                 reason="inconsistent",
             )
 
-    def read(self, source: Source) -> dict[str, Any]:
+    def read(self, source: RecordArrays) -> dict[str, Any]:
         slots = sum(self.slot_lengths)
         return {
             "slot_scales": source.tensor("slot_scales", "float32", slots),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Size, Source, Target, ints
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
 from kvshelf.errors import BlobError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PrunedHeader(RecordHeader):
                 f"{where} has pruned keys of {self.channels} channels, of {dims.key_dim}", reason="inconsistent"
             )
 
-    def read(self, source: Source) -> dict[str, Any]:
+    def read(self, source: RecordArrays) -> dict[str, Any]:
         channels = source.tensor("channels", "int16", len(self.lengths), self.channels)
         return {"channels": channels, "full_dim": source.dims.key_dim}
 

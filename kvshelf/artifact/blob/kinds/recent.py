@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Source, Target, ints
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Target, ints
 from kvshelf.artifact.shape import tokens_seen
 from kvshelf.errors import BlobError
 
@@ -31,7 +31,7 @@ class RecentHeader(RecordHeader):
                 reason="inconsistent",
             )
 
-    def read(self, source: Source) -> dict[str, Any]:  # noqa: ARG002
+    def read(self, source: RecordArrays) -> dict[str, Any]:  # noqa: ARG002
         return {self.kind: getattr(self, self.kind)}
 
     @staticmethod

@@ -68,7 +68,7 @@ class RowArray(NamedTuple):
         return items * self.item_bytes
 
 
-class Source(Protocol):
+class RecordArrays(Protocol):
     """The arrays of one record in a segment, by name, which have the sizes that its header says."""
 
     @property
@@ -200,7 +200,7 @@ class RecordHeader(Strict):
                 )
         check_lengths(where, "entries", self.lengths, num_tokens)
 
-    def read(self, source: Source) -> dict[str, Any]:  # noqa: ARG002
+    def read(self, source: RecordArrays) -> dict[str, Any]:  # noqa: ARG002
         """The fields of the record in memory that only this kind has."""
         return {}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordHeader, Size, Source, Target, ints
+from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
 from kvshelf.artifact.shape import ITEM_BYTES
 from kvshelf.errors import BlobError
 
@@ -44,7 +44,7 @@ class ResidualsHeader(RecordHeader):
                 reason="inconsistent",
             )
 
-    def read(self, source: Source) -> dict[str, Any]:
+    def read(self, source: RecordArrays) -> dict[str, Any]:
         return {"full_dims": (source.dims.key_dim, source.dims.value_dim)}
 
     @staticmethod
