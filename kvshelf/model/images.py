@@ -159,7 +159,7 @@ class ImageEncoder:
             processor = Idefics3Processor(reader, tokenizer, image_seq_len=count)
         except (PolicyUnsupported, OSError, ValueError, TypeError, ImportError):  # not all is there: a model of text
             return
-        if type(reader).__name__ not in _READERS or not _counted_by_size(reader):
+        if type(reader).__name__ not in _READERS or not reader.do_pad or not _counted_by_size(reader):
             return
         if processor.image_token_id != config.image_token_id or _takes_space(tokenizer):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from PIL import Image
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, PolicyUnsupported, StateConflict
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
 from tests.images import OLDER, block, picture, processor, save_image_model
 
@@ -210,6 +212,23 @@ def test_what_is_no_image_is_refused_by_name(engine: Engine, what: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("(", ".")) as refusal:
         engine.prepare(document, policy="full")
     assert refusal.value.param == param
+
+
+def test_pixels_of_other_tokens_than_the_documents_are_refused(engine: Engine) -> None:
+    job = engine.prepare(DOCUMENT, policy="full")
+    other = base64.b64decode(block(picture(1, 60, 20))["data"])  # split into fewer parts
+    wrong = replace(job, images=(job.images[0], job.images[1]._replace(data=other)))
+    with pytest.raises(InvalidRequest, match="other tokens than the document") as refusal:
+        engine.run(wrong)
+    assert refusal.value.param == "images[1]"
+
+
+def test_a_document_that_is_too_long_by_its_headers_is_refused_before_a_pixel(engine: Engine) -> None:
+    begun = base64.b64encode(base64.b64decode(block(picture(1))["data"])[:60]).decode()
+    with pytest.raises(DocumentTooLong, match="at least 10"):
+        engine.prepare([{"type": "image", "data": begun}] * 32, policy="full")
+    with pytest.raises(InvalidRequest, match="broken"):
+        engine.prepare([{"type": "image", "data": begun}], policy="full")
 
 
 def test_models_and_policies_that_take_no_images_say_so(engine: Engine, tiny_folder: Path) -> None:
