@@ -31,6 +31,25 @@ def require_encoder(encoder: ImageEncoder | None, name: str) -> ImageEncoder:
     return encoder
 
 
+def files_of(images: Sequence[ImagePart]) -> list[bytes]:
+    """Raises `InvalidRequest` about an image, by its number."""
+    return [image.file(f"images[{number}]") for number, image in enumerate(images)]
+
+
+def fewest_tokens(encoder: ImageEncoder, files: Sequence[bytes]) -> int:
+    """Of the images of a document, by their headers: each of them may yet be turned, as its EXIF says. Raises
+    `InvalidRequest` about an image, by its number, or about too many pixels."""
+    sizes = [size_of(data, f"images[{number}]") for number, data in enumerate(files)]
+    if (total := sum(width * height for width, height in sizes)) > MAX_PIXELS:
+        raise InvalidRequest(
+            f"the images have {total} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
+        )
+    return sum(
+        min(len(encoder.token_ids(turned, f"images[{number}]")) for turned in (size, size[::-1]))
+        for number, size in enumerate(sizes)
+    )
+
+
 def with_images(
     form: TextFormat,
     encoder: ImageEncoder,
@@ -55,14 +74,8 @@ def with_images(
                 f"{len(text)} characters",
                 param=f"images[{number}].at",
             )
-    files = [image.file(f"images[{number}]") for number, image in enumerate(images)]
-    sizes = [size_of(data, f"images[{number}]") for number, data in enumerate(files)]
-    if (total := sum(width * height for width, height in sizes)) > MAX_PIXELS:
-        raise InvalidRequest(
-            f"the images have {total} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
-        )
-    fewest = (_fewest_tokens(encoder, size, f"images[{number}]") for number, size in enumerate(sizes))
-    require_length(sum(fewest), "at least ")  # before any pixel is read
+    files = files_of(images)
+    require_length(fewest_tokens(encoder, files), "at least ")  # before any pixel is read
     document = form.document(text[: ends[0]], layout, options)
     ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
     placed = list[PlacedImage]()
@@ -79,11 +92,6 @@ def with_images(
     if named is not None:
         named = named + ids[len(document.token_ids) :]
     return replace(document, token_ids=ids, named_ids=named, images=tuple(placed)), chars
-
-
-def _fewest_tokens(encoder: ImageEncoder, size: tuple[int, int], param: str) -> int:
-    """Of an image that may yet be turned, as its EXIF says."""
-    return min(len(encoder.token_ids(turned, param)) for turned in (size, size[::-1]))
 
 
 def _place_behind(form: TextFormat, token: int) -> Place:
