@@ -155,13 +155,14 @@ class ImageEncoder:
                 require_weights(whole, missing, tower, source)
             reader = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            # SmolVLM's own processor is the same for images, and needs two more packages for videos.
+            # SmolVLM's own processor is the same for images, and needs two more packages for videos. It adds the marks
+            # around an image to its tokenizer anew, as such that take no white space beside them.
             processor = Idefics3Processor(reader, tokenizer, image_seq_len=count)
         except (PolicyUnsupported, OSError, ValueError, TypeError, ImportError):  # not all is there: a model of text
             return
         if type(reader).__name__ not in _READERS or not reader.do_pad or not _counted_by_size(reader):
             return
-        if processor.image_token_id != config.image_token_id or _takes_space(tokenizer):
+        if processor.image_token_id != config.image_token_id:
             return
         tensors = [tensor for part in towers for tensor in part.state_dict().values()]
         if any(tensor.is_meta for tensor in tensors):  # offloaded, or without weights
@@ -224,13 +225,6 @@ def _counted_by_size(reader: Any) -> bool:
     part = reader.max_image_size["longest_edge"]
     whole = reader.do_resize and part % 2 == 0 and reader.size["longest_edge"] % part == 0
     return bool(whole or not reader.do_image_splitting)
-
-
-def _takes_space(tokenizer: Any) -> bool:
-    """Whether a mark around an image takes the white space beside it, which the text beside it then lacks."""
-    marks = ("<image>", "<fake_token_around_image>")
-    added = [token for token in tokenizer.added_tokens_decoder.values() if token.content in marks]
-    return any(token.lstrip or token.rstrip for token in added)
 
 
 def _bad_size(param: str, error: Exception) -> InvalidRequest:

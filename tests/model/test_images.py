@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import zlib
 from io import BytesIO
@@ -76,17 +75,6 @@ def test_the_tokens_of_a_size_are_those_of_its_image(tmp_path: Path, split: bool
     for size in ((1, 1), (1, 500), (500, 1), (33, 32), (32, 33), (64, 65), (200, 7), (121, 90), (90, 121), (3, 200)):
         given = own(text="<image>", images=[Image.new("RGB", size)], return_tensors="pt", add_special_tokens=False)
         assert encoder.token_ids(size, "image") == given["input_ids"][0].tolist(), size
-
-
-@pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
-@pytest.mark.parametrize("mark", ["<image>", "<fake_token_around_image>"])
-def test_a_model_whose_marks_take_white_space_is_one_of_text(tmp_path: Path, mark: str) -> None:
-    save_image_model(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    read = json.loads(file.read_text())
-    next(token for token in read["added_tokens"] if token["content"] == mark)["rstrip"] = True
-    file.write_text(json.dumps(read))
-    assert ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0]) is None
 
 
 def png(bits: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def test_a_stored_document_says_what_the_whole_model_says_of_its_pixels(
             found = engine.model(question, **{CACHE_ARGUMENT: past}).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (found - blind).abs().max() > 0.01, "the pixels count"
+
+
+def test_marks_around_an_image_take_no_white_space_whatever_the_tokenizers_file_says(tmp_path: Path) -> None:
+    save_image_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    said = json.loads(file.read_text())
+    for token in said["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = "image" in token["content"]
+    file.write_text(json.dumps(said))
+    given = processor(tmp_path)(text="The tide  <image>  is\n", images=[PICTURES[:1]], add_special_tokens=False)
+    engine = Engine.load(str(tmp_path), device="cpu", dtype="float32")
+    document = [{"text": "The tide  "}, block(PICTURES[0]), {"text": "  is\n"}]
+    job = engine.prepare(document, policy="full", layout="plain")
+    assert list(job.document.token_ids) == list(given["input_ids"][0])
 
 
 @pytest.mark.parametrize(
