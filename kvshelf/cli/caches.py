@@ -98,13 +98,24 @@ def _named(file: Path) -> str:
 
 def _seen(file: Path, images: Sequence[Path]) -> dict[str, Any]:
     """The fields of a document with images behind its text; none without."""
-    from kvshelf.corpus.input.extract import plain_text
-
     if not images:
         return {}
-    text = common.standard_input() if file == STDIN else plain_text(_read(file), told(file), "file")
+    text = common.standard_input() if file == STDIN else _text_of(file)
     files = [base64.b64encode(_read(image)).decode() for image in images]
     return {"document": text, "images": [{"at": len(text), "data": data} for data in files]}
+
+
+def _text_of(file: Path) -> str:
+    from kvshelf.client._calls import MEDIA_TYPES
+    from kvshelf.corpus.input.extract import Upload, plain_text
+
+    data = _read(file)
+    if (kind := Upload(data, MEDIA_TYPES.get(file.suffix.lower(), "")).kind) != "text":
+        raise InvalidRequest(
+            f"{told(file)} is {kind.upper()}, and --image stands behind UTF-8 text; give its text, or put it alone",
+            param="file",
+        )
+    return plain_text(data, told(file), "file")
 
 
 def _read(path: Path) -> bytes:

@@ -8,6 +8,7 @@ comes before them, as words do. So all that kvshelf does with keys and values is
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.identity import canonical_json, digest
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model.devices import weights_digest
 from kvshelf.model.layers import layer_kinds
 
@@ -36,7 +37,13 @@ MAX_PIXELS: Final = 1 << 24
 
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-"""Of Pillow, with at most eight bits a channel: of more it would keep some."""
+"""Of Pillow, with at most eight bits a channel."""
+
+_READERS: Final = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")
+"""Classes of transformers that make pixels what a tower takes."""
+
+_BAD_SIZE: Final = (ValueError, ZeroDivisionError, OverflowError)
+"""What they raise for an image without a size to scale to, such as a line of pixels."""
 
 _OF_READER: Final = (
     "do_resize", "size", "resample", "do_image_splitting", "max_image_size", "do_rescale", "rescale_factor",
@@ -57,10 +64,10 @@ class PlacedImage(NamedTuple):
     data: bytes
 
 
-def num_pixels(data: bytes, param: str) -> int:
-    """Of a PNG or JPEG file, by its header. Raises `InvalidRequest` about `param`."""
-    image = _opened(data, param)
-    return image.width * image.height
+def size_of(data: bytes, param: str) -> tuple[int, int]:
+    """Width and height of a PNG or JPEG file by its header, before it is turned. Raises `InvalidRequest` about
+    `param`."""
+    return _opened(data, param).size
 
 
 def pixels(data: bytes, param: str) -> Image:
@@ -93,6 +100,8 @@ def _opened(data: bytes, param: str) -> ImageFile:
         raise _refused(param, f"has {image.width} x {image.height} pixels, and {MAX_PIXELS} are taken; make it smaller")
     if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
         raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
+    if image.format == "PNG" and (data[12:16] != b"IHDR" or data[24] > 8):  # of 16 bits in colour Pillow keeps 8
+        raise _refused(param, "does not begin with a header of at most 8 bits a channel; give it with 8")
     return image
 
 
@@ -123,9 +132,10 @@ class ImageEncoder:
         return _ENCODERS.get(model)
 
     @classmethod
-    def beside(cls, model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
-        """Keep the vision tower of a model for its language part, where there is one of `FAMILIES`, with a processor in
-        the folder, and Pillow. source: the folder or hub id."""
+    def beside(cls, model: PreTrainedModel, whole: PreTrainedModel, source: str, missing: set[str]) -> None:
+        """Keep the vision tower of a model for its language part, where there is one of `FAMILIES` with all its
+        weights, with a processor in the folder, and Pillow. source: the folder or hub id. missing: as of
+        `require_weights`."""
         config = whole.config
         if config.model_type not in FAMILIES or find_spec("PIL") is None:
             return
@@ -134,39 +144,68 @@ class ImageEncoder:
         import transformers
         from transformers import AutoImageProcessor, AutoTokenizer, Idefics3Processor
 
+        from kvshelf.model.language import require_weights
+
         if not hasattr(transformers, "Idefics3ImageProcessorPil"):  # older ones want torchvision
             return
+        inner: Any = whole.base_model
+        towers, count = [inner.vision_model, inner.connector], int(inner.image_seq_len)
         try:
+            for tower in towers:
+                require_weights(whole, missing, tower, source)
             reader = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError, ImportError):  # the folder has none: a model of text
+            # SmolVLM's own processor is the same for images, and needs two more packages for videos. It adds the marks
+            # around an image to its tokenizer anew, as such that take no white space beside them.
+            processor = Idefics3Processor(reader, tokenizer, image_seq_len=count)
+        except (PolicyUnsupported, OSError, ValueError, TypeError, ImportError):  # not all is there: a model of text
             return
-        inner: Any = whole.base_model
-        count = int(inner.image_seq_len)
-        # SmolVLM's own processor is the same for images, and needs two more packages for videos.
-        processor = Idefics3Processor(reader, tokenizer, image_seq_len=count)
+        if type(reader).__name__ not in _READERS or not reader.do_pad or not _counted_by_size(reader):
+            return
         if processor.image_token_id != config.image_token_id:
             return
-        towers = [inner.vision_model, inner.connector]
         tensors = [tensor for part in towers for tensor in part.state_dict().values()]
         if any(tensor.is_meta for tensor in tensors):  # offloaded, or without weights
             return
         said = {name: str(getattr(reader, name, None)) for name in _OF_READER}
         said |= {name: str(getattr(config.vision_config, name, None)) for name in _OF_TOWER}
-        said |= {"family": config.model_type, "tokens": str(count), "scale": str(config.scale_factor)}
+        said |= {
+            "reader": type(reader).__name__,
+            "family": config.model_type,
+            "tokens": str(count),
+            "scale": str(config.scale_factor),
+        }
         made = digest("kvshelf.image-encoder", canonical_json(said), *map(weights_digest, towers))
         nbytes = sum(tensor.nbytes for tensor in tensors)
         _ENCODERS[model] = cls(int(config.image_token_id), made, nbytes, inner, processor, Lock())
 
-    def token_ids(self, image: Image, param: str) -> list[int]:
-        """The tokens of an image, from the mark before it to the one behind it. Raises `InvalidRequest` about
-        `param`."""
-        ids: list[int] = self._processed(image, param)["input_ids"][0].tolist()
+    def token_ids(self, size: tuple[int, int], param: str) -> list[int]:
+        """The tokens of an image of this width and height, from the mark before it to the one behind it. Raises
+        `InvalidRequest` about `param`."""
+        width, height = size
+        try:
+            _, rows, columns = self._processor.image_processor.get_number_of_image_patches(height, width)
+        except _BAD_SIZE as error:
+            raise _bad_size(param, error) from error
+        return self._tokens(rows, columns)
+
+    def _tokens(self, rows: int, columns: int) -> list[int]:
+        """Those of an image that is split into so many parts."""
+        text = self._processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+        with self._lock:  # a tokenizer that pads is not thread-safe
+            ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def states(self, image: Image, param: str) -> Tensor:
-        """What stands in the places of its tokens `token_id`, in order, `[n, width]`."""
-        inputs = self._processed(image, param)
+    def states(self, image: Image, token_ids: Sequence[int], param: str) -> Tensor:
+        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. token_ids: of a document, at the
+        place of the image. Raises `InvalidRequest` about `param` where the image has other tokens."""
+        try:
+            inputs = self._processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
+        except _BAD_SIZE as error:
+            raise _bad_size(param, error) from error
+        (rows,), (columns,) = inputs["rows"][0], inputs["cols"][0]
+        if self._tokens(int(rows), int(columns)) != list(token_ids):
+            raise _refused(param, "has other tokens than the document at its place; send the document anew")
         device = next(self._whole.vision_model.parameters()).device
         with torch.no_grad():
             out = self._whole.get_image_features(
@@ -175,17 +214,21 @@ class ImageEncoder:
         states = getattr(out, "pooler_output", out)  # older versions of transformers 5 give them alone
         states = torch.cat(list(states)) if isinstance(states, list | tuple) else states
         states = states.reshape(-1, states.shape[-1])
-        if len(states) != int((inputs["input_ids"] == self.token_id).sum()):
+        if len(states) != token_ids.count(self.token_id):
             raise _refused(param, "is one that the model takes for padding; give another")
         return states
 
-    def _processed(self, image: Image, param: str) -> Any:
-        with self._lock:  # a tokenizer that pads is not thread-safe
-            try:
-                text = self._processor.image_token
-                return self._processor(text=text, images=[image], return_tensors="pt", add_special_tokens=False)
-            except (ValueError, ZeroDivisionError, OverflowError) as error:  # a line of pixels has no size to scale to
-                raise _refused(param, f"is of a size that the model does not take: {error}") from error
+
+def _counted_by_size(reader: Any) -> bool:
+    """Whether the parts of an image follow from its size as transformers counts them: its own count leaves out the
+    rounding of a size that is no multiple of the parts' own."""
+    part = reader.max_image_size["longest_edge"]
+    whole = reader.do_resize and part % 2 == 0 and reader.size["longest_edge"] % part == 0
+    return bool(whole or not reader.do_image_splitting)
+
+
+def _bad_size(param: str, error: Exception) -> InvalidRequest:
+    return _refused(param, f"is of a size that the model does not take: {error}")
 
 
 def _refused(param: str, why: str) -> InvalidRequest:

@@ -98,13 +98,14 @@ def load(
         raise InvalidRequest(f"the model {name!r} cannot be loaded: {error}", param="model") from error
     take_template(tokenizer, source, chat_template)
     model = of_text(whole, name)
-    require_weights(whole, {*info["missing_keys"]}, model, name)
+    missing = {*info["missing_keys"]}
+    require_weights(whole, missing, model, name)
     if adapter is not None:
         model = merge(model, adapter, name)
     if weights == "int8":
         round_to_int8(model, name)
     if model is not whole and ranks == 1:
-        ImageEncoder.beside(model, whole, source)
+        ImageEncoder.beside(model, whole, source, missing)
     if placed and packed is None:
         return model.eval(), tokenizer
     target = chosen_device(device)

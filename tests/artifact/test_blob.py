@@ -195,6 +195,9 @@ PIXELS = "ab" * 32
     [
         ([[0, 4, PIXELS], [4, 9, PIXELS]], True),
         ([], False),
+        ([[4, 40, PIXELS]], True),
+        ([[4, 41, PIXELS]], False),
+        (None, False),
         ([[4, 4, PIXELS]], False),
         ([[4, 9, PIXELS], [0, 4, PIXELS]], False),
         ([[0, 4, "ab"]], False),
@@ -212,6 +215,8 @@ def test_images_of_a_header_ascend_and_have_a_digest(images: Any, fine: bool) ->
         return
     with pytest.raises(ValidationError):
         headers.IdentityHeader.model_validate(fields)
+    with pytest.raises(ValidationError, match="together"):
+        headers.IdentityHeader.model_validate(make_identity(40).to_dict() | {"images": [[0, 4, PIXELS]]})
 
 
 @pytest.mark.slow

@@ -490,6 +490,18 @@ def test_standard_input_that_is_no_text_is_refused(command: str) -> None:
     assert "byte 2 of standard input is not valid UTF-8" in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "said"),
+    [("a.html", b"<p>Berths</p>", "HTML"), ("a.txt", b"<!doctype html><p>", "HTML"), ("a.txt", b"%PDF-1.7\n", "PDF")],
+)
+def test_an_image_stands_behind_text_alone(tmp_path: Path, name: str, begin: bytes, said: str) -> None:
+    (file := tmp_path / name).write_bytes(begin + b"\xff" * (said == "PDF"))
+    (tmp_path / "a.png").write_bytes(b"")
+    done = run("put", str(file), "--image", str(tmp_path / "a.png"), "--url", NOBODY)
+    assert done.exit_code == 2
+    assert f"{name} is {said}, and --image stands behind UTF-8 text" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("ttl", ["36600d", "9" * 400])
 def test_a_key_that_would_outlive_the_calendar_is_refused(ttl: str, tmp_path: Path) -> None:
     done = run("keys", "create", "--file", str(tmp_path / "keys.json"), "--tenant", "a", "--ttl", ttl)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import struct
+import zlib
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.model.images import ImageEncoder, num_pixels, pixels, pixels_digest
+from kvshelf.model.images import ImageEncoder, pixels, pixels_digest, size_of
 from kvshelf.model.loading import load
-from tests.images import OLDER, block, picture, save_image_model
+from tests.images import OLDER, block, picture, processor, save_image_model
 
 
 def file_of(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -28,8 +31,8 @@ def test_a_model_sees_with_a_tower_and_a_processor(tmp_path: Path) -> None:
     parts = [whole.model.vision_model, whole.model.connector]
     assert encoder.nbytes == sum(tensor.nbytes for part in parts for tensor in part.state_dict().values())
     image = picture(1)
-    ids = encoder.token_ids(image, "image")
-    assert len(encoder.states(image, "image")) == ids.count(encoder.token_id) == 20, "four parts and the whole"
+    ids = encoder.token_ids(image.size, "image")
+    assert len(encoder.states(image, ids, "image")) == ids.count(encoder.token_id) == 20, "four parts and the whole"
     again = load(str(tmp_path), device="cpu", dtype="float32")[0]
     assert (other := ImageEncoder.of(again)) is not None
     assert other.digest == encoder.digest
@@ -38,8 +41,58 @@ def test_a_model_sees_with_a_tower_and_a_processor(tmp_path: Path) -> None:
     changed = ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0])
     assert changed is not None
     assert changed.digest != encoder.digest
+    read = settings.read_text()
+    for wrong in (
+        read.replace("SmolVLMImageProcessor", "CLIPImageProcessor"),
+        read.replace('"longest_edge": 96', '"longest_edge": 90'),
+        read.replace('"do_pad": true', '"do_pad": false'),
+    ):
+        assert wrong != read
+        settings.write_text(wrong)
+        assert ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0]) is None
     settings.unlink()
     assert ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0]) is None
+
+
+@pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
+@pytest.mark.parametrize("part", ["vision_model.embeddings", "connector"])
+def test_a_model_without_weights_of_its_tower_is_one_of_text(tmp_path: Path, part: str) -> None:
+    save_image_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if part not in name}
+    assert 0 < len(tensors) < len(load_file(file))
+    save_file(tensors, file, {"format": "pt"})
+    assert ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0]) is None
+
+
+@pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
+@pytest.mark.parametrize("split", [True, False])
+def test_the_tokens_of_a_size_are_those_of_its_image(tmp_path: Path, split: bool) -> None:
+    save_image_model(tmp_path, split=split)
+    encoder = ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0])
+    assert encoder is not None
+    own = processor(tmp_path)
+    for size in ((1, 1), (1, 500), (500, 1), (33, 32), (32, 33), (64, 65), (200, 7), (121, 90), (90, 121), (3, 200)):
+        given = own(text="<image>", images=[Image.new("RGB", size)], return_tensors="pt", add_special_tokens=False)
+        assert encoder.token_ids(size, "image") == given["input_ids"][0].tolist(), size
+
+
+def png(bits: int) -> bytes:
+    """One black pixel in RGB of so many bits a channel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, bits, 2, 0, 0, 0))
+    row = zlib.compress(bytes(1 + 3 * bits // 8))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", row) + chunk(b"IEND", b"")
+
+
+def test_colours_of_sixteen_bits_are_refused() -> None:
+    assert pixels(png(8), "image").getpixel((0, 0)) == (0, 0, 0)
+    for read in (size_of, pixels):
+        with pytest.raises(InvalidRequest, match="at most 8 bits"):
+            read(png(16), "image")
 
 
 def test_pixels_are_turned_and_lie_on_white() -> None:
@@ -59,13 +112,13 @@ def test_pixels_are_turned_and_lie_on_white() -> None:
 
 def test_the_size_is_read_before_any_pixel() -> None:
     data = file_of(Image.new("1", (1 << 12, 1 << 12)))
-    assert num_pixels(data, "image") == 1 << 24
+    assert size_of(data, "image") == (1 << 12, 1 << 12)
     begun = data[:60]
-    assert num_pixels(begun, "image") == 1 << 24
+    assert size_of(begun, "image") == (1 << 12, 1 << 12)
     with pytest.raises(InvalidRequest, match="is broken"):
         pixels(begun, "image")
     with pytest.raises(InvalidRequest, match="4097 x 4096"):
-        num_pixels(file_of(Image.new("1", ((1 << 12) + 1, 1 << 12))), "image")
+        size_of(file_of(Image.new("1", ((1 << 12) + 1, 1 << 12))), "image")
     (file := BytesIO()).write(b"\x89PNG\r\n\x1a\n" + bytes(30))
     with pytest.raises(InvalidRequest, match="no PNG or JPEG"):
-        num_pixels(file.getvalue(), "image")
+        size_of(file.getvalue(), "image")

@@ -21,6 +21,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 
 from kvshelf.artifact import positions
@@ -122,6 +123,14 @@ class IdentityHeader(Strict):
     protect: Spans | None = None
     images: Images | None = None
     image_encoder: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+
+    @model_validator(mode="after")
+    def _seen(self) -> IdentityHeader:
+        if (self.images is None) != (self.image_encoder is None):
+            raise ValueError("images and image_encoder are there together, or neither is")
+        if self.images is not None and int(self.images[-1][1]) > self.num_tokens:
+            raise ValueError(f"the last image ends behind the {self.num_tokens} tokens")
+        return self
 
     @model_serializer(mode="wrap")
     def _without_none(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:

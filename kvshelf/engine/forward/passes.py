@@ -39,7 +39,7 @@ from kvshelf.engine.forward.calls import Calls
 from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
-from kvshelf.engine.soft import Placed, Soft, placed_states, soft_tokens
+from kvshelf.engine.soft import Placed, Soft, decoder_of, placed_states, soft_tokens
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import LogitRules
@@ -102,9 +102,7 @@ class Passes:
 
     @cached_property
     def _decoder(self) -> Module:
-        """The model without its head. For Llama 4's text model transformers takes the whole for its base."""
-        base: Module = self.model.base_model
-        return base if base is not self.model else self.model.get_submodule("model")
+        return decoder_of(self.model)
 
     @cached_property
     def absorbed(self) -> dict[int, Absorbed]:

@@ -9,7 +9,7 @@ from typing import Final
 from kvshelf.api.options import ImagePart
 from kvshelf.artifact.identity import Layout
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, num_pixels, pixels, pixels_digest
+from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, pixels, pixels_digest, size_of
 from kvshelf.model.text import EncodedDocument, TemplateOptions, TextFormat
 from kvshelf.model.tokens import Place
 
@@ -31,6 +31,25 @@ def require_encoder(encoder: ImageEncoder | None, name: str) -> ImageEncoder:
     return encoder
 
 
+def files_of(images: Sequence[ImagePart]) -> list[bytes]:
+    """Raises `InvalidRequest` about an image, by its number."""
+    return [image.file(f"images[{number}]") for number, image in enumerate(images)]
+
+
+def fewest_tokens(encoder: ImageEncoder, files: Sequence[bytes]) -> int:
+    """Of the images of a document, by their headers: each of them may yet be turned, as its EXIF says. Raises
+    `InvalidRequest` about an image, by its number, or about too many pixels."""
+    sizes = [size_of(data, f"images[{number}]") for number, data in enumerate(files)]
+    if (total := sum(width * height for width, height in sizes)) > MAX_PIXELS:
+        raise InvalidRequest(
+            f"the images have {total} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
+        )
+    return sum(
+        min(len(encoder.token_ids(turned, f"images[{number}]")) for turned in (size, size[::-1]))
+        for number, size in enumerate(sizes)
+    )
+
+
 def with_images(
     form: TextFormat,
     encoder: ImageEncoder,
@@ -38,10 +57,11 @@ def with_images(
     images: Sequence[ImagePart],
     layout: Layout,
     options: TemplateOptions,
-    require_length: Callable[[int], None],
+    require_length: Callable[..., None],
 ) -> tuple[EncodedDocument, list[Span]]:
     """A text with images at their places, and the characters of the text in each token behind the template's, as of
-    `TextFormat.spans`; those of an image have none. require_length: raises for so many tokens.
+    `TextFormat.spans`; those of an image have none. require_length: raises for so many
+    tokens; behind them it takes words before the number, for a message.
 
     The text behind an image is tokenized apart from that before it, as transformers does: marks of their own stand
     around an image. Raises `InvalidRequest` about an image, by its number.
@@ -54,17 +74,14 @@ def with_images(
                 f"{len(text)} characters",
                 param=f"images[{number}].at",
             )
-    files = [image.file(f"images[{number}]") for number, image in enumerate(images)]
-    if (size := sum(num_pixels(data, f"images[{number}]") for number, data in enumerate(files))) > MAX_PIXELS:
-        raise InvalidRequest(
-            f"the images have {size} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"
-        )
+    files = files_of(images)
+    require_length(fewest_tokens(encoder, files), "at least ")  # before any pixel is read
     document = form.document(text[: ends[0]], layout, options)
     ids, chars = list(document.token_ids), form.spans(text[: ends[0]], document)
     placed = list[PlacedImage]()
     for number, (image, data, end) in enumerate(zip(images, files, [*ends[1:], len(text)], strict=True)):
         seen = pixels(data, param := f"images[{number}]")
-        own = encoder.token_ids(seen, param)
+        own = encoder.token_ids(seen.size, param)
         placed.append(PlacedImage(len(ids), len(ids) + len(own), pixels_digest(seen), data))
         piece, place = text[image.at : end], _place_behind(form, own[-1])
         chars += [(image.at, image.at)] * len(own)

@@ -31,9 +31,9 @@ class Pictures:
         states, rows, seconds = [], list[int](), 0.0
         for number, image in enumerate(job.images):
             started, param = time.perf_counter(), f"images[{number}]"
-            states.append(encoder.states(pixels(image.data, param), param))
-            places = range(image.first, image.end)
-            rows += [at for at in places if job.document.token_ids[at] == encoder.token_id]
+            ids = job.document.token_ids[image.first : image.end]
+            states.append(encoder.states(pixels(image.data, param), ids, param))
+            rows += [at for at, token in enumerate(ids, image.first) if token == encoder.token_id]
             seconds += time.perf_counter() - started
             checkpoint()
         return cls(Placed(torch.tensor(rows), torch.cat(states)), seconds)

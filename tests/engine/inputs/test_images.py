@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from PIL import Image
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, PolicyUnsupported, StateConflict
+from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
 from tests.images import OLDER, block, picture, processor, save_image_model
 
@@ -68,6 +71,20 @@ def test_a_stored_document_says_what_the_whole_model_says_of_its_pixels(
     assert (found - blind).abs().max() > 0.01, "the pixels count"
 
 
+def test_marks_around_an_image_take_no_white_space_whatever_the_tokenizers_file_says(tmp_path: Path) -> None:
+    save_image_model(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    said = json.loads(file.read_text())
+    for token in said["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = "image" in token["content"]
+    file.write_text(json.dumps(said))
+    given = processor(tmp_path)(text="The tide  <image>  is\n", images=[PICTURES[:1]], add_special_tokens=False)
+    engine = Engine.load(str(tmp_path), device="cpu", dtype="float32")
+    document = [{"text": "The tide  "}, block(PICTURES[0]), {"text": "  is\n"}]
+    job = engine.prepare(document, policy="full", layout="plain")
+    assert list(job.document.token_ids) == list(given["input_ids"][0])
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -89,11 +106,8 @@ def test_policies_that_look_at_keys_and_attention_reduce_them(engine: Engine, ho
     for stored in (cache, engine.encoded(cache, "int8")):
         again = CompressedCache.from_bytes(stored.to_bytes())
         assert len(engine.answer(again, "Where is the wheel?", max_new_tokens=4).token_ids) == 4
-    first, second = (
-        engine.export(one, "absolute") if how["policy"] in ("full", "keydiff") else None for one in (cache, other)
-    )
-    if first is not None and second is not None:
-        assert not torch.equal(first.layers[1].values, second.layers[1].values), "other pixels, other values"
+    first, second = (one.layers[1].dense()[1] for one in (cache, other))
+    assert first.shape != second.shape or not torch.equal(first, second), "other pixels, other values"
 
 
 def test_quality_asks_by_cues_of_text_alone(engine: Engine) -> None:
@@ -107,6 +121,15 @@ def test_quality_asks_by_cues_of_text_alone(engine: Engine) -> None:
     assert made.quality is not None
     assert made.quality.asked == len(probe.passes)
     assert made.cache.summary == (), "a search compares words"
+
+
+def test_cues_beside_the_pass_see_the_pixels_that_those_behind_a_cache_see(engine: Engine) -> None:
+    job = engine.prepare(DOCUMENT * 3, policy="full")
+    beside = engine.compressor.prefill([engine.compressor.level(job, "none")], cues=20)
+    behind = engine.compressor.reference(job, beside.compressions[0].cache)
+    assert beside.reference is not None
+    assert behind is not None
+    torch.testing.assert_close(beside.reference.log_probs, behind.log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_pixels_are_in_the_identity_and_no_file_is(engine: Engine) -> None:
@@ -210,6 +233,23 @@ def test_what_is_no_image_is_refused_by_name(engine: Engine, what: str) -> None:
     with pytest.raises(InvalidRequest, match=said.replace("(", ".")) as refusal:
         engine.prepare(document, policy="full")
     assert refusal.value.param == param
+
+
+def test_pixels_of_other_tokens_than_the_documents_are_refused(engine: Engine) -> None:
+    job = engine.prepare(DOCUMENT, policy="full")
+    other = base64.b64decode(block(picture(1, 60, 20))["data"])  # split into fewer parts
+    wrong = replace(job, images=(job.images[0], job.images[1]._replace(data=other)))
+    with pytest.raises(InvalidRequest, match="other tokens than the document") as refusal:
+        engine.run(wrong)
+    assert refusal.value.param == "images[1]"
+
+
+def test_a_document_that_is_too_long_by_its_headers_is_refused_before_a_pixel(engine: Engine) -> None:
+    begun = base64.b64encode(base64.b64decode(block(picture(1))["data"])[:60]).decode()
+    with pytest.raises(DocumentTooLong, match="at least 10"):
+        engine.prepare([{"type": "image", "data": begun}] * 32, policy="full")
+    with pytest.raises(InvalidRequest, match="broken"):
+        engine.prepare([{"type": "image", "data": begun}], policy="full")
 
 
 def test_models_and_policies_that_take_no_images_say_so(engine: Engine, tiny_folder: Path) -> None:

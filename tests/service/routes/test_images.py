@@ -57,6 +57,8 @@ def test_the_same_pixels_are_one_cache_that_answers(client: Client) -> None:
     assert client.caches.query(longer.id, prompt="Where is the mill?", max_tokens=2).text is not None
     removed = client.caches.create(document=DOCUMENT, policy="keydiff", compression_ratio=0.3)
     assert removed.tokens.kept < removed.tokens.document
+    chosen = client.caches.create(document=DOCUMENT, policy="auto")
+    assert client.caches.query(chosen.id, prompt="Where is the wheel?", max_tokens=2).text is not None
     assert client.estimate(document=DOCUMENT).tokens == first.tokens.document
 
 

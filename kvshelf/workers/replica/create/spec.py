@@ -13,6 +13,7 @@ from kvshelf.artifact.identity import Layout, canonical_json
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.inputs.encode import SPLIT_IT, Document
+from kvshelf.engine.inputs.images import fewest_tokens, files_of
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
@@ -142,16 +143,23 @@ def encode(
     elif spec.date is not None:
         _require_dated(engine, spec)
         date = spec.date
+    reader = engine.facts.images
+    if isinstance(spec, CreateCache) and spec.images and reader is not None:  # before any pixel is read
+        _require_taken(fewest_tokens(reader, files_of(spec.images)), max_document_tokens, "at least ")
     found = engine.encode_document(
         document, layout=spec.layout, date=date, chat_template_kwargs=variables, protect=spec.protect
     )
-    if max_document_tokens is not None and len(found.token_ids) > max_document_tokens:
+    _require_taken(len(found.token_ids), max_document_tokens)
+    return found
+
+
+def _require_taken(num_tokens: int, max_document_tokens: int | None, bound: str = "") -> None:
+    if max_document_tokens is not None and num_tokens > max_document_tokens:
         raise DocumentTooLong(
-            f"the document has {len(found.token_ids)} tokens, and this service takes {max_document_tokens} "
+            f"the document has {bound}{num_tokens} tokens, and this service takes {max_document_tokens} "
             f"(max_document_tokens); {SPLIT_IT}",
             param="document",
         )
-    return found
 
 
 def _require_dated(engine: Engine, spec: CreateCache | Estimate) -> None:
