@@ -90,7 +90,7 @@ class CueAsker:
 
     def _require_alike(self, text: str, cache: CompressedCache) -> None:
         documents = [one.encode_document(text).token_ids for one in (self.asker, self.maker)]
-        questions = [[one.encode_query(cache, asked) for asked in _ASKED] for one in (self.asker, self.maker)]
+        questions = [[one.encode_query(cache, question) for question in _ASKED] for one in (self.asker, self.maker)]
         if documents[0] != documents[1] or questions[0] != questions[1]:
             raise ModelMismatch(
                 f"{self.asker.name!r} writes a document or a question as other tokens than {self.maker.name!r}: their "

@@ -96,12 +96,12 @@ def _plain(quantized: Mapping[str, Any], parts: Mapping[str, Tensor | None]) -> 
     bits, by_outputs = quantized["bits"], quantized["quant_method"] == "awq"
     if codes.ndim != 2 or scales.ndim != 2 or not codes.numel() or not scales.numel():
         raise ValueError(f"qweight is {[*codes.shape]} and scales are {[*scales.shape]}")
-    each = 32 // bits
-    inputs, outputs = (len(codes), codes.shape[1] * each) if by_outputs else (len(codes) * each, codes.shape[1])
+    per_word = 32 // bits
+    inputs, outputs = (len(codes), codes.shape[1] * per_word) if by_outputs else (len(codes) * per_word, codes.shape[1])
     if groups is None:
         groups = torch.arange(inputs) // max(inputs // len(scales), 1)
-    fits = scales.shape == (len(scales), outputs) and zeros.shape == (len(scales), outputs // each)
-    if not fits or outputs % each or groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= len(scales):
+    fits = scales.shape == (len(scales), outputs) and zeros.shape == (len(scales), outputs // per_word)
+    if not fits or outputs % per_word or groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= len(scales):
         raise ValueError(
             f"qweight is of {inputs} inputs and {outputs} outputs; qzeros are {[*zeros.shape]}, scales "
             f"{[*scales.shape]}, and g_idx is {[*groups.shape]}, up to {int(groups.max())}"
@@ -111,7 +111,7 @@ def _plain(quantized: Mapping[str, Any], parts: Mapping[str, Tensor | None]) -> 
     of_inputs = groups.long()
     plain = torch.empty(outputs, inputs, dtype=scales.dtype)
     for first in range(0, outputs, _AT_ONCE):
-        whole, numbers = slice(first, first + _AT_ONCE), slice(first // each, (first + _AT_ONCE) // each)
+        whole, numbers = slice(first, first + _AT_ONCE), slice(first // per_word, (first + _AT_ONCE) // per_word)
         offsets = _unpacked(zeros[:, numbers], bits)
         if by_outputs:
             unpacked = _unpacked(codes[:, numbers], bits)[..., _AWQ_ORDER].flatten(1).T
