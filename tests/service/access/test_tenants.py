@@ -163,7 +163,7 @@ def routes(guarded: Guarded) -> list[tuple[str, str]]:
 
 def path_of(template: str) -> str:
     ids = {"request_id": "req_" + "0" * 40, "file_id": "file_" + "0" * 40, "batch_id": "batch_" + "0" * 40}
-    return template.format(cache_id=UNKNOWN, model_id="none", response_id="resp_none", name="none", **ids)
+    return template.format(cache_id=UNKNOWN, model_id="none", response_id="resp_none", name="none", id="none", **ids)
 
 
 def test_nothing_but_health_is_open_without_a_key(guarded: Guarded) -> None:
