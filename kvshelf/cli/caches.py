@@ -43,7 +43,9 @@ Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
 Images = Annotated[
     list[Path],
     typer.Option(
-        "--image", metavar="FILE", help="A PNG or JPEG behind the text, for models that see; several in their order."
+        "--image",
+        metavar="FILE",
+        help="A PNG or JPEG behind the text, for Idefics 3 and SmolVLM. May be repeated; every FILE gets all.",
     ),
 ]
 

@@ -55,7 +55,7 @@ def link(
         typer.Option(help="A text whose cues are asked. May be repeated.  [default: some of kvshelf's own]"),
     ] = None,
     floor: Annotated[
-        float, typer.Option(min=0, max=1, help="Refuse the link unless so large a share of cues is shown to agree.")
+        float, typer.Option(min=0, max=1, help="Refuse the link if the lower bound of the agreement is below this.")
     ] = 0.9,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
@@ -63,8 +63,8 @@ def link(
 ) -> None:
     """Measure whether ASKED answers from the caches of MADE as MADE does, and keep the result in the store.
 
-    A service with --engine llama.cpp on ASKED then answers from caches of MADE, from its next start on. dtype is that
-    of MADE; give those and the template with which both are served.
+    A service with --engine llama.cpp on ASKED answers from caches of MADE after its next start. Give --dtype (of MADE),
+    --asked-dtype and --chat-template as both are served: a link holds for these alone.
     """
     with needs_extra("serve", purpose="kvshelf models link"):
         from kvshelf.engine.engine import Engine
@@ -113,11 +113,12 @@ def links(
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     remove: Annotated[
-        str | None, typer.Option(metavar="FINGERPRINT", help="Remove the links of the model that was made under it.")
+        str | None,
+        typer.Option(metavar="FINGERPRINT", help="Remove links whose MADE has a fingerprint that begins so."),
     ] = None,
     as_json: _options.AsJson = False,
 ) -> None:
-    """List the links of a store, newest first."""
+    """List the links of a store, newest first, or remove some."""
     with _opened(store, encryption_key_file) as shelf:
         links = shelf.links.list()
         if remove is not None:

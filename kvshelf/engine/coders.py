@@ -15,7 +15,7 @@ from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.exclusions import Combination, require_possible, rope_to_undo
 from kvshelf.engine.forward.passes import Passes
-from kvshelf.errors import BlobError, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.model import calibration
 
@@ -65,6 +65,8 @@ class Coders:
         if present.name == "lossless":
             cache = replace(cache.decoded(), codec="none")
         elif present.name in BITS:
+            if cache.projected:
+                raise InvalidRequest(f"residuals under {cache.codec} are not coded a second time", param="codec")
             layers = tuple(plain_again(layer, cache.identity.protect) for layer in cache.layers)
             cache = replace(cache, layers=layers, codec="none")
         return self.encoded(cache, codec)

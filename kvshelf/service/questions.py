@@ -190,10 +190,11 @@ class CacheQuestion:
         (cache,) = self.caches
         full_cache = await self._stored_full(cache.manifest)
         if full_cache is None:
-            if cache.source is None:
+            if cache.source is None or _is_linked(self.service, self.engine, cache.manifest):
                 raise errors.SourceNotKept(
                     f"to compare, cache {cache.manifest.id} needs a cache of the same document with the policy full "
-                    "and the codec none on the shelf, or its own source; create it with keep_source",
+                    "and the codec none on the shelf, made by the same weights, or its own source where these weights "
+                    "are served; create it with keep_source",
                     param="compare",
                 )
             fields = document_fields(cache.manifest, cache.source)
@@ -242,7 +243,7 @@ async def _made_again(
 ) -> Stored:
     """The cache of a miss, compressed again from its source by the engine's model. Raises as `CacheQuestion.again`."""
     assert cache.source is not None
-    moved = isinstance(miss, errors.ModelMismatch)
+    moved = isinstance(miss, errors.ModelMismatch) or _is_linked(service, engine, cache.manifest)
     if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
         raise miss
     spec = recreation(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
@@ -264,6 +265,11 @@ async def _made_again(
     if promises:
         made = await off_loop(service.store.update, made.id, tenant=caller.tenant, **promises)
     return Stored(made, created.existing)
+
+
+def _is_linked(service: Service, engine: EngineClient, manifest: Manifest) -> bool:
+    """Whether the engine's model asks a cache that other weights made, by a link."""
+    return service.identities[engine.model].links(ModelIdentity(**manifest.identity["model"]))
 
 
 def _reads_tokens_of(service: Service, engine: EngineClient, manifest: Manifest) -> bool:

@@ -12,6 +12,7 @@ from kvshelf.artifact.packed import in_spans
 from kvshelf.artifact.records import entries_of
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
+from tests.engine.forward.test_projection import many_heads
 
 TEXT = "The code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 12
 CODECS = ("lossless", "int8", "int4:group=16,residual=8", "int2", "klt")
@@ -69,3 +70,10 @@ def test_what_was_rounded_is_rounded_again_where_that_can_be(engine: Engine, cac
                 if spans := cache.identity.protect:
                     kept = [in_spans(head, spans) for head in whole.positions]
                     assert all(torch.equal(rows[h, : len(m)][m], plain[h, : len(m)][m]) for h, m in enumerate(kept))
+
+
+def test_rounded_residuals_are_refused_a_second_time_by_name() -> None:
+    engine = many_heads("llama")
+    cache = engine.encoded(engine.compress(list(range(5, 65)), policy="kvdirect"), "int8")
+    with pytest.raises(InvalidRequest, match="residuals under int8 are not coded a second time"):
+        engine.coders.recoded(read_back(cache), "int4")

@@ -84,7 +84,12 @@ def own(engine: LlamaEngine) -> Asker:
 
 @pytest.mark.parametrize(
     ("policy", "options", "codec"),
-    [("full", {}, "none"), ("full", {}, "int8"), ("keydiff", {"compression_ratio": 0.5}, "none")],
+    [
+        ("full", {}, "none"),
+        ("full", {}, "int8"),
+        ("full", {}, "lossless"),
+        ("keydiff", {"compression_ratio": 0.5}, "none"),
+    ],
 )
 def test_answers_are_those_of_kvshelf(
     engine: LlamaEngine, own: Asker, policy: str, options: dict[str, Any], codec: str

@@ -178,8 +178,13 @@ class Attachment:
     def stored(self, codec: str) -> CompressedCache | None:
         """The cache itself, of this codec, once all layers have arrived; None under one whose rows are decoded
         here. It has no summary. Raises the error of a layer that could not be read."""
-        if self._coded:
-            return None
+        return None if self._coded else self._whole(codec)
+
+    def decoded(self) -> CompressedCache:
+        """The cache with its rows as they are read here, as if of codec none. Otherwise as `stored`."""
+        return self._whole("none")
+
+    def _whole(self, codec: str) -> CompressedCache:
         layers = tuple(self._record(layer, block) for layer in range(self.num_layers))
         return CompressedCache(layers, self.num_tokens, self.next_position, self.identity, codec, self.sentence_ends)
 

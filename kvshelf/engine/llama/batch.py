@@ -167,8 +167,7 @@ class LlamaBatch(DecodeBatch):
                 self._sequences.drop(sequence)
 
     def _loaded(self, document: Attachment) -> int:
-        cache = document.stored("none")
-        assert cache is not None, "no rows are decoded under codec none"
+        cache = document.decoded()
         try:
             layers = llamacpp.half_layers(self._attachments.exported(cache, "absolute"))
         except (PolicyUnsupported, InvalidRequest) as error:  # they name parameters of an export
