@@ -14,7 +14,7 @@ from typing import Final
 
 from kvshelf.api.caches import Quality, Recoded
 from kvshelf.artifact.blob import PackedBlob
-from kvshelf.artifact.identity import digest
+from kvshelf.artifact.identity import ModelIdentity, digest
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.ladder.rule import Ladder
@@ -39,7 +39,10 @@ class ColdCache:
 
 
 class LadderTable:
-    """The ladder of one home. Used by who has a model, because a home cannot encode. Any number of threads."""
+    """The ladder of one home. Used by who has a model, because a home cannot encode. Any number of threads.
+
+    model: the fingerprint of a `ModelIdentity`, because services may give one model several names.
+    """
 
     def __init__(self, index: Index, writer: Writer, sources: Sources, now: Callable[[], float]) -> None:
         """now: Unix seconds that no jump of a clock has moved."""
@@ -88,7 +91,9 @@ class LadderTable:
             return None
         manifest = entry.manifest()
         codecs = ladder.below(manifest.codec, now - max(manifest.created_at, used_at))
-        if not codecs or manifest.model != model or manifest.identity.get("parent"):  # a parent that is not here, too
+        if not codecs or manifest.identity.get("parent"):  # a parent that is not here, too
+            return None
+        if ModelIdentity(**manifest.identity["model"]).fingerprint() != model:
             return None
         if _is_judged(manifest) or self._is_extended(entry):
             return None

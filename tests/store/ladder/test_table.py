@@ -46,7 +46,10 @@ def large(seed: int = 1) -> CompressedCache:
     return make_cache(seed, num_tokens=256, lengths=((256, 256), (256, 200)), dims=(64, 64))
 
 
-def cold(store: Store, ladder: Ladder = LADDER, model: str = "tiny") -> list[ColdCache]:
+TINY = make_cache(1).identity.model.fingerprint()
+
+
+def cold(store: Store, ladder: Ladder = LADDER, model: str = TINY) -> list[ColdCache]:
     return [each for each in store.ladder.cold(ladder, model) if each is not None]
 
 

@@ -140,7 +140,7 @@ async def test_a_finding_is_not_written_onto_another_blob(
     def late(work: Recheck, engine: Engine, **checkpoint: Any) -> Any:
         result = run(work, engine, **checkpoint)
         time.sleep(1.1)
-        for cold in table.cold(ladder, engine.name):
+        for cold in table.cold(ladder, engine.identity.fingerprint()):
             if cold is not None:
                 assert table.replace(cold, coders.recoded(replica.store.get(manifest.id), "int8").pack(), None)
         return result

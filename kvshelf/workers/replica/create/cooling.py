@@ -110,9 +110,9 @@ class Cooling:
     async def look(self) -> int:
         """Look through the home once and code what has cooled; returns how many caches. Nothing while another replica
         of this model does it."""
-        table, name, count = self._store.ladder, self._engine.name, 0
-        self._term, self._renewed = await self._threads.run(table.take, name), time.monotonic()
-        caches = table.cold(self.ladder, name)
+        table, model, count = self._store.ladder, self._engine.identity.fingerprint(), 0
+        self._term, self._renewed = await self._threads.run(table.take, model), time.monotonic()
+        caches = table.cold(self.ladder, model)
         while self._term is not None and (cold := await self._threads.run(next, caches, _END)) is not _END:
             if len(self._staying) >= _STAYING:
                 log.warning("the ladder rests until the next start", staying=len(self._staying))
@@ -122,14 +122,14 @@ class Cooling:
             if self._term is not None and isinstance(cold, ColdCache) and _rung(cold) not in self._staying:
                 count += await asyncio.ensure_future(self._cooled(cold))  # a task of its own: its tenant's turn
         if self._term is not None:
-            await self._threads.run(table.release, name, self._term)  # after an error the lease ends by itself
+            await self._threads.run(table.release, model, self._term)  # after an error the lease ends by itself
         return count
 
     async def _has_lease(self) -> bool:
         """Whether the ladder is still this replica's: renews the lease in time."""
         if self._term is not None and time.monotonic() - self._renewed >= self._renew_s:
             try:
-                await self._threads.run(self._store.ladder.renew, self._engine.name, self._term)
+                await self._threads.run(self._store.ladder.renew, self._engine.identity.fingerprint(), self._term)
                 self._renewed = time.monotonic()
             except StateConflict:
                 self._term = None

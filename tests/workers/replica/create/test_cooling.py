@@ -254,12 +254,12 @@ async def test_a_replica_that_lost_the_lease_ends_its_look(replica: Replica, clo
         while all(replica.store.stat(id_).recoded is None for id_ in ids):
             await asyncio.sleep(0.01)
         clock.time += LEASE_S + 1  # in which it did not live; now it waits for its share of the time
-        term = None
+        term, model = None, replica.engine.identity.fingerprint()
         while term is None:
             clock.time += LEASE_S + 1
-            term = replica.store.ladder.take("kvshelf-tiny")
+            term = replica.store.ladder.take(model)
         assert await looking == 1
-    replica.store.ladder.renew("kvshelf-tiny", term)  # and it has not ended the other one's
+    replica.store.ladder.renew(model, term)  # and it has not ended the other one's
 
 
 async def test_what_cannot_be_coded_stays(replica: Replica, clock: Clock) -> None:
@@ -306,7 +306,11 @@ async def test_a_turn_behind_a_blob_that_was_replaced_meanwhile_is_not_stored(re
     async for piece in replica.stream(manifest.id, query, caller=ME):
         if not coded:
             clock.time += DAY + 1
-            cold = next(each for each in replica.store.ladder.cold(LADDER, "kvshelf-tiny") if each is not None)
+            cold = next(
+                each
+                for each in replica.store.ladder.cold(LADDER, replica.engine.identity.fingerprint())
+                if each is not None
+            )
             smaller = replica.engine.coders.recoded(replica.store.get(manifest.id), "int8")
             assert replica.store.ladder.replace(cold, smaller.pack(), None)
             coded = True
