@@ -132,7 +132,7 @@ def shown_prompt(
     """The prompt of tokens behind a cache, as of `built_prompt`: with the document's where its source is kept. asked:
     the id of the cache that has the first `read` of them."""
     identity = Identity.from_dict(manifest.identity)
-    engine.identity.require_match(identity.model)
+    engine.attachments.readable.require_match(identity.model)
     document = None
     if manifest.has_source and not identity.parent:
         document = kept_source(engine, store, manifest, identity)
@@ -184,7 +184,7 @@ def _same_document(
 def require_source(engine: Engine, identity: Identity, source: str) -> None:
     """Raises `StateConflict` for a text that is not the document of the cache with this identity, and `InvalidRequest`
     for one that is no document. `source` is as kept: the text, or the messages of a conversation as JSON."""
-    engine.identity.require_match(identity.model)
+    engine.attachments.readable.require_match(identity.model)
     document: Document = source
     if identity.boundary not in ("text", "document"):
         JsonBounds().take(source.encode())
