@@ -375,5 +375,8 @@ def test_every_policy_says_when_to_choose_it_and_what_it_cost() -> None:
     for info in catalog():
         assert info.advice, info.name
         removed = {row["removed"] for row in info.measured if row["codec"] == "none"}
-        assert removed == ({0.5, 0.75, 0.875, 0.9375} if info.takes_budget else {0.0}), info.name
+        expected = {0.5, 0.75, 0.875, 0.9375} if info.takes_budget else {0.0}
+        if info.name == "kvdirect":  # the measured models have grouped queries, for which it is refused
+            expected = set()
+        assert removed == expected, info.name
         assert all(0 <= row["exact"] <= 1 and row["bytes_per_token"] > 0 for row in info.measured)

@@ -17,7 +17,7 @@ DOCUMENT = "The keeper of the northern light wrote down every ship. " * 12
 CACHE_FIELDS = {
     "id", "object", "document_id", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "tokens",
     "bytes", "quality", "tried", "created_at", "expires_at", "last_used_at", "pinned", "name", "labels", "has_source",
-    "guaranteed_until",
+    "guaranteed_until", "min_quality", "recoded",
     "source", "timings", "existing", "uses", "parent_id", "ttl_s", "ttl_renew", "dtype", "date",
     "chat_template_kwargs", "warnings", "certificate",
 }  # fmt: skip
