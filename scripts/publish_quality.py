@@ -191,7 +191,9 @@ def of_papers() -> str:
     lines = [
         "## Methods",
         "",
-        "By what their docstrings begin with; a W is of the rule as a policy, a selector or a suffix policy applies it, where the tables above judge the whole paper. A suffix policy judges question and answer; a stored document stays.",
+        "By what their docstrings begin with; a W is of the rule as a policy, a selector or a suffix policy applies it,"
+        " where the tables above judge the whole paper. A suffix policy judges question and answer; a stored document "
+        "stays.",
         "",
         "| | | paper | |",
         "|---|---|---|---|",

@@ -89,7 +89,7 @@ def test_each_model_is_told_of_its_own_caches_by_the_tenant_s_workflow_alone(sto
 class Workers:
     """Stand for replicas that answer only when they may, and of which one cannot be told anything."""
 
-    model = "tiny"
+    model, parent = "tiny", None
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -169,7 +169,11 @@ def test_only_a_key_that_may_write_tells_and_a_comparison_tells_once(engine: Eng
     made = store.put(engine.compress(list(range(10, 90)), policy="full"), tenant="ours").id
     store.workflows.keep("w", KeptWorkflow(id="w", workflow=graph(made), models={made: "tiny"}), tenant="ours")
     asking = Asking(prompt="?", workflow=AtStep(id="w", step="plan"))
-    service: Any = SimpleNamespace(store=store, metrics=Metrics(), engine_for_all=lambda *_, **__: None)
+    asker = SimpleNamespace(model="tiny")
+    service: Any = SimpleNamespace(
+        store=store, metrics=Metrics(), engines={}, identities={}, engine=lambda *_, **__: asker,
+        engine_for_all=lambda *_, **__: asker,
+    )  # fmt: skip
 
     async def asked(*scopes: Scope) -> CacheQuestion:
         return await CacheQuestion.find(service, KeyCaller("ours", frozenset(scopes), "key"), [made], asking)

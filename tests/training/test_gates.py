@@ -294,11 +294,15 @@ def test_learned_tokens_are_in_place_of_tokens(tiny):
 def test_additions_are_low_rank(tiny):
     """Of one projection, against the formula: W x + alpha / r B A x."""
     gates = random_gates("lookaheadkv", tiny.preparer.geometry, width=2)
-    linear, x = tiny.model.model.layers[0].self_attn.q_proj, torch.randn(1, 6, 128)
+    linear = tiny.model.model.layers[0].self_attn.q_proj
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
-        plain = linear(x)
         with soft_tokens(tiny.model, Soft(gates.tensors, slice(3, 5))):
-            made = linear(x)
+            seen = linear.register_forward_hook(lambda _, arguments, out: calls.append((arguments[0], out)))
+            tiny.model(torch.arange(5, 11)[None])
+        seen.remove()
+        ((x, made),) = calls
+        plain = linear(x)
     a, b = (gates.tensors[f"0.self_attn.q_proj.{part}"].double() for part in "ab")
     expected = plain[0, 3:5] + (16 * (x[0, 3:5].double() @ a.T @ b.T)).float()
     torch.testing.assert_close(made[0, 3:5], expected, rtol=1e-4, atol=1e-3)

@@ -26,7 +26,6 @@ from pydantic import (
 
 from kvshelf.artifact import positions
 from kvshelf.artifact.blob.kinds.record import MAX_ARRAY, Count, Size, Strict
-from kvshelf.artifact.blob.kinds.residuals import ResidualsHeader
 from kvshelf.artifact.blob.layer import ALIGNMENT, DIGEST_BYTES, Layer
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import MAX_IMAGES, MAX_PROTECTED_SPANS, Boundary, Identity, Layout, canonical_msgpack
@@ -178,9 +177,8 @@ class Header(Strict):
     @property
     def residual_widths(self) -> Set[int]:
         """As `CompressedCache.residual_widths`."""
-        return {
-            record.width for layer in self.layers for record in layer.records if isinstance(record, ResidualsHeader)
-        }
+        widths = {record.residual_width for layer in self.layers for record in layer.records}
+        return {width for width in widths if width is not None}
 
     @property
     def shape(self) -> Shape:

@@ -400,7 +400,7 @@ MANIFEST = Manifest.model_construct(
 class Talker:
     """Stands for the workers: says what it is told to, and remembers whether it was let go."""
 
-    model = "talker"
+    model, parent = "talker", None
     closed = False
 
     def __init__(self, pieces: int) -> None:

@@ -121,6 +121,11 @@ class RecordHeader(Strict):
         return None, None
 
     @property
+    def residual_width(self) -> int | None:
+        """Numbers of a residual, of which the model makes its keys and values; None where they are stored."""
+        return None
+
+    @property
     def row_lengths(self) -> list[int]:
         """How its rows are packed: of those of each head."""
         return self.lengths

@@ -24,6 +24,10 @@ class ResidualsHeader(RecordHeader):
     width: Size
 
     @property
+    def residual_width(self) -> int:
+        return self.width
+
+    @property
     def row_lengths(self) -> list[int]:
         return self.lengths[:1]
 
