@@ -242,19 +242,7 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
     yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
 
-    owner.post("/v1/certificates", _certificate(owner, model, mark))
-    owner.made.append(f"/v1/certificates/{mark}")
-    yield Lookup("certificate", "GET", "/v1/certificates/{}"), mark, _mark()
-    yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", timed=False), mark, _mark()
-    under = {"document": "It is.", "model": model, "certificate": "{}"}
-    yield Lookup("creation under a certificate", "POST", "/v1/caches", under, timed=False), mark, _mark()
-
-    owner.made.append(f"/v1/workflows/{mark}")
-    _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
-    steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
-    yield Lookup("workflow", "GET", "/v1/workflows/{}"), mark, _mark()
-    yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", timed=False), mark, _mark()
-    yield Lookup("workflow of a cache", "PUT", f"/v1/workflows/{_mark()}", steps, timed=False), id, nobodys(id)
+    yield from _named(owner, model, id, mark)
 
     row = _mark()
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
@@ -284,6 +272,23 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
     yield Lookup("next response", "POST", "/v1/responses", follow), response_id, nobodys(response_id)
     yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, nobodys(response_id)
+
+
+def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[tuple[Lookup, str, str]]:
+    """As `lookups`, of what the owner keeps under a name: a certificate, and a workflow that asks a cache."""
+    owner.post("/v1/certificates", _certificate(owner, model, mark))
+    owner.made.append(f"/v1/certificates/{mark}")
+    yield Lookup("certificate", "GET", "/v1/certificates/{}"), mark, _mark()
+    yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", timed=False), mark, _mark()
+    under = {"document": "It is.", "model": model, "certificate": "{}"}
+    yield Lookup("creation under a certificate", "POST", "/v1/caches", under, timed=False), mark, _mark()
+
+    owner.made.append(f"/v1/workflows/{mark}")
+    _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
+    steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
+    yield Lookup("workflow", "GET", "/v1/workflows/{}"), mark, _mark()
+    yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", timed=False), mark, _mark()
+    yield Lookup("workflow of a cache", "PUT", f"/v1/workflows/{_mark()}", steps, timed=False), id, nobodys(id)
 
 
 def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
