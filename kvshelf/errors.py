@@ -156,6 +156,12 @@ class DocumentTooShort(CallerError):
     code, status = "document_too_short", 422
 
 
+class OutOfMemory(CallerError):
+    """The device has no room for what was asked. It ended alone; all else goes on."""
+
+    code, status = "out_of_memory", 507
+
+
 class CacheError(KvshelfError):
     """The stored cache cannot be used."""
 

@@ -10,11 +10,13 @@ import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from kvshelf.kernels.dispatch import cpu_form
 
@@ -94,6 +96,18 @@ def with_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[ResultT
     before = status_bytes("VmRSS")
     result = run()
     return result, status_bytes("VmHWM") - before
+
+
+def allocated_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[ResultT, int]:
+    """The result of `run`, and the most bytes of tensors that it held at once beside those before: by torch's
+    allocator, on a CPU too, where pages of the process (`with_peak`) come and go later than tensors do."""
+    if device.type == "cuda":
+        return cuda_peak(run, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = run()
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+    return result, max(held, default=0)
 
 
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:

@@ -90,7 +90,7 @@ def doctor(
         return
     if shelf.store is None and (shelf.scrub or shelf.reseal):
         raise InvalidRequest("--scrub and --reseal need a store; give its URL as --store", param="--store")
-    checks = [*_checks(device, dtype), *shelf.checks()]
+    checks = [*_checks(model, device, dtype), *shelf.checks()]
     if url is not None:
         checks.append(("service", lambda: _service(url)))
     failed = False
@@ -103,13 +103,14 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def _checks(device: str, dtype: str) -> Iterator[Check]:
+def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
     yield "kvshelf", lambda: f"{kvshelf.__version__} on Python {platform.python_version()}, {platform.machine()}"
     for package in ("torch", "transformers", "ray", "fastapi"):
         yield package, lambda package=package: _installed(package)  # type: ignore[misc]
     yield "device", _device
     yield "intensity", lambda: _intensity(device, dtype)
     yield "kernels", _kernels
+    yield "memory", lambda: _memory(model, device, dtype)
 
 
 def _run(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -177,10 +178,26 @@ def _intensity(device: str, dtype: str) -> str:
     )
 
 
+def _memory(model: str, device: str, dtype: str) -> str:
+    """The plan of a replica under the settings of this environment."""
+    with needs_extra("serve", purpose="the memory"):
+        from kvshelf.service.process.preflight import memory_plan
+        from kvshelf.service.settings import load_settings
+    if device == "spread":
+        return "no plan: the layers are spread over devices as they have room"
+    plan = memory_plan(load_settings(device=device, dtype=dtype), model)
+    plan.require()
+    return str(plan)
+
+
 def _kernels() -> str:
     with needs_extra("serve", purpose="the kernels"):
-        from kvshelf.kernels.dispatch import cpu_form
+        import torch
+
+        from kvshelf.kernels.dispatch import cpu_form, gpu_form
         from kvshelf.kernels.native import LEVEL, architecture, capability
+    if torch.cuda.is_available() and gpu_form() == "eager":
+        return "on a GPU: eager, torch operations, which are slower; for Triton's kernels run: pip install triton"
     form, level = cpu_form(), os.environ.get(LEVEL)
     if "KVSHELF_KERNELS" in os.environ:
         return f"on a CPU: {form}, set by KVSHELF_KERNELS"

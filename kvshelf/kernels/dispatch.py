@@ -9,6 +9,7 @@ of processors, `avx2`, `avx512` or `neon`; where that cannot run, torch's own op
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib import import_module
@@ -19,6 +20,8 @@ import torch
 
 from kvshelf.errors import InternalError
 from kvshelf.kernels.native import architecture, library
+
+_LOG = logging.getLogger(__name__)
 
 FORMS = ("eager", "native", "triton")
 
@@ -53,8 +56,16 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
     return import_module(f"kvshelf.kernels.{operation}.{form if there else 'eager'}")
 
 
+def gpu_form() -> str:
+    """The form of operations on a GPU."""
+    return os.environ.get("KVSHELF_KERNELS") or _fastest("cuda")
+
+
+@cache
 def _fastest(device_type: str) -> str:
     """The fastest form on a device. Without Triton or a compiler it is torch's own, which runs on any device."""
-    if device_type == "cuda" and find_spec("triton") is not None:
-        return "triton"
+    if device_type == "cuda":
+        if find_spec("triton") is not None:
+            return "triton"
+        _LOG.warning("Triton is not installed, so a GPU computes by torch's own operations, which is slower")
     return "native" if device_type == "cpu" and library() is not None else "eager"

@@ -63,6 +63,16 @@ def multiplies_bfloat16() -> bool:
     return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
+def require_bfloat16(card: str, capability: tuple[int, int]) -> None:
+    """Raise `InvalidRequest` for a GPU that has no bfloat16, which torch emulates there: those before Ampere."""
+    if capability < (8, 0):
+        raise InvalidRequest(
+            f"{card} (compute capability {capability[0]}.{capability[1]}) multiplies no bfloat16, which begins with "
+            "8.0; take --dtype float16, or float32 where a model overflows in it",
+            param="dtype",
+        )
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where the token embedding computes; "meta" for a model without weights."""
     return next(_computes_on(model.get_input_embeddings()), model.device)

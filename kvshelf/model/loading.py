@@ -15,7 +15,14 @@ import torch
 
 from kvshelf.artifact.identity import ModelIdentity, canonical_json
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.model.devices import hooked, input_device, layer_devices, multiplies_bfloat16, weights_digest
+from kvshelf.model.devices import (
+    hooked,
+    input_device,
+    layer_devices,
+    multiplies_bfloat16,
+    require_bfloat16,
+    weights_digest,
+)
 from kvshelf.model.hub import require_available
 from kvshelf.model.layers import attending, layer_kinds, readers
 from kvshelf.model.source import source_of
@@ -85,12 +92,14 @@ def load(
     try:
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            numbers = _dtype_of(config, dtype, device)
+            _require_numbers(numbers, device)
             packed = _take_plain(config, name)
             if packed is not None:
                 placed |= _unpacked(packed, source, name, placed)
             kind = _class_for(config) if packed is None else type(_bare(config))  # no other takes tensors
             whole, info = kind.from_pretrained(
-                source if packed is None else None, config=config, dtype=_dtype_of(config, dtype, device),
+                source if packed is None else None, config=config, dtype=numbers,
                 use_safetensors=True, trust_remote_code=False, output_loading_info=True, **placed,
             )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -138,12 +147,19 @@ def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype 
     if dtype != "auto":
         return _DTYPES[dtype]
     on_cpu = device == "cpu" or (device in ("auto", "spread") and not torch.cuda.is_available())
-    if not on_cpu:
-        return torch.bfloat16 if getattr(config, "gguf", None) else "auto"
     checkpoint = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+    if not on_cpu:
+        return torch.bfloat16 if getattr(config, "gguf", None) else checkpoint or "auto"
     if checkpoint == torch.float16 or (checkpoint != torch.float32 and not multiplies_bfloat16()):
         return torch.float32
     return "auto"
+
+
+def _require_numbers(dtype: torch.dtype | str, device: str) -> None:
+    if dtype != torch.bfloat16 or device == "cpu" or not torch.cuda.is_available():
+        return
+    card = torch.cuda.get_device_properties(None if device in ("auto", "spread") else torch.device(device))
+    require_bfloat16(card.name, (card.major, card.minor))
 
 
 def _placed(device: str, ranks: int) -> dict[str, Any]:
@@ -316,6 +332,15 @@ def _without_bars() -> Iterator[None]:
         if bars:
             logging.enable_progress_bar()  # the hub's, too
         (enable_progress_bars if downloads else disable_progress_bars)()
+
+
+def outline(name: str, *, device: str, dtype: str) -> PreTrainedModel:
+    """As `skeleton`, in the dtype that `load` gives the model there. Raises `InvalidRequest`, too, for a dtype that the
+    device lacks."""
+    model = skeleton(name)
+    numbers = _dtype_of(model.config, dtype, device)
+    _require_numbers(numbers, device)
+    return model.to(numbers) if isinstance(numbers, torch.dtype) else model
 
 
 def skeleton(name: str) -> PreTrainedModel:
@@ -522,11 +547,26 @@ def chosen_device(name: str) -> torch.device:
         raise InvalidRequest(
             f"unknown device {name!r}; for example auto, cpu, cuda:0, spread", param="device"
         ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        why = (
-            f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
-            if torch.version.cuda is None
-            else "PyTorch finds no GPU with a working driver on this machine (nvidia-smi shows what there is)"
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise InvalidRequest(f"device {name!r} cannot be used: {_without_cuda()}, or take --device cpu", param="device")
+    if (device.index or 0) >= (there := torch.cuda.device_count()):
+        raise InvalidRequest(
+            f"device {name!r} cannot be used: this process sees {there} GPUs, which count from 0 (CUDA_VISIBLE_DEVICES "
+            "hides some or all); take one of them, or --device cpu",
+            param="device",
         )
-        raise InvalidRequest(f"device {name!r} cannot be used: {why}, or take --device cpu", param="device")
     return device
+
+
+def _without_cuda() -> str:
+    """Why no GPU can be used, an old driver among the reasons, and what to do."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # it names the driver, where that is missing or too old
+        said = str(error).split(". ", 1)[0].rstrip(".")
+        return f"{said}; PyTorch {torch.__version__} needs one for CUDA {torch.version.cuda} (nvidia-smi shows it)"
+    return "PyTorch finds no GPU with a working driver on this machine (nvidia-smi shows what there is)"

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 from kvshelf.api.creation import Measured
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.store.checks import parsed_size
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.private import without_secret
 from kvshelf.workers.cluster.served import served_name
@@ -100,6 +101,13 @@ class Settings(BaseSettings):
     replicas: int = Field(1, ge=1, le=1024, description="replicas of each model")
     gpus_per_replica: int = Field(
         1, ge=1, le=64, description="GPUs of each replica, each with some of its heads, or layers with device spread"
+    )
+    gpu_memory: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="a share of its device that each replica may use, such as 0.5, so that two share a GPU, or bytes, "
+        "such as 40GiB; default: all of a GPU, and on a CPU no limit",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads per replica; default: all CPUs, shared equally"
@@ -210,6 +218,19 @@ class Settings(BaseSettings):
         text = value.lower() if isinstance(value, str) else value
         return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(text, text)
 
+    @field_validator("gpu_memory", mode="before")
+    @classmethod
+    def _in_bytes(cls, value: Any) -> Any:
+        """A share up to 1 as it is, and a size in bytes."""
+        return parsed_size(value) if isinstance(value, str) and value[-1:].isalpha() else value
+
+    @field_validator("gpu_memory")
+    @classmethod
+    def _planned(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and (info.data.get("gpus_per_replica", 1) > 1 or info.data.get("device") == "spread"):
+            raise ValueError("it is of replicas on one device; take gpus_per_replica 1, and not device spread")
+        return value
+
     @field_validator("encryption_key_file", "api_key_file", "erasure_key_file", "prices_file")
     @classmethod
     def _absolute(cls, path: str | None) -> str | None:
@@ -271,7 +292,7 @@ class Settings(BaseSettings):
             raise ValueError(error.message) from error
         return value
 
-    @field_validator("weights", "gpus_per_replica", "guard_share")
+    @field_validator("weights", "gpus_per_replica", "gpu_memory", "guard_share")
     @classmethod
     def _of_kvshelf(cls, value: Any, info: ValidationInfo) -> Any:
         name = info.field_name or ""

@@ -16,6 +16,10 @@ TEXT_LIMIT: Final = 512
 SOURCE_LIMIT: Final = 256 << 20
 """Characters of a kept source: far above any model's context, and below what would exhaust a reader's memory."""
 
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
+_UNITS: Final = {"": 1} | {
+    prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
+}
 _CACHE_ID = re.compile(r"kvs_[0-9a-f]{40}")
 _ID_PREFIX = re.compile(r"kvs_[0-9a-f]{4,40}")
 
@@ -156,3 +160,9 @@ def _positive(value: float, param: Literal["ttl_s", "expires_at", "guaranteed_un
         meaning = "seconds from now" if param == "ttl_s" else "a time in the future, in Unix seconds"
         raise InvalidRequest(f"{param} must be {meaning}, not {value!r}", param=param)
     return float(value)
+
+
+def parsed_size(text: str) -> int:
+    """`200GiB`, `1.5GB` or `1000` in bytes; 0 for what is no size."""
+    match = _SIZE.fullmatch(text)
+    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0

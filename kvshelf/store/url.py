@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvshelf.errors import InvalidRequest, nearest
 from kvshelf.store.base import Store
+from kvshelf.store.checks import parsed_size
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.disk.overlay import Overlay
 from kvshelf.store.index import MakeBlobs, Quota
@@ -39,10 +40,6 @@ from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
 
 _JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)([KMGT]i?)?B?")
-_UNITS: Final = {"": 1} | {
-    prefix + suffix: base**power for power, prefix in enumerate("KMGT", 1) for suffix, base in (("", 1000), ("i", 1024))
-}
 _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
 
 
@@ -187,9 +184,7 @@ def _parameter(url: str, wanted: str) -> tuple[str, str | None]:
 
 
 def _size(url: str, text: str) -> int:
-    """`200GiB`, `1.5GB` or `1000` in bytes."""
-    match = _SIZE.fullmatch(text)
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    size = parsed_size(text)
     if size < 1:
         raise _refused(url, f"{text!r} is no size; write 2GiB, 500MB or a number of bytes")
     return size

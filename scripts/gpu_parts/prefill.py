@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -11,7 +12,9 @@ import torch
 
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf.methods.policies import build
-from kvshelf_bench.measure import interleaved
+from kvshelf.workers.replica.create.plan import MemoryPlan
+from kvshelf.workers.replica.ticket import out_of_memory
+from kvshelf_bench.measure import allocated_peak, interleaved
 from kvshelf_bench.speed.compression import compress, plain_prefill
 from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.models import llama_8b
@@ -21,6 +24,9 @@ _LOCAL = ("keydiff", "lagkv", "snapkv")
 _OTHERS = ("ems", "kvzip")
 _REMOVED = 0.75
 _WANTED = {8192: 1.02, 32768: 1.01}
+_PLANNED = 0.15
+"""How far a plan may be from what a prefill holds."""
+
 _CHUNKED, _CHUNKED_POLICY = 131072, "lagkv"
 
 
@@ -35,6 +41,10 @@ def measure(part: Part) -> None:
     with part.trying("memory"):
         part.require_s(6)
         _memory(part, subject, lengths[1])
+    for tokens in lengths:
+        with part.trying(f"the plan of {tokens} tokens"):
+            part.require_s(6 if tokens > 8192 else 2)
+            _planned(part, subject, tokens)
     for tokens in lengths:
         for policy in _OTHERS:
             with part.trying(f"{policy}, {tokens} tokens"):
@@ -91,6 +101,38 @@ def _memory(part: Part, subject: Subject, tokens: int) -> None:
         note = f"{most / 1e9:.2f} GB, allowed {allowed / 1e9:.2f}: prefill without a cache, what stays, and one layer"
         part.row(f"{policy}: most memory over what is allowed, {tokens} tokens", most / allowed, "times", at_most=1.0,
                  note=note)  # fmt: skip
+
+
+def _planned(part: Part, subject: Subject, tokens: int) -> None:
+    """What a replica plans for a document in one pass, beside what that held; and that one with too small a share ends
+    with an error that gives all of it back."""
+    engine, ids = subject.engine, subject.tokens(tokens, seed=1)
+    plan = MemoryPlan.of(engine.model, engine.name, part.device).loaded(engine)
+    planned = plan.prefill_bytes(tokens)
+    whole = partial(engine.compress, ids, policy="full")
+    _, held = allocated_peak(part.device, whole)
+    note = f"{planned / 1e9:.3f} GB planned, {held / 1e9:.3f} held"
+    part.row(f"the plan from what was held, {tokens} tokens", abs(planned / held - 1), at_most=_PLANNED, note=note)
+    if part.device.type != "cuda":
+        return
+    before = torch.cuda.memory_allocated(part.device)
+    torch.cuda.empty_cache()
+    replace(plan, there=before + planned // 2).keep()
+    try:
+        error = out_of_memory(_raised(whole))
+    finally:
+        plan.keep()
+    left = torch.cuda.memory_allocated(part.device) - before
+    part.row("bytes that a prefill beyond its share keeps", None if error is None else left, at_most=0)
+
+
+def _raised(run: Callable[[], object]) -> BaseException:
+    """The error that a call ends with."""
+    try:
+        run()
+    except Exception as error:  # whatever it is, for the caller to judge
+        return error
+    return RuntimeError("it ended without an error")
 
 
 def _in_chunks(part: Part, subject: Subject, tokens: int) -> None:

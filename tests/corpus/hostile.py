@@ -26,7 +26,7 @@ from kvshelf.workers.replica import replica
 
 MARK = 6
 KILLS, HANGS, SWELLS, SLOW = 7, 8, 9, 10
-KINDS = {KILLS: "worker_crashed", HANGS: "deadline_exceeded", SWELLS: "document_too_long"}
+KINDS = {KILLS: "worker_crashed", HANGS: "deadline_exceeded", SWELLS: "out_of_memory"}
 """The error code of each kind."""
 
 SLOW_S = 1.5

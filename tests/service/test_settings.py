@@ -101,6 +101,18 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
     assert load_settings() == Settings()
 
 
+@pytest.mark.parametrize(("text", "memory"), [("0.5", 0.5), ("1", 1.0), ("40GiB", 40 << 30), ("8000000000", 8e9)])
+def test_memory_is_a_share_or_bytes(monkeypatch: pytest.MonkeyPatch, text: str, memory: float) -> None:
+    monkeypatch.setenv("KVSHELF_GPU_MEMORY", text)
+    assert load_settings().gpu_memory == memory
+
+
+@pytest.mark.parametrize("device", [{"device": "spread"}, {"gpus_per_replica": 2}])
+def test_memory_is_planned_of_one_device(device: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="of replicas on one device"):
+        load_settings(gpu_memory=0.5, **device)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -115,6 +127,9 @@ def test_the_client_s_variables_may_be_there(monkeypatch: pytest.MonkeyPatch) ->
         ("adapters", ("law=./a+b",)),
         ("replicas", 0),
         ("batch_share", 1.0),
+        ("gpu_memory", 0),
+        ("gpu_memory", "40 apples"),
+        ("gpu_memory", "half"),
         ("operational_intensity", 0),
         ("operational_intensity", float("inf")),
         ("host", "0.0.0.0"),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvshelf.api.usage.prices import read_prices
 from kvshelf.model.hub import require_available
 from kvshelf.model.source import source_of
 from kvshelf.service.settings import Settings
 from kvshelf.store.erasure.signing import Signer
+from kvshelf.workers.cluster.served import served_name
+
+if TYPE_CHECKING:
+    from kvshelf.workers.replica.create.plan import MemoryPlan
 
 
 def require_startable(settings: Settings) -> None:
     """Raise `InvalidRequest` for a key of receipts or prices that cannot be used, for a model folder that does not
     exist, for a model that is neither in the hub's cache nor to be downloaded, and for a GPU that this machine does not
-    have; as `packed.require_unpackable`; as `loading.require_shared`, where several processes are to share a model; and
-    where llama.cpp is to answer, for another file than a GGUF, and `MissingExtra` without it.
+    have; `OutOfMemory` for a model that has no room on its device; as `packed.require_unpackable`; as
+    `loading.require_shared`, where several processes are to share a model; and where llama.cpp is to answer, for
+    another file than a GGUF, and `MissingExtra` without it.
 
     On another cluster no model and GPU is refused: its nodes have folders, networks and GPUs of their own, and may join
     later.
@@ -37,10 +43,8 @@ def require_startable(settings: Settings) -> None:
         library()
         for model, _ in settings.served:
             gguf_of(model)
-    if settings.device.startswith("cuda"):
-        from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
-
-        chosen_device(settings.device)
+    if settings.device.startswith("cuda") or settings.gpu_memory is not None:
+        _require_planned(settings)
     if settings.gpus_per_replica > 1 and settings.device != "spread":
         from kvshelf.model.loading import require_shared
 
@@ -60,3 +64,31 @@ def _require_loadable(model: str, *, alone: bool) -> None:
         from kvshelf.model.weights.packed import require_unpackable  # imports torch
 
         require_unpackable(quantized, model, alone=alone)
+
+
+def _require_planned(settings: Settings) -> None:
+    from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
+
+    chosen_device(settings.device)
+    if settings.gpus_per_replica > 1 or settings.engine != "kvshelf":
+        return
+    for model, _ in settings.served:
+        if (Path(source_of(model)) / "config.json").is_file():  # of one to be downloaded its replica says it
+            memory_plan(settings, model).require()
+
+
+def memory_plan(settings: Settings, model: str) -> MemoryPlan:
+    """The memory of a replica of a model under these settings. Raises as `MemoryPlan.of_name`."""
+    from kvshelf.workers.replica.create.plan import MemoryPlan
+
+    return MemoryPlan.of_name(
+        model,
+        served_name(model),
+        device=settings.device,
+        dtype=settings.dtype,
+        rounded=settings.weights == "int8",
+        memory=settings.gpu_memory,
+        attached=settings.resident_bytes,
+        suffixes=settings.max_suffix_bytes,
+        longest=settings.max_document_tokens,
+    )

@@ -67,5 +67,6 @@ def _config(
         ),
         ladder=Ladder.parse(settings.ladder) if settings.ladder else Ladder(),
         gpus=settings.gpus_per_replica,
+        memory=settings.gpu_memory,
         begin=partial(logs.configure, settings.log_level),
     )

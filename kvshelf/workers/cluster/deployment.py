@@ -6,6 +6,7 @@ One deployment per model. Serve's own HTTP proxy stays off: callers use the `Rem
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -29,11 +30,13 @@ from kvshelf.engine.parallel.engine import ParallelEngine
 from kvshelf.engine.quality import VERSION, How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
 from kvshelf.model import calibration
+from kvshelf.model.loading import chosen_device
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.cluster.served import served_name
+from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.guard import GuardRules
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
@@ -59,7 +62,8 @@ class ReplicaConfig:
     their bytes. threads: CPU threads for torch; None leaves Ray's choice. quality: how that of each new cache is
     measured; tenant_quality: of single tenants. max_document_tokens: the longest document it compresses; None leaves it
     to the model. gpus: of the replica. With the device "spread" the layers are spread over them, otherwise as many
-    processes share the model's heads, without GPUs on the CPU. intensity: of the device, as of `Equivalents`; None:
+    processes share the model's heads, without GPUs on the CPU. memory: of its device, as of `MemoryPlan.of`; a share
+    of a GPU below 1 leaves the rest to other replicas. intensity: of the device, as of `Equivalents`; None:
     what the table says. chat_template: as of `Engine.load`. begin: called first in the replica's process, for example
     to set up its logs.
     """
@@ -79,6 +83,7 @@ class ReplicaConfig:
     guard: GuardRules = field(default_factory=GuardRules)
     ladder: Ladder = field(default_factory=Ladder)
     gpus: int = 1
+    memory: float | None = None
     intensity: float | None = None
     chat_template: str | None = None
     begin: Callable[[], None] = lambda: None
@@ -114,7 +119,12 @@ class ServedReplica(Replica):
         sys.setswitchinterval(_SWITCH_S)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        plan = _plan(config)
         engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
+        if plan is not None:
+            plan = plan.loaded(engine)
+            plan.require()
+            log.info("memory planned", plan=str(plan))
         if config.intensity is not None:
             engine.equivalents = replace(engine.equivalents, intensity=config.intensity)
         store, residents = config.store.open(), config.residents
@@ -131,6 +141,7 @@ class ServedReplica(Replica):
             tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
             guard=config.guard,
+            plan=plan,
         )
         self.cooling.follow(config.ladder)
         self.start()
@@ -138,6 +149,29 @@ class ServedReplica(Replica):
 
     def __del__(self) -> None:
         self.stop()
+
+
+def _plan(config: ReplicaConfig) -> MemoryPlan | None:
+    """The memory of a replica, before it reads any weight; None where nothing limits it, a model is on several devices,
+    or another engine holds it. Raises `OutOfMemory`, and as `MemoryPlan.of_name`."""
+    if config.gpus > 1 or config.device == "spread" or config.engine == llama.NAME:
+        return None
+    if config.memory is None and chosen_device(config.device).type == "cpu":
+        return None
+    plan = MemoryPlan.of_name(
+        config.model,
+        config.name,
+        device=config.device,
+        dtype=config.dtype,
+        rounded=config.weights == "int8",
+        memory=config.memory,
+        attached=config.residents.max_bytes,
+        suffixes=config.limits.max_suffix_bytes,
+        longest=config.max_document_tokens,
+    )
+    plan.require()
+    plan.keep()
+    return plan
 
 
 def _engine(config: ReplicaConfig) -> Engine:
@@ -267,11 +301,14 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
 
 
 def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
-    needed = replicas * sum(resources_of(config).get("num_gpus", 0) for config in configs)
+    shares = [share for config in configs for share in [resources_of(config).get("num_gpus", 0)] if share]
+    needed = replicas * sum(shares)
+    if shares and max(shares) < 1:  # of one share of a card, which as many have as fit whole
+        needed = math.ceil(replicas * len(shares) / int(1 / max(shares)))
     if needed > there and local:
         raise InvalidRequest(
-            f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, or fewer "
-            "--replicas, --gpus-per-replica or models",
+            f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, fewer "
+            "--replicas, --gpus-per-replica or models, or let replicas share GPUs (KVSHELF_GPU_MEMORY=0.5)",
             param="device",
         )
     if needed > there:
@@ -283,7 +320,8 @@ def resources_of(config: ReplicaConfig) -> dict[str, float]:
     device = config.device
     there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
     on_gpus = there or device.startswith("cuda")
-    return {"num_gpus": config.gpus, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
+    share = 1 if config.memory is None or config.gpus > 1 else min(1, config.memory)
+    return {"num_gpus": config.gpus * share, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 
 
 def app_name(name: str, job: str) -> str:

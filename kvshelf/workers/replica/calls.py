@@ -17,8 +17,9 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from kvshelf.errors import DocumentTooLong, InternalError, KvshelfError
+from kvshelf.errors import InternalError, KvshelfError
 from kvshelf.workers.replica.queues import Rounds
+from kvshelf.workers.replica.ticket import out_of_memory
 
 log = structlog.get_logger("kvshelf.workers")
 
@@ -170,9 +171,7 @@ def named_errors() -> Iterator[None]:
     except KvshelfError:
         raise
     except Exception as exc:
-        import torch  # here, because callers of replicas import this module, and they need no torch
-
-        if isinstance(exc, torch.OutOfMemoryError):
-            raise DocumentTooLong(f"this does not fit into the memory of the device: {str(exc)[:200]}") from exc
+        if (memory := out_of_memory(exc)) is not None:
+            raise memory from None
         log.exception("a bug in a replica")
         raise InternalError(f"the worker failed unexpectedly ({type(exc).__name__}); its log has the details") from exc

@@ -29,7 +29,7 @@ from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import capacity_for
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker, StateConflict
 from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
-from kvshelf.workers.replica.ticket import Ticket
+from kvshelf.workers.replica.ticket import Ticket, out_of_memory
 
 if TYPE_CHECKING:
     from kvshelf.api.answers import Answer, Piece
@@ -292,8 +292,9 @@ class Scheduler:
             with self._charged(works):
                 told = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
+            error = out_of_memory(exc) or exc  # before the next tries need what this one held
             if len(works) == 1:
-                self._tell(works[0], exc)
+                self._tell(works[0], error)
             else:
                 for work in works:
                     self._advance([work], waiting)

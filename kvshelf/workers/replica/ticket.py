@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError
+from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, OutOfMemory
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.turns import Turn  # torch
@@ -73,10 +76,40 @@ class Ticket(Generic[ResultT]):
         )
 
     def resolve(self, result: ResultT | None, error: BaseException | None = None) -> None:
-        """Deliver the result or the error, unless the owner has cancelled the future."""
+        """Deliver the result or the error, unless the owner has cancelled the future. An error for want of memory is
+        delivered as `out_of_memory`, whether anybody waits for it or not."""
+        if error is not None:
+            error = out_of_memory(error) or error
         if not self.future.set_running_or_notify_cancel():
             return
         if error is not None:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)  # type: ignore[arg-type]  # None only together with an error
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory | None:
+    """The error of a request whose work found no memory, None for any other error. What that work held is given back
+    before this returns: tracebacks would keep the tensors of its frames."""
+    import torch  # here, because callers of replicas import this module, and they need no torch
+
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if not (on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return None
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    said = str(error).strip().splitlines()
+    return OutOfMemory(
+        f"this does not fit into the memory of the device: {said[0][:200] if said else 'no memory'}; what it held is "
+        "free again. Ask for less, or give the replica more (KVSHELF_GPU_MEMORY)"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

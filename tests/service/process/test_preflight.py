@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshelf.errors import InvalidRequest, MissingExtra, NoWorker, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, MissingExtra, NoWorker, OutOfMemory, PolicyUnsupported
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import _require_listener
@@ -42,6 +42,15 @@ def test_only_a_local_cluster_needs_the_gpu_here() -> None:
     require_startable(Settings(device="cuda", address="head:6379"))
     require_startable(Settings(device="auto"))
     require_startable(Settings(device="spread"))
+
+
+def test_a_model_that_has_no_room_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(OutOfMemory, match=r"'kvshelf-tiny' does not fit on cpu: it needs .* may use 1,073,741,824"):
+        require_startable(Settings(device="cpu", gpu_memory="1GiB"))  # type: ignore[arg-type]
+    small = {"resident_bytes": 1 << 20, "max_suffix_bytes": 1 << 20, "device": "cpu", "gpu_memory": 2e9}
+    require_startable(Settings(**small))
+    with pytest.raises(OutOfMemory, match="a document of 16,384 tokens"):
+        require_startable(Settings(**(small | {"max_document_tokens": 16384, "resident_bytes": 1_400_000_000})))
 
 
 def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:

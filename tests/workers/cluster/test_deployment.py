@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,13 +52,16 @@ def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_named_decides_what_a_replica_takes_whatever_nodes_are_there_yet() -> None:
-    def of(device: str, gpus: int = 1) -> dict[str, float]:
-        return resources_of(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, gpus=gpus))
+    def of(device: str, **fields: Any) -> dict[str, float]:
+        return resources_of(ReplicaConfig("m", StoreConfig("disk:///s"), device=device, **fields))
 
     assert of("cuda") == of("cuda:0") == {"num_gpus": 1, "num_cpus": 0}
     assert of("cpu") == {"num_cpus": 1}
     assert of("cuda", gpus=4) == {"num_gpus": 4, "num_cpus": 0}
     assert of("cpu", gpus=2) == {"num_cpus": 2}
+    assert of("cuda", memory=0.25) == {"num_gpus": 0.25, "num_cpus": 0}
+    assert of("cuda", memory=40e9) == of("cuda", memory=1.0) == of("cuda"), "bytes leave the rest to other programs"
+    assert of("cpu", memory=0.25) == {"num_cpus": 1}
 
 
 def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:
@@ -67,3 +71,16 @@ def test_more_gpus_than_there_are_is_refused_where_no_node_can_join() -> None:
         require_gpus(configs, 2, 3, local=True)
     require_gpus(configs, 2, 4, local=True)
     require_gpus(configs, 2, 0, local=False)
+
+
+def test_replicas_of_a_share_take_the_gpus_that_hold_them_whole() -> None:
+    def configs(models: int, memory: float) -> list[ReplicaConfig]:
+        return [
+            ReplicaConfig(f"m{number}", StoreConfig("disk:///s"), device="cuda", memory=memory)
+            for number in range(models)
+        ]
+
+    require_gpus(configs(2, 0.5), 1, 1, local=True)
+    require_gpus(configs(2, 0.3), 3, 2, local=True)
+    with pytest.raises(errors.InvalidRequest, match=r"take 2 GPUs, and Ray finds 1 .* KVSHELF_GPU_MEMORY=0.5"):
+        require_gpus(configs(2, 0.6), 1, 1, local=True)

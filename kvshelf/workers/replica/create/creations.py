@@ -23,6 +23,7 @@ from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
 from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
+from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.recreation import finer
@@ -71,7 +72,8 @@ class Creations:
     """The creations of one replica.
 
     `quality`: how that of each new cache is measured, unless its request or `tenant_quality` says; False: only
-    for a `min_quality`. Documents above `max_document_tokens` are refused; None leaves the limit to the model.
+    for a `min_quality`. Documents above `max_document_tokens` are refused; None leaves the limit to the model. So are
+    those that `plan` has no room for.
     """
 
     engine: Engine
@@ -83,6 +85,7 @@ class Creations:
     max_document_tokens: int | None
     quality: How
     tenant_quality: Mapping[str, How]
+    plan: MemoryPlan | None = None
     flights: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     refusals: NegativeCache = field(default_factory=NegativeCache, init=False)
     rates: Rates = field(default_factory=Rates, init=False)
@@ -254,6 +257,8 @@ class Creation:
     async def _compressed(self, work: Levels | PolicyChoice) -> tuple[list[AutoChoice], Ticket[Any]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
         tenant, deadline_s, creations = self.publisher.tenant, self.deadline_s, self.creations
+        if creations.plan is not None:
+            await creations.threads.compute(creations.plan.require_room, creations.engine, work)
         await creations.threads.run(creations.store.admit, tenant)
         ticket: Ticket[Any] = creations.scheduler.compress(
             replace(work, progress=self.teller), tenant=tenant, deadline_s=deadline_s

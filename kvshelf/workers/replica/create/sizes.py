@@ -85,6 +85,13 @@ class Dimensions:
         tokens = self.layers * num_tokens + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * sum(self.dims) * self.itemsize + self.states
 
+    def held_bytes(self, num_tokens: int, kept: int) -> int:
+        """Keys and values in memory where each head keeps so many, as they are when a prefill ends: each entry has a
+        position and its importance, of four bytes each."""
+        entry = sum(self.dims) * self.itemsize + 8
+        tokens = self.layers * kept + sum(kind.seen(num_tokens) for kind in self.recent)
+        return tokens * self.kv_heads * entry + self.states
+
     def full_16bit_bytes(self, num_tokens: int) -> int:
         """The same in 16-bit numbers."""
         return replace(self, itemsize=2).full_bytes(num_tokens)

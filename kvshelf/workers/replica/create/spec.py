@@ -48,10 +48,14 @@ class Levels:
     def num_tokens(self) -> int:
         return self.levels[0].job.num_tokens
 
+    @property
+    def cues(self) -> int:
+        """Cues of the probe that measures their quality."""
+        return cue_count(self.quality, self.num_tokens)
+
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
         """A compression for each, in their order."""
-        cues = cue_count(self.quality, self.num_tokens)
-        return engine.run_levels(self.levels, cues=cues, checkpoint=checkpoint, progress=self.progress)
+        return engine.run_levels(self.levels, cues=self.cues, checkpoint=checkpoint, progress=self.progress)
 
 
 def requested_levels(

@@ -1,0 +1,286 @@
+"""What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
+
+Caches, suffixes and prefills each have a part of their own, so that whether a document fits never depends on what else
+is asked at the time.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypedDict, Unpack
+
+from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.errors import OutOfMemory
+from kvshelf.workers.replica.create.sizes import Dimensions
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from kvshelf.engine.engine import Engine
+    from kvshelf.engine.inputs.job import Job
+    from kvshelf.workers.replica.create.auto import PolicyChoice
+    from kvshelf.workers.replica.create.spec import Levels
+
+LEAST_TOKENS: Final = 1024
+"""Of a document that every replica must have room for, unless its model or its settings say less."""
+
+_CARD_SHARE: Final = 1 / 16
+"""Of a card, beside the plan: CUDA itself, and gaps between the allocator's blocks. Assumed: no card was measured."""
+
+_CASCADE: Final = 1.125
+"""Of its budget a policy that shares it among layers holds so much before it cuts, see `prefill.reducing`."""
+
+
+class _Limits(TypedDict, total=False):
+    """memory: a share of the device up to 1, or bytes; None: all of a card, and no limit on a CPU. attached, suffixes:
+    see `MemoryPlan`. longest: tokens of a document that the settings allow."""
+
+    memory: float | None
+    attached: int
+    suffixes: int
+    longest: int | None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The bytes of one model's replica. there: of the device, that it may use; None: nothing limits it. beside: what
+    the process holds before it has a model. attached, suffixes: the most that caches and open answers may take. wanted:
+    tokens of a document that must fit; max_tokens: of the longest that is taken. shape: of the model's caches.
+    token_bytes: that a pass holds for each of its tokens, see `token_bytes`."""
+
+    model: str
+    device: str
+    there: int | None
+    beside: int
+    weights: int
+    attached: int
+    suffixes: int
+    wanted: int
+    shape: Dimensions
+    token_bytes: int
+    max_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        name: str,
+        device: torch.device,
+        **limits: Unpack[_Limits],
+    ) -> MemoryPlan:
+        """Of a model on its way to `device`; it may be one without weights."""
+        from kvshelf.model.loading import max_positions
+
+        most, longest = max_positions(model.config), limits.get("longest")
+        there = _there(device, limits.get("memory"))
+        return cls(
+            model=name,
+            device=str(device),
+            there=there,
+            beside=_beside(device, there),
+            weights=sum(weight.nbytes for weight in (*model.parameters(), *model.buffers())),
+            attached=limits.get("attached", 0),
+            suffixes=limits.get("suffixes", 0),
+            wanted=min(most, longest or LEAST_TOKENS),
+            shape=replace(Dimensions.of(model), device=device.type),
+            token_bytes=token_bytes(model),
+            max_tokens=min(most, longest or most),
+        )
+
+    @classmethod
+    def of_name(
+        cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[_Limits]
+    ) -> MemoryPlan:
+        """As `of`, before any weight is read. shown: the model's name for callers. rounded: weights of a byte each, in
+        a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for a dtype that it lacks."""
+        from kvshelf.model.loading import chosen_device, outline
+
+        where = chosen_device(device)
+        plan = cls.of(outline(name, device=device, dtype="float32" if rounded else dtype), shown, where, **limits)
+        return replace(plan, weights=plan.weights // 4) if rounded else plan
+
+    def loaded(self, engine: Engine) -> MemoryPlan:
+        """The same, as the weights of an engine are, and as it runs its passes."""
+        model = engine.model
+        weights = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
+        return replace(
+            self, weights=weights, token_bytes=token_bytes(model, recorded=engine.passes.program is not None)
+        )
+
+    @property
+    def room(self) -> int | None:
+        """Bytes for one prefill; None: no limit."""
+        if self.there is None:
+            return None
+        return self.there - self.beside - self.weights - self.attached - self.suffixes
+
+    def prefill_bytes(self, tokens: int) -> int:
+        """Of a document in one pass that keeps everything."""
+        return tokens * self.token_bytes + self.shape.held_bytes(tokens, tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that fits in one pass whatever its policy; 0 if none does."""
+        if self.room is None:
+            return self.max_tokens
+        return bisect_right(range(1, self.max_tokens + 1), self.room, key=self.prefill_bytes)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each part, by what they are for."""
+        return {
+            "weights": self.weights,
+            "attached caches": self.attached,
+            "suffixes": self.suffixes,
+            "the process itself": self.beside,
+            f"a document of {self.wanted:,} tokens": self.prefill_bytes(self.wanted),
+        }
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
+        needed = sum(self.parts.values())
+        if self.there is None:
+            return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"
+        return (
+            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); the longest document that "
+            f"fits in one pass has {self.longest:,} tokens of {self.max_tokens:,}"
+        )
+
+    def require(self) -> None:
+        """Raise `OutOfMemory` where the parts do not fit together."""
+        needed = sum(self.parts.values())
+        if self.there is not None and needed > self.there:
+            said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
+            raise OutOfMemory(
+                f"{self.model!r} does not fit on {self.device}: it needs {needed:,} bytes ({said}), and this replica "
+                f"may use {self.there:,}; give it more (KVSHELF_GPU_MEMORY, a larger device), lower "
+                "KVSHELF_RESIDENT_BYTES, KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype "
+                "bfloat16 or a smaller model",
+                param="gpu_memory",
+                needed_bytes=needed,
+                there_bytes=self.there,
+            )
+
+    def keep(self) -> None:
+        """Hold this process to the plan: on a card, CUDA's allocator gives it no more than is there for it. Raises
+        `OutOfMemory` where other programs leave no room for the weights."""
+        import torch
+
+        device = torch.device(self.device)
+        if device.type != "cuda" or self.there is None:
+            return
+        free, total = torch.cuda.mem_get_info(device)
+        if self.weights > free:
+            raise OutOfMemory(
+                f"the weights of {self.model!r} take {self.weights:,} bytes, and of {self.device} only {free:,} are "
+                "free: other programs hold the rest; end them, or take another device",
+                param="device",
+                needed_bytes=self.weights,
+                there_bytes=free,
+            )
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.there / total), device)
+
+    def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
+        """Raise `OutOfMemory` for a document of which a prefill would not fit beside the other parts, its cues
+        included. A policy that reads chunk by chunk needs room for a chunk. The model does not run."""
+        if self.room is None:
+            return
+        needed = max(self._group_bytes(engine, group, work.cues) for group in shared(work.levels))
+        if needed > self.room:
+            raise OutOfMemory(
+                f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
+                f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens that are all kept); shorten it, "
+                "have it split (split), remove more of it, read it in chunks (policy lagkv with prefill=chunked), or "
+                "give the replica more memory (KVSHELF_GPU_MEMORY)",
+                param="document",
+                needed_bytes=needed,
+                there_bytes=self.room,
+            )
+
+    def _group_bytes(self, engine: Engine, group: Sequence[Level], cues: int) -> int:
+        """Of a prefill that these levels share."""
+        jobs = list({id(level.job): level.job for level in group}.values())
+        first = jobs[0]
+        if first.absorber is None:
+            probe = engine.probe(first, cues)
+            tokens = first.run_tokens + (0 if probe is None else probe.num_tokens)
+        else:
+            tokens = max(first.absorber.chunks) + max((len(each.token_ids) for each in first.passes), default=0)
+        behind = 0 if first.parent is None else first.parent.cache.nbytes
+        return tokens * self.token_bytes + behind + sum(map(self._kept_bytes, jobs))
+
+    def _kept_bytes(self, job: Job) -> int:
+        """Of all layers, when the last one is reduced."""
+        most = {"after": float(job.num_tokens), "cascade": _CASCADE * job.budget.tokens}
+        entries = min(job.num_tokens, int(most.get(job.policy.phase, job.budget.tokens)))
+        return self.shape.held_bytes(job.num_tokens, entries)
+
+
+def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:
+    """Bytes that a pass holds for each of its tokens while the layer computes that holds most, beside what stays.
+
+    Counted in the code of transformers' models. The feed-forward part holds the embeddings, a layer's input, its
+    residual and its normed copy, and three rows of the inner width (four where two of them are one product; experts
+    have theirs for each that a token goes to). The attention holds these but for the residual, queries, and twice keys,
+    values and what it gives. recorded: by `ForwardProgram`, whose instructions hold the residual alone of these four,
+    and no inner row.
+    """
+    from kvshelf.model.loading import head_sizes, kv_heads
+
+    config = model.config
+    width, (key, value) = int(config.hidden_size), head_sizes(config)
+    outputs = {getattr(module, "out_features", None) for module in model.modules()}
+    queries, entry = int(config.num_attention_heads) * key, kv_heads(config) * (key + value)
+    attention = queries + 2 * int(config.num_attention_heads) * value + 2 * entry + 2 * key  # and the RoPE's tables
+    if recorded:
+        copied = queries + entry if queries + entry in outputs else 0  # parts of one product, laid out again
+        return (width + attention + copied) * model.dtype.itemsize
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    feeding = (4 if 2 * inner in outputs else 3) * inner
+    if experts := int(getattr(config, "num_experts_per_tok", None) or 0):
+        expert = int(getattr(config, "moe_intermediate_size", None) or inner)
+        feeding = max(feeding, experts * (2 * width + 4 * expert))
+    return max(4 * width + feeding + 2 * key, 3 * width + attention) * model.dtype.itemsize
+
+
+def _there(device: torch.device, memory: float | None) -> int | None:
+    """Bytes of a device that a replica may use. A card is asked for no memory of its own by this."""
+    if device.type == "cuda":
+        import torch
+
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+    elif memory is None:
+        return None
+    else:
+        total = machine_bytes()
+    memory = 1.0 if memory is None else memory
+    return min(total, int(memory * total if memory <= 1 else memory))
+
+
+def _beside(device: torch.device, there: int | None) -> int:
+    if device.type == "cuda":
+        return int((there or 0) * _CARD_SHARE)
+    resident = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory of this machine, or the least that a control group of this process may use (as of `docker --memory`).
+    root: where their files are. own: the file with this process's group."""
+    least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, kinds, name = line.split(":", 2)
+        file, top = ("memory.max", root) if not kinds else ("memory.limit_in_bytes", root / "memory")
+        folder = top / name.lstrip("/")
+        for group in (folder, *folder.parents):
+            said = (group / file).read_text().strip() if (group / file).is_file() else "max"
+            if said != "max":
+                least = min(least, int(said))
+            if group == top:
+                break
+    return least

@@ -1,0 +1,278 @@
+"""What a replica plans to hold, beside what it holds; and what becomes of work that finds no memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from kvshelf.api import CreateCache
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
+from kvshelf.engine.progress import Checkpoint
+from kvshelf.errors import OutOfMemory
+from kvshelf.model.prepacking import prepack
+from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.calls import Caller, named_errors
+from kvshelf.workers.replica.create.plan import LEAST_TOKENS, MemoryPlan, machine_bytes
+from kvshelf.workers.replica.create.spec import Levels
+from kvshelf.workers.replica.replica import Replica
+from kvshelf.workers.replica.results import Created
+from kvshelf.workers.replica.scheduler import Scheduler
+from kvshelf.workers.replica.ticket import out_of_memory
+from kvshelf_bench.measure import allocated_peak
+
+ROOT = Path(__file__).resolve().parents[4]
+CPU = torch.device("cpu")
+DEFAULT = Caller("default")
+WAIT_S = 60.0
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "wide": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": 192}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": None}),
+}
+
+
+def engine_of(family: str, *, recorded: bool) -> Engine:
+    """A small random model, by its own modules as on a card, or by its program."""
+    config, kind, more = FAMILIES[family]
+    sizes = {
+        "vocab_size": 500, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 16384,
+        "eos_token_id": None, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = kind(config(**{**sizes, **more})).eval().requires_grad_(False)
+    if recorded:
+        prepack(model)
+    return Engine(model, name=family)
+
+
+def plan_of(engine: Engine, **limits: Any) -> MemoryPlan:
+    return MemoryPlan.of(engine.model, engine.name, CPU, **limits).loaded(engine)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorded: bool) -> None:
+    engine = engine_of(family, recorded=recorded)
+    if recorded and engine.passes.program is None:
+        pytest.skip("no program without compiled kernels")
+    plan = plan_of(engine)
+    engine.compress(list(range(2, 300)), policy="full")  # the first pass of a process makes what stays
+    for tokens in (2048, 6144):
+        job = engine.prepare([number % 500 for number in range(tokens)], policy="full")
+        _, held = allocated_peak(CPU, lambda job=job: engine.run(job))  # type: ignore[misc]
+        assert plan.prefill_bytes(tokens) == pytest.approx(held, rel=0.15)
+
+
+def limited(engine: Engine, tokens: int) -> MemoryPlan:
+    """A plan with room for one document of so many tokens, and no more."""
+    plan = plan_of(engine, attached=1 << 20, suffixes=1 << 20)
+    return replace(plan, there=plan.beside + plan.weights + (2 << 20) + plan.prefill_bytes(tokens))
+
+
+def test_a_plan_names_what_does_not_fit(tiny: Engine) -> None:
+    plan = limited(tiny, LEAST_TOKENS - 1)
+    with pytest.raises(OutOfMemory, match=r"'kvshelf-tiny' does not fit on cpu: it needs .*weights.*KVSHELF_GPU") as no:
+        plan.require()
+    assert no.value.details == {"needed_bytes": sum(plan.parts.values()), "there_bytes": plan.there}
+    assert plan.longest == LEAST_TOKENS - 1
+    unlimited = plan_of(tiny, attached=1 << 50)
+    unlimited.require()
+    assert (unlimited.room, unlimited.longest) == (None, tiny.max_tokens)
+
+
+def test_the_longest_document_is_the_last_that_fits(tiny: Engine) -> None:
+    short = plan_of(tiny, longest=300)
+    assert (short.wanted, short.max_tokens) == (300, 300)
+    plan = limited(tiny, 3000)
+    plan.require()
+    assert plan.longest == 3000
+    assert plan.prefill_bytes(3000) <= (plan.room or 0) < plan.prefill_bytes(3001)
+    assert "the longest document that fits in one pass has 3,000 tokens" in str(plan)
+
+
+def test_a_plan_needs_no_weights(tiny: Engine) -> None:
+    """Before they are read it counts more for a pass: that may turn out to run by a program."""
+    limits = {"attached": 1 << 20, "suffixes": 1 << 20}
+    before = MemoryPlan.of_name("kvshelf-tiny", "t", device="cpu", dtype="float32", memory=0.5, **limits)  # type: ignore[arg-type]
+    after = before.loaded(tiny)
+    assert before.there == machine_bytes() // 2
+    assert before.shape == after.shape
+    assert before.token_bytes >= after.token_bytes
+    rounded = MemoryPlan.of_name("kvshelf-tiny", "t", device="cpu", dtype="auto", rounded=True)
+    assert rounded.weights == before.weights // 4
+
+
+def ids(tokens: int) -> list[int]:
+    return [7 + number % 90 for number in range(tokens)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def replica(tiny: Engine, tmp_path: Path) -> AsyncIterator[Replica]:
+    shelf = DiskStore.open(tmp_path / "home")
+    replica = Replica(tiny, shelf, Scheduler(tiny), quality=False, plan=limited(tiny, 3000))
+    replica.start()
+    yield replica
+    replica.stop()
+
+
+async def create(replica: Replica, tokens: int, **fields: Any) -> Created:
+    return await replica.create(CreateCache(token_ids=ids(tokens), **fields), caller=DEFAULT)
+
+
+@pytest.mark.anyio
+async def test_a_document_that_has_no_room_is_refused_before_any_work(replica: Replica) -> None:
+    with pytest.raises(OutOfMemory, match=r"3,200 tokens needs .*3,000 tokens.*prefill=chunked") as refused:
+        await create(replica, 3200, policy="full")
+    assert refused.value.status == 507
+    assert refused.value.details["needed_bytes"] > refused.value.details["there_bytes"]
+    assert replica.store.list().data == ()
+    assert replica.scheduler.idle
+    kept = await create(replica, 3000, policy="full")
+    assert kept.manifest.num_tokens == 3000
+
+
+@pytest.mark.anyio
+async def test_what_needs_less_room_is_taken(replica: Replica) -> None:
+    """Chunk by chunk, and with most of each layer removed; two levels and the cues of quality need more."""
+    chunked = {"policy": "lagkv", "policy_params": {"prefill": "chunked"}, "compression_ratio": 0.75}
+    assert (await create(replica, 6000, **chunked)).manifest.num_tokens == 6000
+    assert (await create(replica, 3200, policy="streaming_llm", compression_ratio=0.9)).manifest.num_tokens == 3200
+    with pytest.raises(OutOfMemory):
+        await create(replica, 2900, policy="full", quality="full")
+    with pytest.raises(OutOfMemory):
+        await create(replica, 2900, policy="knorm", levels=[0.01, 0.05])
+
+
+@dataclass(frozen=True)
+class Swelling:
+    """Work that runs a prefill and, between two of its layers, asks the allocator for more than there is."""
+
+    job: Job
+    num_tokens: int = 1
+
+    def run(self, engine: Engine, *, checkpoint: Checkpoint) -> Any:
+        del checkpoint
+        return engine.run(self.job, checkpoint=lambda: torch.empty(1 << 55))  # type: ignore[arg-type, return-value]
+
+
+def test_a_prefill_without_memory_ends_alone(tiny: Engine) -> None:
+    """An open answer goes on, what the prefill held is given back, and the next document is compressed."""
+    scheduler, job = Scheduler(tiny), tiny.prepare(ids(2000), policy="full")
+    cache = tiny.compress(ids(400), policy="full")
+    alone = tiny.start(cache, [9, 9], Sampling(max_tokens=40))
+    batch = tiny.batch()
+    while not alone.finished:
+        batch.step([alone])
+    scheduler.start()
+    try:
+        answer = scheduler.generate(cache, [9, 9], Sampling(max_tokens=40))
+        swelling = scheduler.compress(Swelling(job))
+        error = swelling.future.exception(WAIT_S)
+        assert isinstance(error, OutOfMemory)
+        assert (error.__traceback__, error.__context__) == (None, None)
+        assert "DefaultCPUAllocator" in error.message
+        assert answer.future.result(WAIT_S).token_ids == alone.answer().token_ids
+        assert scheduler.compress(Levels((tiny.compressor.level(job),), False)).future.result(WAIT_S)
+        assert isinstance(scheduler.pass_of(lambda: torch.empty(1 << 55)).future.exception(WAIT_S), OutOfMemory)
+    finally:
+        scheduler.stop()
+
+
+def test_nothing_that_the_work_held_outlives_its_error() -> None:
+    """Whoever keeps the error: its traceback has the frames, and they would have the tensors."""
+    left = []
+
+    def work() -> None:
+        held = torch.empty(1000)
+        left.append(weakref.ref(held))
+        torch.empty(1 << 55)
+
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as failed:
+        work()
+    assert left[0]() is not None
+    assert isinstance(out_of_memory(failed.value), OutOfMemory)
+    assert left[0]() is None
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB")):
+        assert isinstance(out_of_memory(error), OutOfMemory)
+    assert out_of_memory(RuntimeError("shapes differ")) is None
+    with pytest.raises(OutOfMemory), named_errors():
+        torch.empty(1 << 55)
+
+
+LIMITED = """
+import resource, sys, threading
+import torch
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.errors import OutOfMemory
+from kvshelf.workers.replica.create.spec import Levels
+from kvshelf.workers.replica.scheduler import Scheduler
+
+def size(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+torch.set_num_threads(1)
+engine = Engine.load("kvshelf-tiny", device="cpu")
+def work(tokens):
+    return Levels((engine.compressor.level(engine.prepare([7 + n % 90 for n in range(tokens)], policy="full")),), False)
+cache = engine.compress(list(range(7, 90)), policy="full")
+scheduler = Scheduler(engine)
+scheduler.start()
+scheduler.compress(work(2000)).future.result(60)
+before = size("VmRSS")
+resource.setrlimit(resource.RLIMIT_AS, (size("VmSize") + (48 << 20), resource.RLIM_INFINITY))
+answer = scheduler.generate(cache, [9, 9], Sampling(max_tokens=200))
+for _ in range(3):
+    assert isinstance(scheduler.compress(work(16000)).future.exception(60), OutOfMemory)
+assert len(answer.future.result(60).token_ids) == 200
+assert scheduler.compress(work(2000)).future.result(60)
+scheduler.stop()
+print("held", size("VmRSS") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_at_its_limit_goes_on() -> None:
+    """A limit that the kernel enforces: long documents end with their error, an answer and a short one are made."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) < 48 << 20
+
+
+def test_a_control_group_s_limit_is_the_machine_s(tmp_path: Path) -> None:
+    own, inner = tmp_path / "cgroup", tmp_path / "system.slice" / "kvshelf.service"
+    inner.mkdir(parents=True)
+    (tmp_path / "memory").mkdir()
+    own.write_text("0::/system.slice/kvshelf.service\n")
+    everything = machine_bytes(tmp_path, tmp_path / "none")
+    (inner / "memory.max").write_text("max\n")
+    assert machine_bytes(tmp_path, own) == everything
+    (inner.parent / "memory.max").write_text("1000000\n")
+    assert machine_bytes(tmp_path, own) == 1_000_000
+    (inner / "memory.max").write_text("2000000\n")
+    assert machine_bytes(tmp_path, own) == 1_000_000
+    own.write_text("5:cpu,memory:/\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert machine_bytes(tmp_path, own) == everything
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("3000000\n")
+    assert machine_bytes(tmp_path, own) == 3_000_000
