@@ -56,16 +56,17 @@ def _module(operation: str, device_type: str, forced: str) -> ModuleType:
     return import_module(f"kvshelf.kernels.{operation}.{form if there else 'eager'}")
 
 
-def gpu_form() -> str:
-    """The form of operations on a GPU."""
-    return os.environ.get("KVSHELF_KERNELS") or _fastest("cuda")
-
-
 @cache
+def gpu_form() -> str:
+    """The form of operations on a GPU: "triton", or torch's own, "eager", which are slower."""
+    if find_spec("triton") is not None:
+        return "triton"
+    _LOG.warning("Triton is not installed, so torch's own operations compute on a GPU, which is slower")
+    return "eager"
+
+
 def _fastest(device_type: str) -> str:
     """The fastest form on a device. Without Triton or a compiler it is torch's own, which runs on any device."""
     if device_type == "cuda":
-        if find_spec("triton") is not None:
-            return "triton"
-        _LOG.warning("Triton is not installed, so a GPU computes by torch's own operations, which is slower")
+        return gpu_form()
     return "native" if device_type == "cpu" and library() is not None else "eager"

@@ -565,7 +565,7 @@ def _without_cuda() -> str:
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:  # it names the driver, where that is missing or too old
         said = str(error).split(". ", 1)[0].rstrip(".")
         return f"{said}; PyTorch {torch.__version__} needs one for CUDA {torch.version.cuda} (nvidia-smi shows it)"

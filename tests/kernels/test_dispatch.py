@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvshelf.errors import InternalError
+from kvshelf.kernels import dispatch
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.native import library
@@ -53,6 +54,15 @@ def test_cuda_gets_triton_a_cpu_what_was_compiled_and_everything_else_torch():
     assert implementation("merge", torch.device("meta")).__name__ == "kvshelf.kernels.merge.eager"
     pytest.importorskip("triton")
     assert implementation("merge", CUDA).__name__ == "kvshelf.kernels.merge.triton"
+
+
+def test_a_gpu_without_triton_computes_by_torch_and_one_warning_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+    dispatch.gpu_form.cache_clear()
+    assert [dispatch.gpu_form(), dispatch.gpu_form()] == ["eager", "eager"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Triton is not installed" in caplog.text
+    dispatch.gpu_form.cache_clear()
 
 
 def test_a_form_can_be_forced(monkeypatch):

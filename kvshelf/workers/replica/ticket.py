@@ -99,8 +99,7 @@ def out_of_memory(error: BaseException) -> OutOfMemory | None:
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # without a card it does nothing
     said = str(error).strip().splitlines()
     return OutOfMemory(
         f"this does not fit into the memory of the device: {said[0][:200] if said else 'no memory'}; what it held is "

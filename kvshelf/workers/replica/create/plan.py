@@ -232,20 +232,20 @@ def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:
     """
     from kvshelf.model.loading import head_sizes, kv_heads
 
-    config = model.config
+    config, itemsize = model.config, int(model.dtype.itemsize)
     width, (key, value) = int(config.hidden_size), head_sizes(config)
     outputs = {getattr(module, "out_features", None) for module in model.modules()}
     queries, entry = int(config.num_attention_heads) * key, kv_heads(config) * (key + value)
     attention = queries + 2 * int(config.num_attention_heads) * value + 2 * entry + 2 * key  # and the RoPE's tables
     if recorded:
         copied = queries + entry if queries + entry in outputs else 0  # parts of one product, laid out again
-        return (width + attention + copied) * model.dtype.itemsize
+        return (width + attention + copied) * itemsize
     inner = int(getattr(config, "intermediate_size", None) or 4 * width)
     feeding = (4 if 2 * inner in outputs else 3) * inner
     if experts := int(getattr(config, "num_experts_per_tok", None) or 0):
         expert = int(getattr(config, "moe_intermediate_size", None) or inner)
         feeding = max(feeding, experts * (2 * width + 4 * expert))
-    return max(4 * width + feeding + 2 * key, 3 * width + attention) * model.dtype.itemsize
+    return max(4 * width + feeding + 2 * key, 3 * width + attention) * itemsize
 
 
 def _there(device: torch.device, memory: float | None) -> int | None:
