@@ -156,10 +156,9 @@ def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype 
 
 
 def _require_numbers(dtype: torch.dtype | str, device: str) -> None:
-    if dtype != torch.bfloat16 or device == "cpu" or not torch.cuda.is_available():
-        return
-    card = torch.cuda.get_device_properties(None if device in ("auto", "spread") else torch.device(device))
-    require_bfloat16(card.name, (card.major, card.minor))
+    if dtype == torch.bfloat16 and device.startswith(("auto", "spread", "cuda")) and torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.device(device if device.startswith("cuda") else "cuda"))
+        require_bfloat16(card.name, (card.major, card.minor))
 
 
 def _placed(device: str, ranks: int) -> dict[str, Any]:

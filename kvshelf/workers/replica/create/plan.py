@@ -275,7 +275,9 @@ def machine_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, kinds, name = line.split(":", 2)
-        file, top = ("memory.max", root) if not kinds else ("memory.limit_in_bytes", root / "memory")
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        file, top = ("memory.limit_in_bytes", root / "memory") if kinds else ("memory.max", root)
         folder = top / name.lstrip("/")
         for group in (folder, *folder.parents):
             said = (group / file).read_text().strip() if (group / file).is_file() else "max"

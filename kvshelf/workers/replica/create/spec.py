@@ -50,8 +50,9 @@ class Levels:
 
     @property
     def cues(self) -> int:
-        """Cues of the probe that measures their quality."""
-        return cue_count(self.quality, self.num_tokens)
+        """Cues of the probe that measures their quality; one shows that a cache that loses nothing can answer."""
+        cues = cue_count(self.quality, self.num_tokens)
+        return min(cues, 1) if all(level.loses_nothing for level in self.levels) else cues
 
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> list[Compression]:
         """A compression for each, in their order."""

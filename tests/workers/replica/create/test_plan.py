@@ -156,7 +156,7 @@ async def test_what_needs_less_room_is_taken(replica: Replica) -> None:
     assert (await create(replica, 6000, **chunked)).manifest.num_tokens == 6000
     assert (await create(replica, 3200, policy="streaming_llm", compression_ratio=0.9)).manifest.num_tokens == 3200
     with pytest.raises(OutOfMemory):
-        await create(replica, 2900, policy="full", quality="full")
+        await create(replica, 2900, policy="knorm", compression_ratio=0.01, quality="full")
     with pytest.raises(OutOfMemory):
         await create(replica, 2900, policy="knorm", levels=[0.01, 0.05])
 
@@ -271,7 +271,7 @@ def test_a_control_group_s_limit_is_the_machine_s(tmp_path: Path) -> None:
     assert machine_bytes(tmp_path, own) == 1_000_000
     (inner / "memory.max").write_text("2000000\n")
     assert machine_bytes(tmp_path, own) == 1_000_000
-    own.write_text("5:cpu,memory:/\n")
+    own.write_text("4:freezer:/\n5:cpu,memory:/\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert machine_bytes(tmp_path, own) == everything
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("3000000\n")
