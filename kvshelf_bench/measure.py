@@ -105,9 +105,9 @@ def allocated_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[Re
         return cuda_peak(run, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = run()
-    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
-    held = accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
-    return result, max(held, default=0)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return result, max(sizes, default=0)
 
 
 def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> dict[KeyT, list[ResultT]]:

@@ -110,9 +110,9 @@ def _planned(part: Part, subject: Subject, tokens: int) -> None:
     plan = MemoryPlan.of(engine.model, engine.name, part.device).loaded(engine)
     planned = plan.prefill_bytes(tokens)
     whole = partial(engine.compress, ids, policy="full")
-    _, held = allocated_peak(part.device, whole)
-    note = f"{planned / 1e9:.3f} GB planned, {held / 1e9:.3f} held"
-    part.row(f"the plan from what was held, {tokens} tokens", abs(planned / held - 1), at_most=_PLANNED, note=note)
+    _, most = allocated_peak(part.device, whole)
+    note = f"{planned / 1e9:.3f} GB planned, {most / 1e9:.3f} held"
+    part.row(f"the plan from what was held, {tokens} tokens", abs(planned / most - 1), at_most=_PLANNED, note=note)
     if part.device.type != "cuda":
         return
     before = torch.cuda.memory_allocated(part.device)

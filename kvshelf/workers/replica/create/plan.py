@@ -207,10 +207,10 @@ class MemoryPlan:
         jobs = list({id(level.job): level.job for level in group}.values())
         first = jobs[0]
         if first.absorber is None:
-            probe = engine.probe(first, cues)
-            tokens = first.run_tokens + (0 if probe is None else probe.num_tokens)
+            quality = engine.probe(first, cues)
+            tokens = first.run_tokens + (0 if quality is None else quality.num_tokens)
         else:
-            tokens = max(first.absorber.chunks) + max((len(each.token_ids) for each in first.passes), default=0)
+            tokens = max(first.absorber.chunks) + max((len(probe.token_ids) for probe in first.passes), default=0)
         behind = 0 if first.parent is None else first.parent.cache.nbytes
         return tokens * self.token_bytes + behind + sum(map(self._kept_bytes, jobs))
 

@@ -72,8 +72,8 @@ def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorde
     engine.compress(list(range(2, 300)), policy="full")  # the first pass of a process makes what stays
     for tokens in (2048, 6144):
         job = engine.prepare([number % 500 for number in range(tokens)], policy="full")
-        _, held = allocated_peak(CPU, lambda job=job: engine.run(job))  # type: ignore[misc]
-        assert plan.prefill_bytes(tokens) == pytest.approx(held, rel=0.15)
+        _, most = allocated_peak(CPU, lambda job=job: engine.run(job))  # type: ignore[misc]
+        assert plan.prefill_bytes(tokens) == pytest.approx(most, rel=0.15)
 
 
 def limited(engine: Engine, tokens: int) -> MemoryPlan:
@@ -201,8 +201,8 @@ def test_nothing_that_the_work_held_outlives_its_error() -> None:
     left = []
 
     def work() -> None:
-        held = torch.empty(1000)
-        left.append(weakref.ref(held))
+        tensor = torch.empty(1000)
+        left.append(weakref.ref(tensor))
         torch.empty(1 << 55)
 
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as failed:
