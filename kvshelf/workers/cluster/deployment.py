@@ -141,8 +141,8 @@ class ServedReplica(Replica):
             tenant_quality=config.tenant_quality,
             max_document_tokens=config.max_document_tokens,
             guard=config.guard,
-            plan=plan,
         )
+        self.creations.plan = plan
         self.cooling.follow(config.ladder)
         self.start()
         startup.end()

@@ -40,7 +40,6 @@ from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.cooling import Cooling
 from kvshelf.workers.replica.create.creations import Creations
-from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.create.spec import document_of
 from kvshelf.workers.replica.files import pieces
 from kvshelf.workers.replica.guard import Guard, GuardRules
@@ -62,7 +61,6 @@ class Replica(ReplicaApi):
     """See the module. `start` it on the event loop that will call it, `stop` it once.
 
     quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
-    plan: of its memory; without one it takes documents of any length.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Replica(ReplicaApi):
         tenant_quality: Mapping[str, How] | None = None,
         max_document_tokens: int | None = None,
         guard: GuardRules | None = None,
-        plan: MemoryPlan | None = None,
     ) -> None:
         self.name = f"{os.uname().nodename}:{os.getpid()}:{secrets.token_hex(4)}"
         self.engine = engine
@@ -88,7 +85,7 @@ class Replica(ReplicaApi):
         scheduler.spent = meter.spent
         attempts = Attempts(store.requests, self.name, threads)
         self.creations = Creations(
-            engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}, plan
+            engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
         )
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)

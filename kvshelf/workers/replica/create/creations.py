@@ -73,7 +73,7 @@ class Creations:
 
     `quality`: how that of each new cache is measured, unless its request or `tenant_quality` says; False: only
     for a `min_quality`. Documents above `max_document_tokens` are refused; None leaves the limit to the model. So are
-    those that `plan` has no room for.
+    those that `plan` has no room for, where there is one; it is set before the replica starts.
     """
 
     engine: Engine
@@ -85,7 +85,7 @@ class Creations:
     max_document_tokens: int | None
     quality: How
     tenant_quality: Mapping[str, How]
-    plan: MemoryPlan | None = None
+    plan: MemoryPlan | None = field(default=None, init=False)
     flights: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     refusals: NegativeCache = field(default_factory=NegativeCache, init=False)
     rates: Rates = field(default_factory=Rates, init=False)

@@ -127,7 +127,8 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def replica(tiny: Engine, tmp_path: Path) -> AsyncIterator[Replica]:
     shelf = DiskStore.open(tmp_path / "home")
-    replica = Replica(tiny, shelf, Scheduler(tiny), quality=False, plan=limited(tiny, 3000))
+    replica = Replica(tiny, shelf, Scheduler(tiny), quality=False)
+    replica.creations.plan = limited(tiny, 3000)
     replica.start()
     yield replica
     replica.stop()
