@@ -111,7 +111,7 @@ def _planned(part: Part, subject: Subject, tokens: int) -> None:
     planned = plan.prefill_bytes(tokens)
     whole = partial(engine.compress, ids, policy="full")
     _, most = allocated_peak(part.device, whole)
-    note = f"{planned / 1e9:.3f} GB planned, {most / 1e9:.3f} held"
+    note = f"{planned / 1e6:,.1f} MB planned, {most / 1e6:,.1f} held"
     part.row(f"the plan from what was held, {tokens} tokens", abs(planned / most - 1), at_most=_PLANNED, note=note)
     if part.device.type != "cuda":
         return

@@ -82,5 +82,5 @@ def test_replicas_of_a_share_take_the_gpus_that_hold_them_whole() -> None:
 
     require_gpus(configs(2, 0.5), 1, 1, local=True)
     require_gpus(configs(2, 0.3), 3, 2, local=True)
-    with pytest.raises(errors.InvalidRequest, match=r"take 2 GPUs, and Ray finds 1 .* KVSHELF_GPU_MEMORY=0.5"):
+    with pytest.raises(errors.InvalidRequest, match=r"take 2 GPUs, and Ray finds 1 .*\(KVSHELF_GPU_MEMORY=0.5"):
         require_gpus(configs(2, 0.6), 1, 1, local=True)
