@@ -64,6 +64,15 @@ class PlacedImage(NamedTuple):
     data: bytes
 
 
+class Scaled(NamedTuple):
+    """An image as a vision tower takes it: its parts, `[1, parts, 3, height, width]`, and which of their pixels are no
+    padding, `[1, parts, height, width]`. tokens: how many states it gets."""
+
+    pixels: Tensor
+    mask: Tensor
+    tokens: int
+
+
 def size_of(data: bytes, param: str) -> tuple[int, int]:
     """Width and height of a PNG or JPEG file by its header, before it is turned. Raises `InvalidRequest` about
     `param`."""
@@ -113,7 +122,7 @@ def pixels_digest(image: Image) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ImageEncoder:
-    """The vision tower of a model and its processor. Thread-safe, but for `states`: that is the model's thread.
+    """The vision tower of a model and its processor. Thread-safe, but for `states`: that is for the model's thread.
 
     token_id: that of each place of an image. digest: of all that the states of given pixels depend on. nbytes: of the
     weights beside those of the language part.
@@ -196,9 +205,10 @@ class ImageEncoder:
             ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def states(self, image: Image, token_ids: Sequence[int], param: str) -> Tensor:
-        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. token_ids: of a document, at the
-        place of the image. Raises `InvalidRequest` about `param` where the image has other tokens."""
+    def scaled(self, data: bytes, token_ids: Sequence[int], param: str) -> Scaled:
+        """The pixels of a file as the tower takes them: seconds for a large one. token_ids: of a document, at the place
+        of the image. Raises as `pixels`, and `InvalidRequest` about `param` where the image has other tokens."""
+        image = pixels(data, param)
         try:
             inputs = self._processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
         except _BAD_SIZE as error:
@@ -206,15 +216,18 @@ class ImageEncoder:
         (rows,), (columns,) = inputs["rows"][0], inputs["cols"][0]
         if self._tokens(int(rows), int(columns)) != list(token_ids):
             raise _refused(param, "has other tokens than the document at its place; send the document anew")
+        return Scaled(inputs["pixel_values"], inputs["pixel_attention_mask"], token_ids.count(self.token_id))
+
+    def states(self, image: Scaled, param: str) -> Tensor:
+        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. Raises `InvalidRequest` about
+        `param` for an image that counts as padding."""
         device = next(self._whole.vision_model.parameters()).device
         with torch.no_grad():
-            out = self._whole.get_image_features(
-                inputs["pixel_values"].to(device), inputs["pixel_attention_mask"].to(device)
-            )
+            out = self._whole.get_image_features(image.pixels.to(device), image.mask.to(device))
         states = getattr(out, "pooler_output", out)  # older versions of transformers 5 give them alone
         states = torch.cat(list(states)) if isinstance(states, list | tuple) else states
         states = states.reshape(-1, states.shape[-1])
-        if len(states) != token_ids.count(self.token_id):
+        if len(states) != image.tokens:
             raise _refused(param, "is one that the model takes for padding; give another")
         return states
 

@@ -168,7 +168,7 @@ def _importing(signed: Bundle, shelf: BundledShelf) -> Iterator[Callable[[bytes,
             yield partial(put_export, store)
         return
     with _client(shelf) as client:
-        signed.require_models(model.fingerprint for model in client.models.list())
+        signed.require_models(name for model in client.models.list() for name in model.read_fingerprints)
         yield lambda export, fields: client.caches.import_blob(export, **fields)
 
 

@@ -107,7 +107,7 @@ class Bundle:
         for _ in self.exports():
             pass
 
-    def require_models(self, fingerprints: Iterable[str | None]) -> None:
+    def require_models(self, fingerprints: Iterable[str]) -> None:
         """Raise `InvalidRequest` for a cache of a model that is none of these, by `ModelIdentity.fingerprint`."""
         known = set(fingerprints)
         for header in self.about.models:
