@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 FAMILIES: Final = ("idefics3", "smolvlm")
 """Types of models, as transformers names them."""
 
-MAX_PIXELS: Final = 1 << 24
-"""Of one image: a page of A4 at 400 dots an inch has a few less. To make such a one smaller takes seconds."""
-
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 """Of Pillow, with at most eight bits a channel."""
@@ -105,8 +102,6 @@ def _opened(data: bytes, param: str) -> ImageFile:
         image = Image.open(BytesIO(data), formats=_FORMATS)
     except Exception as error:  # as above
         raise _refused(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise _refused(param, f"has {image.width} x {image.height} pixels, and {MAX_PIXELS} are taken; make it smaller")
     if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
         raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
     if image.format == "PNG" and (data[12:16] != b"IHDR" or data[24] > 8):  # of 16 bits in colour Pillow keeps 8
