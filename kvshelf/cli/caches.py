@@ -703,8 +703,9 @@ def warm(
             say_json(replica)
     else:
         size = common.megabytes
-        rows = [(row.replica, str(row.caches), size(row.bytes), size(row.read_bytes)) for row in warmed]
-        common.print_table(common.table(["REPLICA", "CACHES", "SIZE", "READ"], rows, numbers=[1, 2, 3]), cut="REPLICA")
+        rows = [(row.replica, row.model, str(row.caches), size(row.bytes), size(row.read_bytes)) for row in warmed]
+        headings = ("REPLICA", "MODEL", "CACHES", "SIZE", "READ")
+        common.print_table(common.table(headings, rows, numbers=(2, 3, 4)), cut="REPLICA")
     if left_out := sorted({id for row in warmed for id in row.left_out}):
         raise QueueFull(f"without room in a replica, or not read to the end: {', '.join(left_out)}; warm them later")
 

@@ -127,7 +127,7 @@ class _Pace:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Demand:
     """How often the documents are asked, to say which are worth keeping."""
 
     questions: Annotated[
@@ -168,7 +168,7 @@ def plan(
     corpus: _Corpus,
     work: _Work,
     pace: _Pace,
-    asked: _Asked,
+    demand: _Demand,
     machines: _Machines,
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a run with failures.")] = False,
@@ -183,7 +183,7 @@ def plan(
         from kvshelf.corpus import keeping
         from kvshelf.corpus import plan as paper
 
-        numbers = {"--tokens-per-s": pace.tokens_per_s, "--hours": pace.hours, "--days": asked.days}
+        numbers = {"--tokens-per-s": pace.tokens_per_s, "--hours": pace.hours, "--days": demand.days}
         numbers |= {"--server-memory-gb": machines.server_memory_gb, "--gb-month-price": pace.gb_month_price}
         for option, number in numbers.items():
             if number is not None and not math.isfinite(number):
@@ -199,9 +199,9 @@ def plan(
         planned = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
         report: dict[str, Any] = {"plan": asdict(planned)}
         tables, notes = [_plan_table(planned)], list(planned.assumptions)
-        if asked.questions is not None:
-            how = keeping.Asked(asked.questions, asked.days, asked.passages)
-            advised = keeping.advise_keeping(lengths, shape, done, speed, how, _required(asked.prices), model)
+        if demand.questions is not None:
+            how = keeping.Demand(demand.questions, demand.days, demand.passages)
+            advised = keeping.advise_keeping(lengths, shape, done, speed, how, _required(demand.prices), model)
             report |= {"keeping": asdict(advised)}
             tables, notes = [*tables, _keeping_table(advised)], [*notes, *keeping.ASSUMPTIONS]
         if simulate:
@@ -258,9 +258,9 @@ def _keeping_table(advice: KeepingAdvice) -> Table:
     shortest, longest = advice.lengths[0], advice.lengths[-1]
     documents = sum(cost.documents for cost in advice.lengths)
     rows = [
-        (f"all kept for {advice.asked.days:g} days", f"{advice.all_kept:,.2f} {advice.currency}"),
+        (f"all kept for {advice.demand.days:g} days", f"{advice.all_kept:,.2f} {advice.currency}"),
         (
-            f"all searched, {advice.asked.passages:,} tokens a question",
+            f"all searched, {advice.demand.passages:,} tokens a question",
             f"{advice.all_retrieved:,.2f} {advice.currency}",
         ),
         (f"kept {advice.kept:,} of {documents:,}, others searched", f"{advice.cheaper:,.2f} {advice.currency}"),
@@ -269,7 +269,7 @@ def _keeping_table(advice: KeepingAdvice) -> Table:
             for cost in dict.fromkeys((shortest, longest))
         ),
     ]
-    return common.table((f"{advice.asked.questions:,} QUESTIONS A DOCUMENT", ""), rows, numbers=[1])
+    return common.table((f"{advice.demand.questions:,} QUESTIONS A DOCUMENT", ""), rows, numbers=[1])
 
 
 def _questions(count: int | None) -> str:

@@ -19,7 +19,7 @@ ASSUMPTIONS: Final = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Demand:
     """How a document is asked. passages: tokens that each question would prefill of a document that is not kept."""
 
     questions: int
@@ -49,7 +49,7 @@ class KeepingAdvice:
     """lengths: the shortest first. all_kept, all_retrieved: what the corpus costs one way; cheaper: each length its
     own. kept: documents that are kept then."""
 
-    asked: Asked
+    demand: Demand
     currency: str
     lengths: tuple[LengthCost, ...]
     all_kept: float
@@ -59,7 +59,7 @@ class KeepingAdvice:
 
 
 def advise_keeping(
-    lengths: Lengths, shape: Dimensions, work: PlannedWork, speed: Speed, asked: Asked, prices: Prices, model: str
+    lengths: Lengths, shape: Dimensions, work: PlannedWork, speed: Speed, demand: Demand, prices: Prices, model: str
 ) -> KeepingAdvice:
     """The advice for a corpus. model: whose prices count. Raises `InvalidRequest` where nothing has a price."""
     if not prices.second(model):
@@ -71,14 +71,14 @@ def advise_keeping(
     for tokens, count in lengths:
         documents[tokens] = documents.get(tokens, 0) + count
     costs = tuple(
-        _cost(tokens, count, work.stored_bytes(shape, tokens), speed, asked, prices, model)
+        _cost(tokens, count, work.stored_bytes(shape, tokens), speed, demand, prices, model)
         for tokens, count in sorted(documents.items())
     )
     kept = [cost.documents * (cost.made + cost.stored) for cost in costs]
-    retrieved = [cost.documents * cost.passages * asked.questions for cost in costs]
-    keeps = [cost.kept_at(asked.questions) for cost in costs]
+    retrieved = [cost.documents * cost.passages * demand.questions for cost in costs]
+    keeps = [cost.kept_at(demand.questions) for cost in costs]
     return KeepingAdvice(
-        asked=asked,
+        demand=demand,
         currency=prices.currency,
         lengths=costs,
         all_kept=sum(kept),
@@ -89,10 +89,10 @@ def advise_keeping(
 
 
 def _cost(
-    tokens: int, documents: int, nbytes: int, speed: Speed, asked: Asked, prices: Prices, model: str
+    tokens: int, documents: int, nbytes: int, speed: Speed, demand: Demand, prices: Prices, model: str
 ) -> LengthCost:
-    made, stored = tokens / speed.tokens_per_s * prices.second(model), prices.stored(nbytes, asked.days * DAY_S)
-    read = min(asked.passages, tokens)
+    made, stored = tokens / speed.tokens_per_s * prices.second(model), prices.stored(nbytes, demand.days * DAY_S)
+    read = min(demand.passages, tokens)
     passages = prices.saved(model, read, read / speed.tokens_per_s)
     pays_from = max(1, math.ceil((made + stored) / passages)) if passages else None
     return LengthCost(tokens, documents, made, stored, passages, pays_from)

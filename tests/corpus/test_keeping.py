@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvshelf.api.usage.prices import Prices
 from kvshelf.cli import app
-from kvshelf.corpus.keeping import Asked, KeepingAdvice, advise_keeping
+from kvshelf.corpus.keeping import Demand, KeepingAdvice, advise_keeping
 from kvshelf.corpus.plan import BUILT_IN, PlannedWork, Speed
 from kvshelf.errors import InvalidRequest
 
@@ -23,8 +23,8 @@ PRICES = Prices(currency="EUR", worker_hour=3.6, gb_month=0.03)  # a second is 0
 LENGTHS = ((1_000, 10), (100_000, 2))
 
 
-def advice(questions: int, prices: Prices = PRICES, **asked: Any) -> KeepingAdvice:
-    how = replace(Asked(questions, days=0.0, passages=2_000), **asked)
+def advice(questions: int, prices: Prices = PRICES, **demand: Any) -> KeepingAdvice:
+    how = replace(Demand(questions, days=0.0, passages=2_000), **demand)
     return advise_keeping(LENGTHS, LLAMA, WORK, SPEED, how, prices, "llama-3.1-8b")
 
 
@@ -70,10 +70,10 @@ def test_the_command_adds_it_to_a_plan(tmp_path: Path) -> None:
     (lengths := tmp_path / "lengths").write_text("100000 2\n1000 10\n")
     (prices := tmp_path / "prices.json").write_text(PRICES.model_dump_json(exclude_none=True))
     command = ["plan", "--policy", "full", "--tokens-per-s", "1000", "--lengths", str(lengths), "--days", "0"]
-    asked = [*command, "--questions", "30", "--passages", "2000", "--prices", str(prices)]
-    said = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["keeping"]
+    priced = [*command, "--questions", "30", "--passages", "2000", "--prices", str(prices)]
+    said = json.loads(CliRunner().invoke(app, [*priced, "--json"]).output)["keeping"]
     assert (said["kept"], [cost["pays_from"] for cost in said["lengths"]]) == (10, [1, 50])
-    shown = CliRunner().invoke(app, asked).output
+    shown = CliRunner().invoke(app, priced).output
     assert "kept 10 of 12" in shown
     assert "50 questions" in shown
     refused = CliRunner().invoke(app, [*command, "--questions", "30"])
