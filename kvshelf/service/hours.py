@@ -13,8 +13,8 @@ _SPAN: Final = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)", re.ASCII)
 
 @dataclass(frozen=True)
 class Hours:
-    """Times of day in UTC. spans: minutes of the day, `[begin, end)`; one that
-    ends before it begins goes over midnight. None at all: every hour."""
+    """Times of day in UTC. spans: minutes of the day, `[begin, end)`; one that ends before it begins goes over
+    midnight. None at all: every hour."""
 
     spans: tuple[tuple[int, int], ...] = ()
 

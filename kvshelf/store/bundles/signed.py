@@ -4,6 +4,7 @@ says of them. The bundles may be signatures alone (`kvshelf push --signature-onl
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,21 @@ class SignedCaches:
         """Raises `InvalidRequest` as `opened`, for the first bundle that is not as it was signed."""
         self._folder, self._trust = folder, trust
         self._lock = threading.Lock()
-        self._said = self._read()
         self._problem: str | None = None
-        self._seen = self._state()
+        self._seen = self._state()  # before it is read: what changes meanwhile is read again
+        self._said = self._read()
 
     def problem(self, manifest: Manifest) -> str | None:
         """Why a cache is not as it was signed; None: it is. The blob's root digest covers all its bytes, and readers
         compare it with the manifest's."""
         with self._lock:
-            if self._state() != self._seen:
+            if (state := self._state()) != self._seen:
                 self._said, self._problem = {}, None
                 try:
                     self._said = self._read()
                 except InvalidRequest as error:
                     self._problem = error.message
-                self._seen = self._state()  # taking a newer bundle changes the file of keys
+                self._seen = state
             said, problem = self._said.get(manifest.blob_digest), self._problem
         if problem is not None:
             return problem
@@ -65,7 +66,9 @@ class SignedCaches:
         return said
 
     def _state(self) -> object:
-        files = (self._folder / layout.INDEX_FILE, self._trust)
-        return [
-            (status.st_mtime_ns, status.st_ino, status.st_size) for status in map(Path.stat, filter(Path.exists, files))
-        ]
+        states = []
+        for file in (self._folder / layout.INDEX_FILE, self._trust):
+            with suppress(OSError):  # reading it says why
+                status = file.stat()
+                states.append((file, status.st_ctime_ns, status.st_mtime_ns, status.st_ino, status.st_size))
+        return states

@@ -33,7 +33,7 @@ from kvshelf.store.disk.database import FILE_NAME, Database, known_key
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.index import Entry, require_blobs_place
+from kvshelf.store.index import Entry, Filters, require_blobs_place
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.rules import Rules
@@ -54,6 +54,9 @@ _TRIES: Final = 10
 _BUSY_S: Final = 10.0
 _WAL_INDEX_HEADER: Final = 48  # bytes
 
+_UNSIGNED: Final = {"source": None, "tried": (), "certificate": None, "min_quality": None}
+"""What a manifest says of a cache that a bundle does not say."""
+
 _OLD: Final = 2
 """Copies that stay, so that who reads the last one can finish."""
 
@@ -69,16 +72,25 @@ class _ReadFolder(Folder):
 
 
 class _SignedIndex(SqliteIndex):
-    """In which a cache that is not as a trusted key has signed it counts as corrupt."""
+    """In which a cache that is not as a trusted key has signed it counts as corrupt, and nothing is said of others that
+    no signature covers."""
 
     signed: SignedCaches
 
     def find(self, cache_id: str, tenant: str) -> Entry | None:
         entry = super().find(cache_id, tenant)
-        if entry is None or entry.state != "ready":
+        return None if entry is None else self._signed(entry)
+
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
+        return [self._signed(entry) for entry in super().listing(query, now, before, limit)]
+
+    def _signed(self, entry: Entry) -> Entry:
+        if entry.state != "ready":
             return entry
-        problem = self.signed.problem(entry.manifest())
-        return entry if problem is None else replace(entry, state="corrupt", problem=problem)
+        manifest = entry.manifest()
+        if (problem := self.signed.problem(manifest)) is not None:
+            return replace(entry, state="corrupt", problem=problem)
+        return replace(entry, text=manifest.model_copy(update=_UNSIGNED).model_dump_json())
 
 
 class Below:
@@ -326,7 +338,7 @@ class Overlay(DiskStore):
         manifest = below.stat(cache_id, tenant=tenant)
         kept = {"source": None, "pinned": False, "guaranteed_until": None}
         self.adopt(below.get(cache_id, tenant=tenant), manifest.model_copy(update=kept), parent_id=manifest.parent_id)
-        if manifest.source is not None and self.below.signed is None:
+        if manifest.source is not None:
             with suppress(SourceNotKept):
                 source, until = below.source(cache_id, tenant=tenant), manifest.source.expires_at
                 super().keep_source(cache_id, source, tenant=tenant, expires_at=until)

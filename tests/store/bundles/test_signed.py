@@ -20,6 +20,7 @@ from kvshelf.store.bundles.places import BundleFolder
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.signing import Signer
+from kvshelf.store.manifest import Judgement
 from kvshelf.store.url import open_store
 from tests.store.caches import make_cache, require_equal
 
@@ -76,7 +77,7 @@ def test_what_is_signed_is_read_where_it_lies(shelves: Shelves) -> None:
     with open_store(shelves.url) as mine, DiskStore.open(shelves.theirs) as shelf:
         for seed, cache_id in enumerate(shelves.ids):
             require_equal(make_cache(seed), mine.get(cache_id))
-            assert mine.stat(cache_id) == shelf.stat(cache_id)
+            assert mine.stat(cache_id) == shelf.stat(cache_id).model_copy(update={"source": None})
         assert {cache.id for cache in mine.list().data} == set(shelves.ids)
         assert mine.usage().caches == 0
     assert not list(shelves.bundle.glob("blobs/sha256/*"))[2:], "what is said and its manifest, and no cache again"
@@ -113,6 +114,17 @@ def test_what_is_told_of_a_cache_must_be_what_was_signed(shelves: Shelves, chang
         shelves.tell(f"UPDATE caches SET {change} WHERE id = '{first}'")
         require_refused(mine, first, words)
         require_equal(make_cache(1), mine.get(second))
+
+
+def test_what_no_bundle_says_is_not_said_here(shelves: Shelves) -> None:
+    first = shelves.ids[0]
+    with DiskStore.open(shelves.theirs) as shelf:
+        shelf.keep_judgement(first, Judgement(min_quality=0.99))
+        assert shelf.stat(first).min_quality == 0.99
+    with open_store(shelves.url) as mine:
+        listed = {cache.id: cache for cache in mine.list().data}[first]
+        assert mine.stat(first) == listed
+        assert (listed.min_quality, listed.source) == (None, None)
 
 
 def test_signed_bytes_under_another_id_are_refused(shelves: Shelves) -> None:
