@@ -64,5 +64,5 @@ def test_caches_of_several_models_are_warmed_at_once_and_at_no_other_hours(
         assert "caches are warm" not in service.log.read_text(), "the schedule has other hours"
         warmed = CliRunner().invoke(app, ["warm", "--label", "team=law", "--json", "--url", service.url])
         assert warmed.exit_code == 0, warmed.output
-        rows = [json.loads(line) for line in warmed.output.splitlines()]
+        rows = [json.loads(line) for line in warmed.stdout.splitlines()]
         assert [(row["model"], row["caches"]) for row in rows] == [(name, 1) for name in reversed(names)]
