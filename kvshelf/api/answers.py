@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from kvshelf.api.queries import Linked, Remade, Source, Usage
 from kvshelf.api.shapes import Logprob
@@ -126,6 +126,12 @@ class Answer:
         """`sources` of the caches that were asked, by their ids."""
         pairs = zip(self.served.cache_ids, self.sources, strict=True)
         return [Source(cache_id=cache_id, share=share) for cache_id, share in pairs]
+
+    @property
+    def exact(self) -> Literal[False] | None:
+        """False where several documents were read together: none of them saw the others, so the answer is not the one
+        that the model has of all as one text. Of one document nothing is said."""
+        return False if len(self.served.read_ids or [share for share in self.sources if share]) > 1 else None
 
     def also(self, **served: Any) -> Self:
         """The same, with these fields of how it was served."""

@@ -368,10 +368,12 @@ class WarmCaches(RequestBody):
 
 
 class WarmedReplica(ResponseBody):
-    """What one replica has in memory now of the caches: `bytes`, of which it read `read_bytes` for this. `left_out`:
-    those that found no room beside what questions use or are about to, or could not be read to their end."""
+    """What one replica of a model has in memory now of the caches: `bytes`, of which it read `read_bytes` for this.
+    `left_out`: those that found no room beside what questions use or are about to, or could not be read to their
+    end."""
 
     replica: str
+    model: str = ""
     caches: int
     bytes: int
     read_bytes: int
@@ -379,7 +381,7 @@ class WarmedReplica(ResponseBody):
 
 
 class WarmedCaches(ListBody):
-    """The answer to POST /v1/caches/warm: a row for each replica that runs the model of the caches."""
+    """The answer to POST /v1/caches/warm: a row for each replica that runs a model of the caches."""
 
     data: list[WarmedReplica]
 

@@ -477,9 +477,9 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """OpenAI's, plus `sources` where the request had `cache_ids`, `stored_cache_id` or `not_stored` where it had
-    `store` and `linked`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as of a
-    `JointAnswer`."""
+    """OpenAI's, plus `sources` and `exact` where the request had `cache_ids`, `stored_cache_id` or `not_stored` where
+    it had `store` and `linked`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as the
+    first two of a `JointAnswer`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -488,6 +488,7 @@ class ChatCompletion(ResponseBody):
     choices: list[ChatChoice]
     usage: ChatUsage
     sources: list[Source] | None = None
+    exact: Literal[False] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None
@@ -524,6 +525,7 @@ class ChatCompletionChunk(ResponseBody):
     choices: list[ChunkChoice]
     usage: ChatUsage | None = None
     sources: list[Source] | None = None
+    exact: Literal[False] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None

@@ -123,6 +123,12 @@ class ProtectFields(TypedDict, total=False):
 MAX_IMAGES: Final = 32
 """Of a document."""
 
+MAX_IMAGE_PIXELS: Final = 1 << 24
+"""Of one image: a page of A4 at 400 dots an inch has a few less. To make such a one smaller takes seconds."""
+
+MAX_PIXELS: Final = 1 << 26
+"""Of all images of a document together. They are decoded one after another, before the prefill and at its beginning."""
+
 
 class ImagePart(RequestBody):
     """An image of a document: a PNG or JPEG file in base64, before the character `at` of the text."""

@@ -350,10 +350,12 @@ class Remade(ResponseBody):
 class JointAnswer(Answered):
     """The answer of several caches together. `cache_ids` are the caches that answered, in the order of the query, and
     `sources` the share of each; with `route`, those among which it chose. `recomputed` names those of the query that
-    could not be used, and is present only if there are any."""
+    could not be used, and is present only if there are any. `exact` is false, and present, where more than one was
+    read: their documents did not see each other, so it is not the answer of all as one text."""
 
     cache_ids: list[str]
     sources: list[Source]
+    exact: Literal[False] | None = None
     recomputed: list[Remade] | None = None
 
 

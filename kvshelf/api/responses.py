@@ -482,6 +482,7 @@ class ResponseObject(ResponseBody):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     sources: list[Source] | None = None
+    exact: Literal[False] | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
     recomputed: list[Remade] | None = None

@@ -26,6 +26,15 @@ class ModelObject(ResponseBody):
     device: str | None = None
     type: Literal["model"] = "model"
     lifecycle: Literal["active"] = "active"
+    linked: dict[str, float] = Field(
+        default_factory=dict,
+        description="of models whose caches it answers from, by a link: the agreement, by their fingerprints",
+    )
+
+    @property
+    def read_fingerprints(self) -> list[str]:
+        """Of the models whose caches it answers from."""
+        return [*([self.fingerprint] if self.fingerprint else []), *self.linked]
 
     @computed_field  # type: ignore[prop-decorator]
     @property

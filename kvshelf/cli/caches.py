@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
@@ -35,6 +36,9 @@ _ONE_FILE = "UTF-8 text, PDF or HTML; - reads text from standard input."
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help=_ONE_FILE)]
 STDIN = Path("-")
 
+_PAGES_BYTES = 64 << 20
+"""Of the images of a document in base64: a service takes no more by default."""
+
 _CACHE = "An id (kvs_...), the beginning of one as `kvshelf ls` shows it, or the name of a cache."
 _SEVERAL = "Several, with commas between them, are asked together. Left out with --label and --all."
 Cache = Annotated[str, typer.Argument(metavar="CACHE", help=_CACHE)]
@@ -48,12 +52,16 @@ Images = Annotated[
         help="A PNG or JPEG behind the text, for Idefics 3 and SmolVLM. May be repeated; every FILE gets all.",
     ),
 ]
+AsImages = Annotated[bool, typer.Option("--pages-as-images", help="Take FILE, a PDF, as images of its pages.")]
+Dots = Annotated[int, typer.Option(min=20, max=600, help="With --pages-as-images: dots an inch.")]
 
 
 def put(
     files: Files,
     fields: Annotated[dict[str, Any], _forms.CREATION],
     image: Images = [],  # noqa: B006 - typer's form of an option that may be given several times
+    pages_as_images: AsImages = False,
+    dpi: Dots = 150,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -63,11 +71,13 @@ def put(
     still run; the exit code is that of the first failure.
     """
     failures, name = common.Failures(as_json=as_json), fields["name"]
+    if pages_as_images and image:
+        raise InvalidRequest("--image stands behind a text, and --pages-as-images has none; give one", param="--image")
     with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
                 own = fields | {"name": name or ("" if file == STDIN else told(file.name))}
-                _put_one(client, file, own | _seen(file, image), as_json)
+                _put_one(client, file, own | (_pages(file, dpi) if pages_as_images else _seen(file, image)), as_json)
     raise typer.Exit(failures.exit_code)
 
 
@@ -105,6 +115,17 @@ def _seen(file: Path, images: Sequence[Path]) -> dict[str, Any]:
     text = common.standard_input() if file == STDIN else _text_of(file)
     files = [base64.b64encode(_read(image)).decode() for image in images]
     return {"document": text, "images": [{"at": len(text), "data": data} for data in files]}
+
+
+def _pages(file: Path, dots: int) -> dict[str, Any]:
+    """The fields of a document that is the pages of a PDF."""
+    from kvshelf.corpus.input.extract import ExtractLimits, page_images
+
+    if file == STDIN:
+        raise InvalidRequest("--pages-as-images is of a file; name it in place of -", param="file")
+    limits = ExtractLimits(_PAGES_BYTES, extract_memory_bytes=1 << 30, extract_cpu_s=60.0)
+    pages = asyncio.run(page_images(_read(file), limits, told(file), dots))
+    return {"document": [{"type": "image", "data": page} for page in pages]}
 
 
 def _text_of(file: Path) -> str:
@@ -682,8 +703,9 @@ def warm(
             say_json(replica)
     else:
         size = common.megabytes
-        rows = [(row.replica, str(row.caches), size(row.bytes), size(row.read_bytes)) for row in warmed]
-        common.print_table(common.table(["REPLICA", "CACHES", "SIZE", "READ"], rows, numbers=[1, 2, 3]), cut="REPLICA")
+        rows = [(row.replica, row.model, str(row.caches), size(row.bytes), size(row.read_bytes)) for row in warmed]
+        headings = ("REPLICA", "MODEL", "CACHES", "SIZE", "READ")
+        common.print_table(common.table(headings, rows, numbers=(2, 3, 4)), cut="REPLICA")
     if left_out := sorted({id for row in warmed for id in row.left_out}):
         raise QueueFull(f"without room in a replica, or not read to the end: {', '.join(left_out)}; warm them later")
 

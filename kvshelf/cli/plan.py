@@ -21,7 +21,9 @@ from kvshelf.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvshelf.api import Certificate, EstimateObject, PolicyEstimate
+    from kvshelf.api.usage.prices import Prices
     from kvshelf.corpus.advice import Advice, AdviceLine, Option
+    from kvshelf.corpus.keeping import KeepingAdvice
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 
@@ -125,6 +127,20 @@ class _Pace:
 
 
 @dataclass(frozen=True)
+class _Demand:
+    """How often the documents are asked, to say which are worth keeping."""
+
+    questions: Annotated[
+        int | None, typer.Option(min=0, help="Of each document: say if keeping it costs less than searching it.")
+    ] = None
+    days: Annotated[float, typer.Option(min=0, help="With --questions: how long a document is kept.")] = 30.0
+    passages: Annotated[
+        int, typer.Option(min=1, help="With --questions: tokens that each would prefill of one that is searched.")
+    ] = 2048
+    prices: _options.Prices = None
+
+
+@dataclass(frozen=True)
 class _Machines:
     """The machines of a simulated run."""
 
@@ -152,6 +168,7 @@ def plan(
     corpus: _Corpus,
     work: _Work,
     pace: _Pace,
+    demand: _Demand,
     machines: _Machines,
     model: Annotated[str, typer.Option(help=_MODELS)] = "llama-3.1-8b",
     simulate: Annotated[bool, typer.Option("--simulate", help="Simulate a run with failures.")] = False,
@@ -159,12 +176,14 @@ def plan(
 ) -> None:
     """Say what a corpus takes: documents an hour, GPUs, bytes, memory, network, requests. Nothing is run.
 
-    --simulate adds the resources that all GPUs share, the fullest first, and a run with failures.
+    --simulate adds the resources that all GPUs share, the fullest first, and a run with failures. --questions with
+    --prices adds which documents are worth keeping, and which a search for passages at each question serves for less.
     """
     with needs_extra("serve", purpose=f"kvshelf plan --model {model}"):
+        from kvshelf.corpus import keeping
         from kvshelf.corpus import plan as paper
 
-        numbers = {"--tokens-per-s": pace.tokens_per_s, "--hours": pace.hours}
+        numbers = {"--tokens-per-s": pace.tokens_per_s, "--hours": pace.hours, "--days": demand.days}
         numbers |= {"--server-memory-gb": machines.server_memory_gb, "--gb-month-price": pace.gb_month_price}
         for option, number in numbers.items():
             if number is not None and not math.isfinite(number):
@@ -179,7 +198,12 @@ def plan(
         speed = paper.Speed.of(shape, done.policy, pace.tokens_per_s, pace.rates)
         planned = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
         report: dict[str, Any] = {"plan": asdict(planned)}
-        tables = [_plan_table(planned)]
+        tables, notes = [_plan_table(planned)], list(planned.assumptions)
+        if demand.questions is not None:
+            how = keeping.Demand(demand.questions, demand.days, demand.passages)
+            advised = keeping.advise_keeping(lengths, shape, done, speed, how, _required(demand.prices), model)
+            report |= {"keeping": asdict(advised)}
+            tables, notes = [*tables, _keeping_table(advised)], [*notes, *keeping.ASSUMPTIONS]
         if simulate:
             fleet = machines.fleet(planned.gpus)
             resources = {part: part.full_at(planned.gpus) for part in paper.shared_resources(planned, fleet, shared)}
@@ -192,7 +216,7 @@ def plan(
         return
     for table in tables:
         common.print_table(table)
-    for sentence in planned.assumptions:
+    for sentence in notes:
         common.notes.print(f"- {sentence}", style="dim", soft_wrap=True)
 
 
@@ -218,6 +242,38 @@ def _plan_table(plan: Plan) -> Table:
     if plan.month_price is not None:
         rows.append(("price of the storage", f"{plan.month_price:,.0f} a month"))
     return common.table(("", ""), rows, numbers=[1])
+
+
+def _required(prices: Path | None) -> Prices:
+    from kvshelf.api.usage.prices import read_prices
+
+    if prices is None:
+        raise InvalidRequest(
+            "what keeping a document is worth needs --prices; `kvshelf usage` reads them, too", param="--prices"
+        )
+    return read_prices(prices)
+
+
+def _keeping_table(advice: KeepingAdvice) -> Table:
+    shortest, longest = advice.lengths[0], advice.lengths[-1]
+    documents = sum(cost.documents for cost in advice.lengths)
+    rows = [
+        (f"all kept for {advice.demand.days:g} days", f"{advice.all_kept:,.2f} {advice.currency}"),
+        (
+            f"all searched, {advice.demand.passages:,} tokens a question",
+            f"{advice.all_retrieved:,.2f} {advice.currency}",
+        ),
+        (f"kept {advice.kept:,} of {documents:,}, others searched", f"{advice.cheaper:,.2f} {advice.currency}"),
+        *(
+            (f"{cost.tokens:,} tokens are worth keeping from", _questions(cost.pays_from))
+            for cost in dict.fromkeys((shortest, longest))
+        ),
+    ]
+    return common.table((f"{advice.demand.questions:,} QUESTIONS A DOCUMENT", ""), rows, numbers=[1])
+
+
+def _questions(count: int | None) -> str:
+    return "no number of questions" if count is None else f"{count:,} questions"
 
 
 def _resources_table(resources: dict[SharedResource, int | None]) -> Table:

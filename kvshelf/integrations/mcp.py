@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any, Final, ParamSpec, TypeVar
+from typing import Annotated, Any, Final, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
@@ -90,11 +90,13 @@ class Listed(ResponseBody):
 
 class ToolAnswer(ResponseBody):
     """finish_reason "length": max_tokens cut the answer off. sources: the part of the question's attention that went to
-    each document. cached_tokens: of the documents, which were not read again."""
+    each document. exact: false where they are several, which did not see each other when they were read.
+    cached_tokens: of the documents, which were not read again."""
 
     text: str
     finish_reason: str
     sources: list[Source]
+    exact: Literal[False] | None
     cached_tokens: int
     answer_tokens: int
 
@@ -219,6 +221,7 @@ class _Tools:
             text=said.text,
             finish_reason=said.finish_reason,
             sources=said.sources,
+            exact=said.exact,
             cached_tokens=said.usage.cache_read_tokens,
             answer_tokens=said.usage.completion_tokens,
         )

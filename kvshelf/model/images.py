@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 FAMILIES: Final = ("idefics3", "smolvlm")
 """Types of models, as transformers names them."""
 
-MAX_PIXELS: Final = 1 << 24
-"""Of one image: a page of A4 at 400 dots an inch has a few less. To make such a one smaller takes seconds."""
-
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 """Of Pillow, with at most eight bits a channel."""
@@ -62,6 +59,15 @@ class PlacedImage(NamedTuple):
     end: int
     digest: str
     data: bytes
+
+
+class Scaled(NamedTuple):
+    """An image as a vision tower takes it: its parts, `[1, parts, 3, height, width]`, and which of their pixels are no
+    padding, `[1, parts, height, width]`. tokens: how many states it gets."""
+
+    pixels: Tensor
+    mask: Tensor
+    tokens: int
 
 
 def size_of(data: bytes, param: str) -> tuple[int, int]:
@@ -96,8 +102,6 @@ def _opened(data: bytes, param: str) -> ImageFile:
         image = Image.open(BytesIO(data), formats=_FORMATS)
     except Exception as error:  # as above
         raise _refused(param, f"is no PNG or JPEG that can be read ({type(error).__name__}: {error})") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise _refused(param, f"has {image.width} x {image.height} pixels, and {MAX_PIXELS} are taken; make it smaller")
     if image.mode not in _MODES or getattr(image, "n_frames", 1) > 1:
         raise _refused(param, f"has several frames or the mode {image.mode}; give one still image of 8 bits a channel")
     if image.format == "PNG" and (data[12:16] != b"IHDR" or data[24] > 8):  # of 16 bits in colour Pillow keeps 8
@@ -113,7 +117,7 @@ def pixels_digest(image: Image) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ImageEncoder:
-    """The vision tower of a model and its processor. Thread-safe, but for `states`: that is the model's thread.
+    """The vision tower of a model and its processor. Thread-safe, but for `states`: that is for the model's thread.
 
     token_id: that of each place of an image. digest: of all that the states of given pixels depend on. nbytes: of the
     weights beside those of the language part.
@@ -196,9 +200,10 @@ class ImageEncoder:
             ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def states(self, image: Image, token_ids: Sequence[int], param: str) -> Tensor:
-        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. token_ids: of a document, at the
-        place of the image. Raises `InvalidRequest` about `param` where the image has other tokens."""
+    def scaled(self, data: bytes, token_ids: Sequence[int], param: str) -> Scaled:
+        """The pixels of a file as the tower takes them: seconds for a large one. token_ids: of a document, at the place
+        of the image. Raises as `pixels`, and `InvalidRequest` about `param` where the image has other tokens."""
+        image = pixels(data, param)
         try:
             inputs = self._processor.image_processor([[image]], return_row_col_info=True, return_tensors="pt")
         except _BAD_SIZE as error:
@@ -206,15 +211,18 @@ class ImageEncoder:
         (rows,), (columns,) = inputs["rows"][0], inputs["cols"][0]
         if self._tokens(int(rows), int(columns)) != list(token_ids):
             raise _refused(param, "has other tokens than the document at its place; send the document anew")
+        return Scaled(inputs["pixel_values"], inputs["pixel_attention_mask"], token_ids.count(self.token_id))
+
+    def states(self, image: Scaled, param: str) -> Tensor:
+        """What stands in the places of its tokens `token_id`, in order, `[n, width]`. Raises `InvalidRequest` about
+        `param` for an image that counts as padding."""
         device = next(self._whole.vision_model.parameters()).device
         with torch.no_grad():
-            out = self._whole.get_image_features(
-                inputs["pixel_values"].to(device), inputs["pixel_attention_mask"].to(device)
-            )
+            out = self._whole.get_image_features(image.pixels.to(device), image.mask.to(device))
         states = getattr(out, "pooler_output", out)  # older versions of transformers 5 give them alone
         states = torch.cat(list(states)) if isinstance(states, list | tuple) else states
         states = states.reshape(-1, states.shape[-1])
-        if len(states) != token_ids.count(self.token_id):
+        if len(states) != image.tokens:
             raise _refused(param, "is one that the model takes for padding; give another")
         return states
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -23,12 +24,13 @@ from kvshelf.service.access.keys import ANYONE, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.front import guard, rereading
+from kvshelf.service.hours import Hours
 from kvshelf.service.http import openapi
 from kvshelf.service.http.extract import Extractor
 from kvshelf.service.http.parsing import Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
-from kvshelf.service.jobs.warming import warm
+from kvshelf.service.jobs.warming import warm_labelled
 from kvshelf.service.loops import repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.routes import (
@@ -92,9 +94,7 @@ def create_app(
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
         if settings.warm:
-            jobs.append(
-                repeat("warming", partial(_warm, service, keys), partial(asyncio.sleep, settings.warm_interval_s))
-            )
+            jobs.append(repeat("warming", partial(_warm, service, keys), partial(_until_next_look, settings)))
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
@@ -212,10 +212,18 @@ async def _take_stock(store: Store) -> None:
 
 
 async def _warm(service: Service, keys: LiveKeys | None) -> None:
+    if Hours.parse(service.settings.warm_hours).begin_in_s(time.time()):
+        return
     labels = dict(label.split("=", 1) for label in service.settings.warm)
     tenants = [ANYONE.tenant] if keys is None else keys.tenants
     limit_s = service.settings.request_deadline_s
-    await warm(service.store, service.engines, service.identities, tenants, labels, limit_s=limit_s)
+    await warm_labelled(service.store, service.engines, service.identities, tenants, labels, limit_s=limit_s)
+
+
+async def _until_next_look(settings: Settings) -> None:
+    """At the interval, or when the next hours begin."""
+    begin_s = Hours.parse(settings.warm_hours).begin_in_s(time.time())
+    await asyncio.sleep(min(begin_s or math.inf, settings.warm_interval_s))
 
 
 async def _sweep(store: Store) -> None:

@@ -191,7 +191,7 @@ class EngineClient:
         assert caller.deadline_s is not None
         warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
         note(model=self.model, warmed=[replica.bytes for replica in warmed])
-        return warmed
+        return [replica.model_copy(update={"model": self.model}) for replica in warmed]
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
         """Which documents hold the words of a question; takes the turn of one."""

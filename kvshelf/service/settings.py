@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 from kvshelf.api.creation import Measured
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
+from kvshelf.service.hours import Hours
 from kvshelf.store.checks import parsed_size
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.private import without_secret
@@ -161,6 +162,9 @@ class Settings(BaseSettings):
         (), description="labels, team=law,tier=hot: every replica has the caches with all of them in memory"
     )
     warm_interval_s: Seconds = Field(300.0, description="time between two looks for these caches; the first at once")
+    warm_hours: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="07:30-18:00,22:00-02:00: only at these times of day, in UTC; default: all day"
+    )
     batch_share: float = Field(
         0.1, gt=0, lt=1, description="least share of a busy model for compression, and for questions of batches"
     )
@@ -245,7 +249,7 @@ class Settings(BaseSettings):
         file = None if template is None else Path(template).expanduser()
         return str(file.absolute()) if file is not None and file.is_file() else template
 
-    @field_validator("models", "adapters", "allowed_hosts", "warm", mode="before")
+    @field_validator("models", "adapters", "allowed_hosts", "warm", "warm_hours", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
@@ -256,6 +260,12 @@ class Settings(BaseSettings):
         for label in value:
             if not all(label.partition("=")):
                 raise ValueError(f"{label!r:.80} is no label; write KEY=VALUE, and commas between several")
+        return value
+
+    @field_validator("warm_hours")
+    @classmethod
+    def _hours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Hours.parse(value)
         return value
 
     @field_validator("device", "dtype", "weights", "engine")

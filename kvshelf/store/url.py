@@ -6,6 +6,8 @@
     redis://host?blobs=s3://bucket/prefix                 an index in Redis, blobs in object storage; so with disk:
     ram:2GiB+disk:///scratch?max=200GiB+redis://host      copies in memory and on a local disk before Redis
     disk:///mine?under=disk:///theirs                     a folder over another's, which is only read
+    disk:///mine?under=disk:///theirs&signed=/theirs/signed&trust=/etc/trust.json
+                                                          as before, where a trusted key has signed the caches
 
 The last one is the home, the source of truth. The others are tiers of copies and may vanish. `max` is a budget in
 bytes: a tier drops copies to stay within it, and a home evicts caches that are not pinned (`CacheExpired`, reason
@@ -20,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvshelf.errors import InvalidRequest, nearest
@@ -38,6 +40,9 @@ from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from kvshelf.store.bundles.signed import SignedCaches
 
 _JOIN: Final = re.compile(r"\+(?=[a-z-]+:)")
 _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "-sentinel", "-cluster"))
@@ -119,13 +124,19 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     rest, budget = _budget(url)
     rest, objects = _parameter(rest, "blobs")
     rest, under = _parameter(rest, "under")
+    rest, signed = _parameter(rest, "signed")
+    rest, trust = _parameter(rest, "trust")
     blobs = None if objects is None else _objects(objects, patient=key is not None)
     scheme = urlsplit(rest).scheme
     rules = replace(rules, quota=replace(rules.quota, budget_bytes=budget))
     if under is not None:
         if scheme != "disk" or urlsplit(under).scheme != "disk" or objects is not None:
             raise _refused(url, "under= names a folder that lies below another: disk:///mine?under=disk:///theirs")
-        return Overlay.open_over(_folder(rest), _folder(under), rules=rules, key=key)
+        return Overlay.open_over(
+            _folder(rest), _folder(under), rules=rules, key=key, signed=_signed(url, signed, trust)
+        )
+    if signed is not None or trust is not None:
+        raise _refused(url, "signed= and trust= say what is taken of a shelf below; write under=disk:///theirs, too")
     if scheme == "disk":
         return DiskStore.open(_folder(rest), rules=rules, key=key, blobs=blobs)
     if scheme in _REDIS:
@@ -144,6 +155,20 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     if not scheme and not parts.netloc and parts.path.startswith(("/", ".")):  # anything else may hold a password
         raise _refused(url, f"it is a path; did you mean disk://{Path(rest).absolute()}")
     raise _refused(url, f"unknown scheme {scheme!r}{nearest(scheme, ('disk', 'ram', *_REDIS))}")
+
+
+def _signed(url: str, folder: str | None, trust: str | None) -> SignedCaches | None:
+    """Which caches of the shelf below are taken; None: all."""
+    if folder is None and trust is None:
+        return None
+    paths = [Path(unquote(path or "")) for path in (folder, trust)]
+    if not all(path.is_absolute() for path in paths):
+        raise _refused(
+            url, "signed= is the absolute path of a folder with bundles, and trust= that of the keys whose are taken"
+        )
+    from kvshelf.store.bundles.signed import SignedCaches  # its checks, which other stores do not need
+
+    return SignedCaches(*paths)
 
 
 def _objects(url: str, *, patient: bool) -> MakeBlobs:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from kvshelf import CompressedCache, Engine, open_store
 from kvshelf.artifact.exported import split
 from kvshelf.cli import app
+from kvshelf.errors import CacheCorrupt
 from kvshelf.store.manifest import Judgement
 from tests.qualities import quality_of
 from tests.store.redis.servers import ValkeyServer
@@ -220,6 +221,13 @@ def test_a_bundle_goes_from_one_store_to_another(cache: CompressedCache, tmp_pat
     assert run(*pull).stdout == pulled.stdout, "again is no fault"
     assert "a bundle is signed" in run("push", place, "parrots", "--store", f"disk://{here}", code=2).stderr
     assert "no cache was named" in run("push", place, "--key", private, "--store", f"disk://{here}", code=2).stderr
+    signed = tmp_path / "signed"
+    run("push", signed, "parrots", "--key", private, "--signature-only", "--store", f"disk://{here}")
+    with open_store(f"disk://{tmp_path}/mine?under=disk://{here}&signed={signed}&trust={trust}") as store:
+        assert store.stat(put.id).name == "parrots"
+        with pytest.raises(CacheCorrupt, match="that a trusted key has signed"):
+            store.stat(other.id)
+    assert "is missing" in run("pull", signed, "--trust", trust, "--store", f"disk://{there}", code=2).stderr
     blob = max((tmp_path / "place/blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
     data = blob.read_bytes()
     blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

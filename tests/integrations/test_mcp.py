@@ -192,6 +192,7 @@ async def test_over_stdio(bundled_service: str, tmp_path: Path) -> None:
         both = [stored["cache_id"], file["cache_id"]]
         two = await call(client, "ask", cache_ids=both, question=QUESTION, max_tokens=16)
         assert [source["cache_id"] for source in two["sources"]] == both
+        assert (one["exact"], two["exact"]) == (None, False)
         hits = await call(client, "search", question=QUESTION, labels=labels)
         assert {hit["cache_id"] for hit in hits["data"]} <= set(both) != set()
         first = await call(client, "list", labels=labels, limit=1)

@@ -59,6 +59,12 @@ def push(
     shelf: BundledShelf,
     caches: Annotated[list[str] | None, typer.Argument(metavar="[CACHE]...", help="Ids or names of caches.")] = None,
     label: _options.Labels = None,
+    signature_only: Annotated[
+        bool,
+        typer.Option(
+            "--signature-only", help="Sign without copying: for shelves that lie over this one (signed=PLACE)."
+        ),
+    ] = False,
     as_json: _options.AsJson = False,
 ) -> None:
     """Write caches as a signed bundle, for `kvshelf pull` elsewhere. Prints its digest.
@@ -80,7 +86,8 @@ def push(
     with ExitStack() as stack:
         exports = _exports(stack, shelf, caches or [], labels)
         software = f"kvshelf {kvshelf.__version__}"
-        entry = push_bundle(place_at(place), signing.name, exports, signer, signing.producer, software)
+        said = signing.producer, software
+        entry = push_bundle(place_at(place), signing.name, exports, signer, *said, signature_only=signature_only)
     if as_json:
         say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})
     else:
@@ -168,7 +175,7 @@ def _importing(signed: Bundle, shelf: BundledShelf) -> Iterator[Callable[[bytes,
             yield partial(put_export, store)
         return
     with _client(shelf) as client:
-        signed.require_models(model.fingerprint for model in client.models.list())
+        signed.require_models(name for model in client.models.list() for name in model.read_fingerprints)
         yield lambda export, fields: client.caches.import_blob(export, **fields)
 
 

@@ -1,4 +1,5 @@
-"""Files that people made: which types are read, and the text of PDF and HTML (extra `documents`).
+"""Files that people made: which types are read, the text of PDF and HTML (extra `documents`), and the pages of a PDF as
+images (extra `pages`).
 
 Files may be hostile, and the libraries that parse them expect honest ones. So each file is parsed in its own process
 (`extract_child.py`), without the caller's environment and with limits on memory and processor time that the system
@@ -16,8 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kvshelf._extras import install_command
+from kvshelf.api.options import MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_PIXELS
 from kvshelf.corpus.input.expendable import ended_by, run
-from kvshelf.errors import BodyTooLarge, InvalidRequest, NoWorker, UnsupportedMediaType
+from kvshelf.errors import BodyTooLarge, InvalidRequest, MissingExtra, NoWorker, UnsupportedMediaType
 
 Kind = Literal["text", "pdf", "html"]
 
@@ -150,10 +153,27 @@ async def extract(upload: Upload, kind: Literal["pdf", "html"], limits: ExtractL
     Raises `InvalidRequest` (with a one-word `reason`) or `BodyTooLarge` for bad files, `NoWorker` if no process starts.
     The process ends with this call.
     """
+    return await _said(kind, upload.charset, upload.data, limits, name)
+
+
+async def page_images(data: bytes, limits: ExtractLimits, name: str, dots: int) -> list[str]:
+    """The pages of a PDF as PNG files in base64, each an `ImagePart`'s data, at so many dots an inch. Raises as
+    `extract`, and `InvalidRequest` before any page is drawn where they are more images or pixels than a document may
+    have; `MissingExtra`."""
+    if not data.startswith(_PDF):
+        raise InvalidRequest(f"{name} is no PDF; give others as they are, or as --image", param="file")
+    if importlib.util.find_spec("pypdfium2") is None:
+        raise MissingExtra(f"{name}: pages as images need pypdfium2; run: {install_command('pages')}")
+    bounds = f"{dots} {MAX_IMAGES} {MAX_IMAGE_PIXELS} {MAX_PIXELS}"
+    return (await _said("pages", bounds, data, limits, name)).split()
+
+
+async def _said(kind: str, how: str, data: bytes, limits: ExtractLimits, name: str) -> str:
+    """What the process says of a file."""
     bounds = (limits.max_body_bytes, limits.extract_memory_bytes, math.ceil(limits.extract_cpu_s))
-    command = [sys.executable, "-PB", str(_CHILD), kind, upload.charset, *map(str, bounds)]
+    command = [sys.executable, "-PB", str(_CHILD), kind, how, *map(str, bounds)]
     try:
-        code, said = await run(command, upload.data, limits.max_body_bytes + 1024)
+        code, said = await run(command, data, limits.max_body_bytes + 1024)
     except OSError as exc:
         raise NoWorker(f"no process could be started to read the file: {exc.strerror}; try again later") from exc
     word, _, behind = said.partition(b"\n")
@@ -166,10 +186,14 @@ def _refusal(name: str, limits: ExtractLimits, reason: str, detail: str) -> Inva
     if reason == "long":
         most = limits.max_body_bytes
         details: dict[str, Any] = {"max_body_bytes": most}
-        return BodyTooLarge(f"{name} has {detail} bytes of text, more than {most}; send less", param="file", **details)
+        return BodyTooLarge(
+            f"{name} has {detail} bytes of text or images, more than {most}; send less", param="file", **details
+        )
     because = {
         "encrypted": "is encrypted with a password; save it without one",
         "empty": "has no text, perhaps only scanned pages; run text recognition (OCR) on it first",
+        "pages": f"has {detail} pages, and a document takes 1 to {MAX_IMAGES} as images; split it, or send its text",
+        "pixels": f"has {detail}; lower the dots an inch (--dpi), or split it",
         "malformed": f"cannot be read ({detail}); repair it, or send its text",
         "expands": f"expands to an unreasonable size ({detail}); send its text",
         "memory": f"needs more than {limits.extract_memory_bytes} bytes of memory to be read (extract_memory_bytes); "

@@ -1,4 +1,5 @@
-"""Extracts the text of one PDF or HTML file, from standard input to standard output, in an expendable process.
+"""Extracts the text of one PDF or HTML file, or draws the pages of a PDF, from standard input to standard output, in an
+expendable process.
 
 `kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and
 limits its memory and processor time before it reads a byte. Its output is one word on a line (`text` or the reason of
@@ -7,6 +8,8 @@ a failure), followed by the text in UTF-8 or the library's message.
 
 from __future__ import annotations
 
+import base64
+import math
 import os
 import re
 import resource
@@ -48,6 +51,33 @@ def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `R
         return [page.extract_text() for page in reader.pages]
     except LimitReachedError as error:
         raise Refused("expands", str(error)) from error
+
+
+def pdf_pages(data: bytes, bounds: str) -> Iterable[str]:
+    """Each page as a PNG file in base64. bounds: dots an inch, most pages, most pixels of a page and of all."""
+    from pypdfium2 import PdfDocument, PdfiumError
+
+    dots, most_pages, most_of_page, most_of_all = map(int, bounds.split())
+    try:
+        pdf = PdfDocument(data)
+    except PdfiumError as error:
+        raise Refused("encrypted" if "password" in str(error).lower() else "malformed", str(error)) from error
+    if not 0 < len(pdf) <= most_pages:
+        raise Refused("pages", str(len(pdf)))
+    scale, total = dots / 72, 0
+    for number in range(len(pdf)):
+        width, height = (max(1, math.ceil(points * scale)) for points in pdf.get_page_size(number))
+        total += width * height
+        if width * height > most_of_page:
+            raise Refused("pixels", f"a page {number + 1} of {width} x {height} pixels, and {most_of_page} are taken")
+    if total > most_of_all:
+        raise Refused("pixels", f"pages of {total} pixels together, and {most_of_all} are taken")
+    return map(_as_png, (page.render(scale=scale).to_pil() for page in pdf))
+
+
+def _as_png(image: Any) -> str:
+    image.convert("RGB").save(file := BytesIO(), "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def html_text(data: bytes, charset: str) -> Iterable[str]:
@@ -198,7 +228,9 @@ def _plain(text: str) -> str:
 
 
 Reader = Callable[[bytes, str], Iterable[str]]
-READERS: Final[dict[str, Reader]] = {"pdf": pdf_text, "html": html_text}
+"""Of a file, and how it is read: a charset, or bounds."""
+
+READERS: Final[dict[str, Reader]] = {"pdf": pdf_text, "pages": pdf_pages, "html": html_text}
 
 
 def cleaned(pieces: Iterable[str]) -> bytes:
@@ -207,10 +239,10 @@ def cleaned(pieces: Iterable[str]) -> bytes:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def extracted(kind: str, charset: str, max_bytes: int) -> tuple[str, bytes]:
+def extracted(kind: str, how: str, max_bytes: int) -> tuple[str, bytes]:
     """The word of the output, and what follows it."""
     try:
-        text = cleaned(READERS[kind](sys.stdin.buffer.read(), charset))
+        text = cleaned(READERS[kind](sys.stdin.buffer.read(), how))
     except Refused as refusal:
         return refusal.args[0], refusal.args[1].encode()
     except MemoryError:
@@ -233,7 +265,7 @@ def bound(memory_bytes: int, cpu_s: int) -> None:
 
 
 if __name__ == "__main__":
-    kind, charset, max_bytes, memory_bytes, cpu_s = sys.argv[1:]
+    kind, how, max_bytes, memory_bytes, cpu_s = sys.argv[1:]
     bound(int(memory_bytes), int(cpu_s))
-    word, behind = extracted(kind, charset, int(max_bytes))
+    word, behind = extracted(kind, how, int(max_bytes))
     sys.stdout.buffer.write(word.encode() + b"\n" + behind)

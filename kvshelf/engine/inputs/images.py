@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
 
-from kvshelf.api.options import ImagePart
+from kvshelf.api.options import MAX_IMAGE_PIXELS, MAX_PIXELS, ImagePart
 from kvshelf.artifact.identity import Layout
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model.images import FAMILIES, ImageEncoder, PlacedImage, pixels, pixels_digest, size_of
@@ -14,9 +13,6 @@ from kvshelf.model.text import EncodedDocument, TemplateOptions, TextFormat
 from kvshelf.model.tokens import Place
 
 Span = tuple[int, int]
-
-MAX_PIXELS: Final = 1 << 26
-"""Of all images of a document together. They are decoded one after another, before the prefill and at its beginning."""
 
 
 def require_encoder(encoder: ImageEncoder | None, name: str) -> ImageEncoder:
@@ -40,6 +36,13 @@ def fewest_tokens(encoder: ImageEncoder, files: Sequence[bytes]) -> int:
     """Of the images of a document, by their headers: each of them may yet be turned, as its EXIF says. Raises
     `InvalidRequest` about an image, by its number, or about too many pixels."""
     sizes = [size_of(data, f"images[{number}]") for number, data in enumerate(files)]
+    for number, (width, height) in enumerate(sizes):
+        if width * height > MAX_IMAGE_PIXELS:
+            raise InvalidRequest(
+                f"images[{number}]: the image has {width} x {height} pixels, and {MAX_IMAGE_PIXELS} are taken; make it "
+                "smaller",
+                param=f"images[{number}]",
+            )
     if (total := sum(width * height for width, height in sizes)) > MAX_PIXELS:
         raise InvalidRequest(
             f"the images have {total} pixels together, and {MAX_PIXELS} are taken; make them smaller", param="images"

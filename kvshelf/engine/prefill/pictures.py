@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -11,12 +14,15 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.engine.soft import Placed
-from kvshelf.model.images import pixels
+from kvshelf.model.images import ImageEncoder, PlacedImage, Scaled
+
+_PAUSE_S: Final = 0.002
+"""Between two checkpoints while an image is read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """placed: of a document's images; None where it has none. seconds: that the vision tower took."""
+    """placed: of a document's images; None where it has none. seconds: that they took."""
 
     placed: Placed | None = None
     seconds: float = 0.0
@@ -24,16 +30,31 @@ class Pictures:
     @classmethod
     def of(cls, passes: Passes, job: Job, checkpoint: Checkpoint) -> Pictures:
         """Of the document of a job. A file is decoded here again: until now it waited, and is a tenth of its pixels.
-        `checkpoint` is called behind each image, and may raise."""
+        That, and what makes the image smaller, is beside this thread, one image at a time; `checkpoint` is called
+        meanwhile and behind each image, and may raise."""
         encoder = passes.facts.images
         if not job.images or encoder is None:
             return cls()
         states, rows, seconds = [], list[int](), 0.0
-        for number, image in enumerate(job.images):
-            started, param = time.perf_counter(), f"images[{number}]"
-            ids = job.document.token_ids[image.first : image.end]
-            states.append(encoder.states(pixels(image.data, param), ids, param))
-            rows += [at for at, token in enumerate(ids, image.first) if token == encoder.token_id]
-            seconds += time.perf_counter() - started
-            checkpoint()
+        beside = ThreadPoolExecutor(1, thread_name_prefix="images")
+        try:
+            for number, image in enumerate(job.images):
+                param, ids = f"images[{number}]", job.document.token_ids[image.first : image.end]
+                reading = beside.submit(_scaled, encoder, image, ids, param)
+                while wait([reading], _PAUSE_S).not_done:
+                    checkpoint()
+                scaled, read_s = reading.result()
+                started = time.perf_counter()
+                states.append(encoder.states(scaled, param))
+                rows += [at for at, token in enumerate(ids, image.first) if token == encoder.token_id]
+                seconds += read_s + time.perf_counter() - started
+                checkpoint()
+        finally:
+            beside.shutdown(wait=False, cancel_futures=True)  # who has left does not hold up the model
         return cls(Placed(torch.tensor(rows), torch.cat(states)), seconds)
+
+
+def _scaled(encoder: ImageEncoder, image: PlacedImage, token_ids: Sequence[int], param: str) -> tuple[Scaled, float]:
+    """With the seconds that it took."""
+    started = time.perf_counter()
+    return encoder.scaled(image.data, token_ids, param), time.perf_counter() - started

@@ -14,7 +14,7 @@ from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.shapes import Logprob
 from kvshelf.errors import InvalidRequest
 
-OURS: Final = {"sources", "stored_cache_id", "not_stored", "recomputed", "linked"}
+OURS: Final = {"sources", "exact", "stored_cache_id", "not_stored", "recomputed", "linked"}
 """The fields of an answer that are not OpenAI's, see `ours_of`."""
 
 
@@ -28,6 +28,7 @@ def ours_of(answer: Answer, *, together: bool) -> dict[str, Any]:
     served = answer.served
     fields = {
         "sources": answer.shares if together else None,
+        "exact": answer.exact,
         "stored_cache_id": served.stored_cache_id,
         "not_stored": served.not_stored,
         "recomputed": list(served.remade) or None,

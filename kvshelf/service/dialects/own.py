@@ -8,7 +8,8 @@ from kvshelf import api
 from kvshelf.api.answers import Answer, Piece
 
 _SILENT: Final = (
-    *("compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "linked", "reasoning_content"),
+    *("exact", "compare", "recomputed", "passages", "logprobs", "stored_cache_id", "not_stored", "linked"),
+    "reasoning_content",
 )
 """Fields that an answer has only if they apply."""
 
@@ -32,7 +33,11 @@ def together(answer: Answer) -> api.JointAnswer:
     """An answer as that of all its caches together."""
     remade = list(answer.served.remade) or None
     return api.JointAnswer(
-        **_said(answer), cache_ids=list(answer.served.cache_ids), sources=answer.shares, recomputed=remade
+        **_said(answer),
+        cache_ids=list(answer.served.cache_ids),
+        sources=answer.shares,
+        exact=answer.exact,
+        recomputed=remade,
     )
 
 

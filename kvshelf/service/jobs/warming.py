@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
-from kvshelf.api.caches import MOST_WARM
+from kvshelf.api.caches import MOST_WARM, WarmedReplica
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.service.engines import EngineClient, serving
@@ -29,7 +30,7 @@ def labelled(store: Store, tenant: str, labels: Mapping[str, str], model: str | 
     return list(page.data)
 
 
-async def warm(
+async def warm_labelled(
     store: Store,
     engines: Mapping[str, EngineClient],
     identities: Mapping[str, ModelIdentity],
@@ -40,14 +41,27 @@ async def warm(
 ) -> None:
     """Have the caches of all tenants with these labels in the memory of each replica of their model, for which they
     must fit together. Caches of models that are not served stay where they are."""
-    by_model: dict[str, list[tuple[str, str]]] = {}
+    manifests = list[Manifest]()
     for tenant in tenants:
         for manifest in await asyncio.to_thread(labelled, store, tenant, labels):
-            try:
-                model = serving(identities, ModelIdentity(**manifest.identity["model"]))
-            except ModelMismatch:
-                continue
-            by_model.setdefault(model, []).append((tenant, manifest.id))
-    for model, keys in by_model.items():
-        for replica in await engines[model].warm(keys, caller=Caller(deadline_s=limit_s)):
-            log.info("caches are warm", model=model, **replica.model_dump())
+            with suppress(ModelMismatch):
+                serving(identities, ModelIdentity(**manifest.identity["model"]))
+                manifests.append(manifest)
+    for replica in await warm(engines, identities, manifests, caller=Caller(deadline_s=limit_s)):
+        log.info("caches are warm", **replica.model_dump())
+
+
+async def warm(
+    engines: Mapping[str, EngineClient],
+    identities: Mapping[str, ModelIdentity],
+    manifests: Sequence[Manifest],
+    *,
+    caller: Caller,
+) -> list[WarmedReplica]:
+    """Have caches in the memory of each replica of their model, one model after the other. Raises as
+    `EngineClient.warm`, and `ModelMismatch` for a cache of a model that is not served, before any is read."""
+    by_model: dict[str, list[tuple[str, str]]] = {}
+    for manifest in manifests:
+        model = serving(identities, ModelIdentity(**manifest.identity["model"]))
+        by_model.setdefault(model, []).append((manifest.tenant, manifest.id))
+    return [replica for model, keys in by_model.items() for replica in await engines[model].warm(keys, caller=caller)]

@@ -17,7 +17,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.body import read_query
 from kvshelf.service.http.events import EVENT_STREAM, event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.jobs.warming import labelled
+from kvshelf.service.jobs.warming import labelled, warm
 from kvshelf.service.routes.requests import request_json
 from kvshelf.service.service import TAKES_TOKENS, InService, Service, cache_object, cache_response, etag_of, written
 from kvshelf.store.base import Store
@@ -137,11 +137,10 @@ def _listed(store: Store, filters: api.ListCaches, tenant: str) -> Response:
 @router.post("/warm", response_model=api.WarmedCaches, openapi_extra=openapi.body_of(api.WarmCaches))
 async def warm_caches(request: Request, service: InService, caller: Writer) -> Response:
     """Have caches in the memory of every replica before their questions come: for as long as an unused cache stays
-    there, after those that nobody asks or warms. What does not fit is refused before anything is read."""
+    there, after those that nobody asks or warms. What does not fit is refused before anything of its model is read."""
     body = await read_json(request, api.WarmCaches, service)
     manifests = await off_loop(_to_warm, service.store, body, caller.tenant)
-    keys = [(caller.tenant, manifest.id) for manifest in manifests]
-    warming = service.engine_for_all(manifests).warm(keys, caller=service.within(caller))
+    warming = warm(service.engines, service.identities, manifests, caller=service.within(caller))
     return written(api.WarmedCaches(data=await until_hangup(request, warming)))
 
 

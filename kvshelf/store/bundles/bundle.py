@@ -30,10 +30,18 @@ from kvshelf.store.erasure.signing import Signer, signed_by
 
 
 def push(
-    place: BundlePlace, name: str, exports: Iterable[bytes], signer: Signer, producer: str = "", software: str = ""
+    place: BundlePlace,
+    name: str,
+    exports: Iterable[bytes],
+    signer: Signer,
+    producer: str = "",
+    software: str = "",
+    *,
+    signature_only: bool = False,
 ) -> IndexEntry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
-    written, read back and compared before the index names it. Raises `InvalidRequest`, `StoreUnavailable`."""
+    written, read back and compared before the index names it. signature_only: without the exports themselves, for who
+    has the shelf (`SignedCaches`). Raises `InvalidRequest`, `StoreUnavailable`."""
     if not layout.is_name(name):
         raise InvalidRequest(
             f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
@@ -47,7 +55,8 @@ def push(
         about, model = _said(export)
         models = layout.models_of([*models, model])
         said.append(about.model_copy(update={"model": models.index(model)}))
-        layers.append(_add(place, export, layout.EXPORT_TYPE))
+        digest = layout.digest_of(export) if signature_only else _keep(place, export)
+        layers.append(_descriptor(export, digest, layout.EXPORT_TYPE))
     if not layers:
         raise InvalidRequest("no cache was named; a bundle has one at least", param="CACHE")
     described = BundleAbout(
@@ -59,7 +68,7 @@ def push(
         models=models,
         caches=said,
     )
-    config = _add(place, layout.written(described), layout.ABOUT_TYPE)
+    config = _descriptor(about_file := layout.written(described), _keep(place, about_file), layout.ABOUT_TYPE)
     manifest = layout.written(ImageManifest(config=config, layers=layers))
     digest = _keep(place, manifest)
     signature = signer.signature(layout.signed_text(digest))
@@ -107,7 +116,7 @@ class Bundle:
         for _ in self.exports():
             pass
 
-    def require_models(self, fingerprints: Iterable[str | None]) -> None:
+    def require_models(self, fingerprints: Iterable[str]) -> None:
         """Raise `InvalidRequest` for a cache of a model that is none of these, by `ModelIdentity.fingerprint`."""
         known = set(fingerprints)
         for header in self.about.models:
@@ -127,12 +136,24 @@ class Bundle:
 def opened(place: BundlePlace, trust: Trust, name: str | None = None) -> Bundle:
     """The bundle of a name at a place, or the only one there. Raises `InvalidRequest` with a reason: `malformed`,
     `digest_mismatch`, `bad_signature`, `untrusted_key`, `newer_format` or `rollback`."""
+    return _opened(place, trust, layout.entry_of(_known_index(place), name))
+
+
+def bundles_at(place: BundlePlace, trust: Trust) -> list[Bundle]:
+    """All bundles at a place. Raises as `opened`, for any of them."""
+    return [_opened(place, trust, entry) for entry in _known_index(place).manifests]
+
+
+def _known_index(place: BundlePlace) -> ImageIndex:
     version = place.read(layout.LAYOUT_FILE, layout.MAX_JSON)
     if version is None:
         raise refused("malformed", f"there is none: the place has no {layout.LAYOUT_FILE}")
     if version != layout.LAYOUT:
         raise refused("malformed", f"{layout.LAYOUT_FILE} is not that of version 1.0.0")
-    entry = layout.entry_of(_index(place), name)
+    return _index(place)
+
+
+def _opened(place: BundlePlace, trust: Trust, entry: IndexEntry) -> Bundle:
     signed = entry.annotations
     producer = trust.require(signed.key)
     if not signed_by(signed.key, signed.signature, layout.signed_text(entry.digest)):
@@ -186,8 +207,8 @@ def _said(export: bytes) -> tuple[Said, ModelHeader]:
     return said, identity.model
 
 
-def _add(place: BundlePlace, data: bytes, media_type: str) -> Descriptor:
-    return Descriptor.model_validate({"mediaType": media_type, "digest": _keep(place, data), "size": len(data)})
+def _descriptor(data: bytes, digest: str, media_type: str) -> Descriptor:
+    return Descriptor.model_validate({"mediaType": media_type, "digest": digest, "size": len(data)})
 
 
 def _keep(place: BundlePlace, data: bytes) -> str:

@@ -77,9 +77,9 @@ class Trust:
         """Remember a bundle whose caches are on the shelf. Raises as `require_newer`."""
         with locked(self._path, param=PARAM):
             self.require_newer(key, bundle, sequence, manifest)
-            content = self._read()
-            taken = content.taken | {_place(key, bundle): Taken(sequence=sequence, manifest=manifest)}
-            self._write(content.model_copy(update={"taken": taken}))
+            content, newest = self._read(), Taken(sequence=sequence, manifest=manifest)
+            if content.taken.get(_place(key, bundle)) != newest:
+                self._write(content.model_copy(update={"taken": content.taken | {_place(key, bundle): newest}}))
 
     def _read(self) -> _TrustedKeys:
         try:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
@@ -32,7 +33,7 @@ from kvshelf.store.disk.database import FILE_NAME, Database, known_key
 from kvshelf.store.disk.faults import translated
 from kvshelf.store.disk.folder import Folder
 from kvshelf.store.disk.index import SqliteIndex
-from kvshelf.store.index import require_blobs_place
+from kvshelf.store.index import Entry, Filters, require_blobs_place
 from kvshelf.store.jobs.transforms import KeptTransforms
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.rules import Rules
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
     from kvshelf.artifact.opened.arriving import ArrivingCache
     from kvshelf.artifact.opened.partial import PartialCache
+    from kvshelf.store.bundles.signed import SignedCaches
 
 ResultT = TypeVar("ResultT")
 
@@ -51,6 +53,9 @@ _TRIES: Final = 10
 
 _BUSY_S: Final = 10.0
 _WAL_INDEX_HEADER: Final = 48  # bytes
+
+_UNSIGNED: Final = {"source": None, "tried": (), "certificate": None, "min_quality": None}
+"""What a manifest says of a cache that a bundle does not say."""
 
 _OLD: Final = 2
 """Copies that stay, so that who reads the last one can finish."""
@@ -66,12 +71,34 @@ class _ReadFolder(Folder):
         """It stays where it is."""
 
 
-class Below:
-    """The shelf in a folder that is only read."""
+class _SignedIndex(SqliteIndex):
+    """In which a cache that is not as a trusted key has signed it counts as corrupt, and nothing is said of others that
+    no signature covers."""
 
-    def __init__(self, folder: Path, rules: Rules) -> None:
+    signed: SignedCaches
+
+    def find(self, cache_id: str, tenant: str) -> Entry | None:
+        entry = super().find(cache_id, tenant)
+        return None if entry is None else self._signed(entry)
+
+    def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
+        return [self._signed(entry) for entry in super().listing(query, now, before, limit)]
+
+    def _signed(self, entry: Entry) -> Entry:
+        if entry.state != "ready":
+            return entry
+        manifest = entry.manifest()
+        if (problem := self.signed.problem(manifest)) is not None:
+            return replace(entry, state="corrupt", problem=problem)
+        return replace(entry, text=manifest.model_copy(update=_UNSIGNED).model_dump_json())
+
+
+class Below:
+    """The shelf in a folder that is only read. signed: which of its caches are taken; None: all."""
+
+    def __init__(self, folder: Path, rules: Rules, signed: SignedCaches | None = None) -> None:
         """Raises `InvalidRequest` for a folder that is no shelf, and `StoreUnavailable`."""
-        self.folder = folder
+        self.folder, self.signed = folder, signed
         self._rules = Rules(keyring=rules.keyring)
         if not (folder / FILE_NAME).is_file() or not (folder / "blobs").is_dir():
             raise InvalidRequest(f"there is no shelf with its blobs in {folder}, to lie under another", param="store")
@@ -136,7 +163,11 @@ class Below:
         except StoreUnavailable as error:
             raise StoreUnavailable(error.message.replace(str(copy), str(self.folder))) from error
         require_blobs_place(f"the shelf at {self.folder}", place, None)
-        return Shelf(SqliteIndex(database, key, time.time), self._blobs, rules=self._rules)
+        if self.signed is None:
+            return Shelf(SqliteIndex(database, key, time.time), self._blobs, rules=self._rules)
+        index = _SignedIndex(database, key, time.time)
+        index.signed = self.signed
+        return Shelf(index, self._blobs, rules=self._rules)
 
 
 class _Transforms(KeptTransforms):
@@ -155,14 +186,16 @@ class Overlay(DiskStore):
     below: Below
 
     @classmethod
-    def open_over(cls, home: Path, below: Path, *, rules: Rules, key: bytes | None = None) -> Self:
+    def open_over(
+        cls, home: Path, below: Path, *, rules: Rules, key: bytes | None = None, signed: SignedCaches | None = None
+    ) -> Self:
         """Raises as `DiskStore.open` and `Below`, and `InvalidRequest` for a shelf with another key than the one
         below."""
         if home == below:
             raise InvalidRequest(
                 f"{home} cannot lie over itself; name another folder for your own shelf", param="store"
             )
-        under = Below(below, rules)
+        under = Below(below, rules, signed)
         theirs = under.shelf().key
         try:
             if key not in (None, theirs) or known_key(home) not in (None, theirs):
@@ -198,10 +231,24 @@ class Overlay(DiskStore):
         return self._first(lambda shelf: Shelf.open_blob(shelf, cache_id, tenant=tenant))
 
     def source(self, cache_id: str, *, tenant: str = "default") -> Source:
-        return self._first(lambda shelf: Shelf.source(shelf, cache_id, tenant=tenant))
+        return self._kept_of(cache_id, tenant, lambda shelf: Shelf.source(shelf, cache_id, tenant=tenant))
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, Source]:
-        return self._first(lambda shelf: Shelf.original(shelf, cache_id, tenant=tenant))
+        return self._kept_of(cache_id, tenant, lambda shelf: Shelf.original(shelf, cache_id, tenant=tenant))
+
+    def _kept_of(self, cache_id: str, tenant: str, read: Callable[[Shelf], ResultT]) -> ResultT:
+        """Of a source. No signature covers one, so that of a signed cache below is as if it were not kept."""
+        if self.below.signed is None:
+            return self._first(read)
+        try:
+            return read(self)
+        except CacheNotFound:
+            self.stat(cache_id, tenant=tenant)
+            raise SourceNotKept(
+                f"the source of cache {cache_id} is on the shelf below, and no signature covers it; put the document "
+                "here to have it",
+                param="cache_id",
+            ) from None
 
     def _first(self, read: Callable[[Shelf], ResultT]) -> ResultT:
         """What one reads of this shelf, else of the one below; if neither has it, raises what this shelf says of a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported, StateConflict
+from kvshelf.errors import Cancelled, DocumentTooLong, InvalidRequest, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
 from tests.images import OLDER, block, picture, processor, save_image_model
 
@@ -277,3 +278,18 @@ def test_vllm_is_not_given_what_it_was_not_tried_with(engine: Engine) -> None:
     reading.require_own(made["text"], {})  # type: ignore[arg-type]
     with pytest.raises(PolicyUnsupported, match="with images"):
         reading.require_own(made["seen"], {})  # type: ignore[arg-type]
+
+
+def test_an_image_is_read_beside_the_models_thread(engine: Engine) -> None:
+    """So answers go on meanwhile, and who leaves ends the work before the image is read."""
+    document = [{"text": ROWS}, block(picture(3, 2400, 2400), compress_level=1)]
+    level, calls = engine.compressor.level(engine.prepare(document, policy="full"), "none"), list[None]()
+    engine.run_levels([level], checkpoint=lambda: calls.append(None))
+    assert len(calls) > len(engine.passes.layer_shapes) + 10, "more than one for each layer and one behind the image"
+
+    def leave() -> None:
+        raise Cancelled("the caller went away")
+
+    with pytest.raises(Cancelled):
+        engine.run_levels([level], checkpoint=leave)
+    assert any(thread.name.startswith("images") for thread in threading.enumerate()), "nobody waited for the image"

@@ -17,7 +17,7 @@ SAID = {"id", "object", "text", "finish_reason", "usage", "load_ms"}
 
 def test_a_plain_answer_has_no_field_that_does_not_apply() -> None:
     assert own.wire(own.alone(PLAIN)).keys() == SAID | {"cache_id", "policy", "compression_ratio"}
-    assert own.wire(own.together(PLAIN)).keys() == SAID | {"cache_ids", "sources"}
+    assert own.wire(own.together(PLAIN)).keys() == SAID | {"cache_ids", "sources", "exact"}
     assert own.wire(own.delta(Piece("a"))) == {"object": "answer.delta", "text": "a"}
 
 

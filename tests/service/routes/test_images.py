@@ -12,15 +12,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from PIL import Image
 
 from kvshelf.client import Client
+from kvshelf.corpus.input.extract import ExtractLimits, page_images
 from kvshelf.errors import InvalidRequest, PolicyUnsupported, SourceNotKept
 from tests.conftest import LiveService
 from tests.images import OLDER, block, picture, save_image_model
+from tests.service.files import pdf
 
 pytestmark = pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
+LIMITS = ExtractLimits(64 << 20, 1 << 30, 60.0)
 TEXT = "The harbour of Brask has forty berths. The wheel is under the kettle. " * 4
 DOCUMENT: list[Any] = [{"text": TEXT, "protect": True}, block(picture(1)), {"text": "The tide is on the other page."}]
 
@@ -108,3 +112,39 @@ def test_the_command_puts_images_behind_a_text(client: Client, running: LiveServ
     gone = subprocess.run(command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, check=False)
     assert gone.returncode == 2
     assert "gone.png" in gone.stdout + gone.stderr
+
+
+def test_the_command_puts_the_pages_of_a_pdf(client: Client, running: LiveService, tmp_path: Path) -> None:
+    pytest.importorskip("pypdfium2", reason="the extra pages")
+    (tmp_path / "report.pdf").write_bytes(pdf("The wheel is under the kettle.", "The tide is on the other page."))
+    command = [sys.executable, "-m", "kvshelf", "put", "report.pdf", "--pages-as-images", "--dpi", "40", "--json"]
+    put = subprocess.run([*command, "--url", running.url], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert put.returncode == 0, put.stderr
+    made = json.loads(put.stdout)
+    pages = anyio.run(page_images, (tmp_path / "report.pdf").read_bytes(), LIMITS, "report.pdf", 40)
+    assert made["id"] == client.caches.create(document=[{"type": "image", "data": page} for page in pages]).id
+    assert made["name"] == "report.pdf"
+    (tmp_path / "report.pdf").write_text("no PDF")
+    put = subprocess.run([*command, "--url", running.url], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (put.returncode, "report.pdf is no PDF" in put.stderr + put.stdout) == (2, True)
+
+
+def test_a_conversation_about_images_goes_on_after_a_restart(
+    start_service: Callable[..., AbstractContextManager[LiveService]], tmp_path: Path
+) -> None:
+    """Its slot is the cache of the turn: with the images, which nobody sends or encodes again."""
+    save_image_model(tmp_path / "model")
+    with start_service(tmp_path, tmp_path / "model") as service, Client(service.url) as client:
+        document = client.caches.create(document=DOCUMENT)
+        turn = client.caches.query(document.id, prompt="Where is the wheel?", max_tokens=4, store=True)
+        assert turn.stored_cache_id is not None
+        before = client.caches.query(turn.stored_cache_id, prompt="And the tide?", max_tokens=8)
+        other = client.caches.create(document=[DOCUMENT[0], block(picture(2)), DOCUMENT[2]])
+    with start_service(tmp_path, tmp_path / "model") as service, Client(service.url) as client:
+        after = client.caches.query(turn.stored_cache_id, prompt="And the tide?", max_tokens=8)
+        assert (after.text, after.usage) == (before.text, before.usage)
+        assert after.usage.cache_read_tokens > document.tokens.document
+        assert after.usage.prefill_tokens < 30, "the question alone"
+        for at, cache in ((1, document), (2, other)):  # each image has its own
+            again = client.caches.create(document=[DOCUMENT[0], block(picture(at)), DOCUMENT[2]])
+            assert (again.id, again.existing) == (cache.id, True)

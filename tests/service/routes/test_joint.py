@@ -21,7 +21,7 @@ from tests.service.scrape import moving
 if TYPE_CHECKING:
     from tests.conftest import LiveService
 
-FIELDS = {"id", "object", "cache_ids", "text", "finish_reason", "usage", "load_ms", "sources"}
+FIELDS = {"id", "object", "cache_ids", "text", "finish_reason", "usage", "load_ms", "sources", "exact"}
 UNKNOWN = "kvs_" + "0" * 40
 KINDS: tuple[dict[str, Any], ...] = (
     {"document": "The lamp of the lighthouse burns whale oil. " * 20, "compression_ratio": 0.75},
@@ -73,6 +73,7 @@ def test_one_cache_in_a_list_answers_as_by_itself(http: httpx.Client, caches: li
     alone = http.post(f"/v1/caches/{cache_id}/query", json={"prompt": "tide", "max_tokens": 8}).json()
     assert (together["text"], together["usage"]) == (alone["text"], alone["usage"])
     assert together["sources"] == [{"cache_id": cache_id, "share": 1.0}]
+    assert "exact" not in together
 
 
 def test_prompts_messages_and_streams(http: httpx.Client, caches: list[dict[str, Any]]) -> None:
@@ -343,6 +344,7 @@ def test_a_chat_about_several_caches_has_sources(http: httpx.Client, caches: lis
     assert not any("sources" in chunk for chunk in [*chunks, usage])
     assert last["choices"][0]["finish_reason"] == "length"
     assert [source["cache_id"] for source in last["sources"]] == ids
+    assert (whole["exact"], last["exact"]) == (False, False)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == answer["text"]
     one = chat(http, cache_ids=ids[:1]).json()
     assert one["sources"] == [{"cache_id": ids[0], "share": 1.0}]

@@ -1,0 +1,98 @@
+"""Whether the documents of a corpus are to be kept on the shelf, or searched for passages at each question: by what
+both cost at their lengths, questions and prices. What a search misses is counted by nothing here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from kvshelf.api.usage.prices import DAY_S, Prices
+from kvshelf.corpus.plan import Lengths, PlannedWork, Speed
+from kvshelf.errors import InvalidRequest
+from kvshelf.workers.replica.create.sizes import Dimensions
+
+ASSUMPTIONS: Final = (
+    "Of a question only what is read of its document is counted: from a kept one nothing, of passages their prefill.",
+    "A search may miss the passage that answers; `kvshelf bench search` measures that. Here it is counted as no cost.",
+)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """How a document is asked. passages: tokens that each question would prefill of a document that is not kept."""
+
+    questions: int
+    days: float
+    passages: int
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """Documents of one length, each in the currency of the prices. made: to prefill and compress it, stored: to keep it
+    for the days; passages: what one question prefills of it otherwise. pays_from: with so many questions keeping
+    costs no more; None: it never does."""
+
+    tokens: int
+    documents: int
+    made: float
+    stored: float
+    passages: float
+    pays_from: int | None
+
+    def kept_at(self, questions: int) -> bool:
+        return self.pays_from is not None and questions >= self.pays_from
+
+
+@dataclass(frozen=True)
+class KeepingAdvice:
+    """lengths: the shortest first. all_kept, all_retrieved: what the corpus costs one way; cheaper: each length its
+    own. kept: documents that are kept then."""
+
+    demand: Demand
+    currency: str
+    lengths: tuple[LengthCost, ...]
+    all_kept: float
+    all_retrieved: float
+    cheaper: float
+    kept: int
+
+
+def advise_keeping(
+    lengths: Lengths, shape: Dimensions, work: PlannedWork, speed: Speed, demand: Demand, prices: Prices, model: str
+) -> KeepingAdvice:
+    """The advice for a corpus. model: whose prices count. Raises `InvalidRequest` where nothing has a price."""
+    if not prices.second(model):
+        raise InvalidRequest(
+            f"worker_hour of {model!r} is 0 in the prices, so that nothing speaks for or against keeping a document",
+            param="--prices",
+        )
+    documents: dict[int, int] = {}
+    for tokens, count in lengths:
+        documents[tokens] = documents.get(tokens, 0) + count
+    costs = tuple(
+        _cost(tokens, count, work.stored_bytes(shape, tokens), speed, demand, prices, model)
+        for tokens, count in sorted(documents.items())
+    )
+    kept = [cost.documents * (cost.made + cost.stored) for cost in costs]
+    retrieved = [cost.documents * cost.passages * demand.questions for cost in costs]
+    keeps = [cost.kept_at(demand.questions) for cost in costs]
+    return KeepingAdvice(
+        demand=demand,
+        currency=prices.currency,
+        lengths=costs,
+        all_kept=sum(kept),
+        all_retrieved=sum(retrieved),
+        cheaper=sum(ours if keep else theirs for keep, ours, theirs in zip(keeps, kept, retrieved, strict=True)),
+        kept=sum(cost.documents for keep, cost in zip(keeps, costs, strict=True) if keep),
+    )
+
+
+def _cost(
+    tokens: int, documents: int, nbytes: int, speed: Speed, demand: Demand, prices: Prices, model: str
+) -> LengthCost:
+    made, stored = tokens / speed.tokens_per_s * prices.second(model), prices.stored(nbytes, demand.days * DAY_S)
+    read = min(demand.passages, tokens)
+    passages = prices.saved(model, read, read / speed.tokens_per_s)
+    pays_from = max(1, math.ceil((made + stored) / passages)) if passages else None
+    return LengthCost(tokens, documents, made, stored, passages, pays_from)

@@ -1,0 +1,43 @@
+"""Times of day at which something is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+_DAY_S: Final = 86_400
+_SPAN: Final = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Times of day in UTC. spans: minutes of the day, `[begin, end)`; one that ends before it begins goes over
+    midnight. None at all: every hour."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Self:
+        """Of `07:30-18:00`. Raises `ValueError` that names the one at fault."""
+        spans = []
+        for text in texts:
+            match = _SPAN.fullmatch(text)
+            numbers = list(map(int, match.groups())) if match else []
+            if not match or max(numbers[::2]) > 23 or max(numbers[1::2]) > 59:
+                raise ValueError(
+                    f"{text!r:.80} is no span of a day; write 07:30-18:00, in UTC, and commas between several"
+                )
+            begin, end = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
+            if begin == end:
+                raise ValueError(f"{text!r:.80} begins when it ends; leave it out for the whole day")
+            spans.append((begin, end))
+        return cls(tuple(spans))
+
+    def begin_in_s(self, now: float) -> float:
+        """Seconds until the next span begins; 0 inside one. now: Unix seconds."""
+        minute = now % _DAY_S / 60
+        if not self.spans or any((minute - begin) % 1440 < (end - begin) % 1440 for begin, end in self.spans):
+            return 0.0
+        return 60 * min((begin - minute) % 1440 for begin, _ in self.spans)
