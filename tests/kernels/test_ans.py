@@ -42,7 +42,7 @@ def drawn(order: list[int], rows: int, seed: int = 0, spread: float = 1.0) -> an
 
 def decoded(form, runs: list[bytes], rows: list[int], order: list[int]):
     data = torch.frombuffer(bytearray(b"".join(runs) or b"\0"), dtype=torch.uint8)[: sum(map(len, runs))]
-    return form.decode(data, [len(run) for run in runs], rows, TABLES, order)
+    return form.decode(ans.Runs(data, [len(run) for run in runs], rows, order), TABLES)
 
 
 @pytest.mark.parametrize("module", FORMS)
