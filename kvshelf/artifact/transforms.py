@@ -83,11 +83,16 @@ class RowTransform:
         """What decodes on a device, which holds it from then on: of the same `synthesis`, with the weight undone in its
         bases, so that `analysis` is no longer its inverse."""
         if device not in self._elsewhere:
-            each = torch.stack([self.synthesis(head).T for head in range(len(self.mean))])
-            bases = {"joint": self.synthesis(None).T, "each": each, "weight": None}
-            tensors = {"mean": self.mean, "joint_slope": self.joint_slope, "each_slope": self.each_slope, **bases}
-            moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-            self._elsewhere[device] = replace(self, **moved)
+            slopes = [None if slope is None else slope.to(device) for slope in (self.joint_slope, self.each_slope)]
+            self._elsewhere[device] = replace(
+                self,
+                mean=self.mean.to(device),
+                joint=self.synthesis(None).T.to(device),
+                each=torch.stack([self.synthesis(head).T for head in range(len(self.mean))]).to(device),
+                weight=None,
+                joint_slope=slopes[0],
+                each_slope=slopes[1],
+            )
         return self._elsewhere[device]
 
     def analysis(self, head: int | None) -> Tensor:

@@ -12,11 +12,14 @@ import torch
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.transforms import KINDS
+from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.model import calibration
 from kvshelf.training.transform_search import find_transforms
 from tests.conftest import save_random_model
+from tests.store.caches import make_cache
+from tests.store.transforms import make_coder
 
 TEXT = " ".join(f"Item {i} weighs {i * i % 97} grams and lies in box {i * 7 % 31}." for i in range(40))
 
@@ -139,3 +142,28 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
         with pytest.raises(PolicyUnsupported, match="cannot be undone") as error:
             refused()
         assert error.value.param == "codec"
+
+
+def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch):
+    """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
+    cache, coder, devices = (
+        make_cache(3, num_tokens=30, lengths=((30, 30),) * 2),
+        make_coder(),
+        [torch.device("cpu")] * 2,
+    )
+    coded = cache.encoded("klt", coder)
+    expected = Attachment(coded, devices, None, coder)
+    rows = coded.layers[1].values
+    data = rows.data.clone()
+    data[-1] = 0  # a stream never ends in a zero
+    damaged = replace(coded, layers=(coded.layers[0], replace(coded.layers[1], values=replace(rows, data=data))))
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    whole, broken = (Attachment(each, devices, None, coder) for each in (coded, damaged))
+    for found, layers in ((whole, (0, 1)), (broken, (0,))):
+        for layer in layers:
+            (ours,), (theirs,) = found.prefixes(layer), expected.prefixes(layer)
+            assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
+            assert torch.allclose(ours.values, theirs.values, atol=1e-4)
+    with pytest.raises(BlobError, match="is not what an encoder writes"):
+        broken.prefixes(1)
+    assert broken.failed

@@ -376,7 +376,7 @@ def _decoded(records: Records, decode: Callable[[int, LayerRecord], LayerRecord]
     decoded: Records = tuple(Future() for _ in records)
 
     def begin(index: int, record: Future[LayerRecord]) -> None:
-        threads.submit(_settle, decoded[index], lambda: decode(index, record.result()))
+        threads.submit(_settle, decoded[index], lambda index: decode(index, record.result()), index)
 
     for index, record in enumerate(records):
         record.add_done_callback(partial(begin, index))
@@ -402,7 +402,7 @@ def _decoded_together(
         with suppress(Exception):
             made = together({index: records[index].result() for index in there})
         for index in there:
-            _settle(decoded[index], lambda index=index: made.get(index) or alone(index, records[index].result()))
+            _settle(decoded[index], lambda index: made.get(index) or alone(index, records[index].result()), index)
 
     def begin(index: int, _: Future[LayerRecord]) -> None:
         waiting.put(index)
@@ -413,9 +413,9 @@ def _decoded_together(
     return decoded
 
 
-def _settle(future: Future[LayerRecord], make: Callable[[], LayerRecord]) -> None:
+def _settle(future: Future[LayerRecord], make: Callable[[int], LayerRecord], index: int) -> None:
     try:
-        future.set_result(make())
+        future.set_result(make(index))
     except Exception as error:  # any error: threads wait for the layer
         future.set_exception(error)
 
