@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,7 +61,7 @@ class Counts(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name == "_local_scalar_dense":
             self.waits += 1
-        elif not name.startswith(_WITHOUT_A_LAUNCH) and not _is_view(func, args, result):
+        elif not name.startswith(_WITHOUT_A_LAUNCH) and not _is_view(func, args, result) and not _interpreting():
             self._count(name, [args, kwargs, result])
         return result
 
@@ -78,6 +77,14 @@ def _is_view(func: Any, args: Any, result: Any) -> bool:
     if given is None or made is None or func._schema.is_mutable:
         return False
     return given.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+
+
+def _interpreting() -> bool:
+    """Whether Triton's interpreter called: it copies what its kernel is given, and back."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"] != "triton.runtime.interpreter":
+        frame = frame.f_back
+    return frame.f_back is not None
 
 
 def _kernels() -> Iterator[Any]:

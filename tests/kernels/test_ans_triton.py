@@ -12,7 +12,7 @@ import torch
 from kvshelf.kernels import ans
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import ans as reference
-from tests.kernels.test_ans import TABLES, drawn
+from tests.kernels.streams import TABLES, drawn
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,18 @@ from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.rates import CPU
 
-__all__ = ["BITS", "ESCAPE", "Runs", "Tables", "can_encode", "decode", "encode", "require_encoder", "side_by_side"]
+__all__ = [
+    "BITS",
+    "ENTRY_ROWS",
+    "ESCAPE",
+    "Runs",
+    "Tables",
+    "can_encode",
+    "decode",
+    "encode",
+    "require_encoder",
+    "side_by_side",
+]
 
 
 def can_encode() -> bool:
