@@ -72,14 +72,14 @@ class _Group:
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each stream."""
-        found: list[int] = (self.sizes & ~np.uint32(_FRAME)).astype(np.int64).tolist()
-        return found
+        sizes: list[int] = (self.sizes & ~np.uint32(_FRAME)).astype(np.int64).tolist()
+        return sizes
 
     @property
     def framed(self) -> list[bool]:
         """Which streams are Zstandard frames."""
-        found: list[bool] = ((self.sizes & np.uint32(_FRAME)) != 0).tolist()
-        return found
+        frames: list[bool] = ((self.sizes & np.uint32(_FRAME)) != 0).tolist()
+        return frames
 
     @property
     def streams(self) -> Sequence[Tensor]:
@@ -276,19 +276,19 @@ class CodedRows(ByteRows):
 
 
 def states_together(
-    asked: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
+    arrays: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
 ) -> list[Tensor]:
     """The `states` of many arrays on a device, whose streams are decoded in one launch. transforms: on the device.
     Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
-    groups = [list(rows._groups(transform, tables)) for rows, transform in asked]
+    groups = [list(rows._groups(transform, tables)) for rows, transform in arrays]
     codes = iter(_decoded([group for of_rows in groups for group in of_rows], tables, device))
-    found = []
-    for (rows, transform), of_rows in zip(asked, groups, strict=True):
+    states = []
+    for (rows, transform), of_rows in zip(arrays, groups, strict=True):
         out = torch.empty(rows.shape, device=device)
         for group in of_rows:
             rows._multiply(next(codes), rows._basis(transform, group), transform, group, out, 0)
-        found.append(rows._with_first_rows(out))
-    return found
+        states.append(rows._with_first_rows(out))
+    return states
 
 
 def encode_rows(
@@ -401,7 +401,7 @@ def _narrow(codes: Any) -> Any:
 
 def _decoded(groups: Sequence[_Group], tables: ans.Tables, device: torch.device) -> list[Tensor]:
     """Codes `[C, rows of all runs]` fp32 of each group."""
-    found = []
+    whole = []
     for group, (codes, sound) in zip(
         groups, ans.decode([group.coded() for group in groups], tables, device), strict=True
     ):
@@ -416,8 +416,8 @@ def _decoded(groups: Sequence[_Group], tables: ans.Tables, device: torch.device)
                 for run, count, frame in runs
             ]
             codes = torch.cat(parts, dim=1)
-        found.append(codes)
-    return found
+        whole.append(codes)
+    return whole
 
 
 def _used(codes: Tensor) -> int:

@@ -96,7 +96,7 @@ class LayerCoder:
 
     def on(self, device: torch.device) -> LayerCoder:
         """What decodes on a device: its transforms are there."""
-        return replace(self, transform={kind: found.decoder_on(device) for kind, found in self.transform.items()})
+        return replace(self, transform={kind: own.decoder_on(device) for kind, own in self.transform.items()})
 
     def _finished(self, record: PackedRecord, states: Tensor, values: Tensor) -> PackedRecord:
         """The record with plain rows, by the states of its keys and values, on their device."""
@@ -138,21 +138,19 @@ def plain_layers(
 ) -> dict[int, LayerRecord]:
     """As `plain_layer`, of several layers at once, whose rows are then on a device that decodes streams side by side.
     Raises as `plain_layer`, whichever of the layers it is."""
-    entries = {index: found for index, layer in layers.items() if (found := entries_of(layer)) is not None}
-    asked: list[tuple[LayerCoder, PackedRecord]] = [
-        (coder.layer(index, repositioned).on(device), part)
-        for index, found in entries.items()
-        for part in parts_of(found)
+    entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
+    records: list[tuple[LayerCoder, PackedRecord]] = [
+        (coder.layer(index, repositioned).on(device), part) for index, own in entries.items() for part in parts_of(own)
     ]
-    arrays = [(rows, of_layer.transform[kind]) for of_layer, record in asked for kind, rows in _coded(record).items()]
+    arrays = [(rows, of_layer.transform[kind]) for of_layer, record in records for kind, rows in _coded(record).items()]
     states = iter(states_together(arrays, coder.transforms.tables, device))
     made = iter(
         [
             of_layer._finished(record, next(states), next(states)) if _coded(record) else record
-            for of_layer, record in asked
+            for of_layer, record in records
         ]
     )
-    plain = {index: entries_from([next(made) for _ in parts_of(found)]) for index, found in entries.items()}
+    plain = {index: entries_from([next(made) for _ in parts_of(own)]) for index, own in entries.items()}
     return {index: with_entries(layer, plain[index]) if index in plain else layer for index, layer in layers.items()}
 
 
@@ -178,7 +176,7 @@ def plain_record(record: PackedRecord, of_layer: LayerDecoder | None = None) -> 
 def _coded(record: PackedRecord) -> dict[Kind, CodedRows]:
     """The keys and the values of a record that is coded; of any other nothing."""
     rows: dict[Kind, Any] = {"keys": record.keys, "values": record.values}
-    return rows if all(isinstance(found, CodedRows) for found in rows.values()) else {}
+    return rows if all(isinstance(own, CodedRows) for own in rows.values()) else {}
 
 
 def _alike(record: Packed) -> bool:

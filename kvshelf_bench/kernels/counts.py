@@ -32,7 +32,6 @@ class Counts(TorchDispatchMode):
         self.nbytes = 0
         self.waits = 0
         self._hooked: list[Any] = []
-        self._hooks: list[Callable[..., None]] = []
 
     @property
     def total(self) -> int:
@@ -67,16 +66,18 @@ class Counts(TorchDispatchMode):
 
     def _count(self, name: str, tensors: Any) -> None:
         self.launches[name] += 1
-        found = {(each.data_ptr(), each.numel()): each for each in tree_leaves(tensors) if isinstance(each, Tensor)}
-        self.nbytes += sum(each.numel() * each.element_size() for each in found.values())
+        own = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        self.nbytes += sum(
+            {(leaf.data_ptr(), leaf.numel()): leaf.numel() * leaf.element_size() for leaf in own}.values()
+        )
 
 
 def _is_view(func: Any, args: Any, result: Any) -> bool:
     """Whether an operation only looks at its first argument in another way."""
-    given, made = (next((x for x in tree_leaves(each) if isinstance(x, Tensor)), None) for each in (args, result))
-    if given is None or made is None or func._schema.is_mutable:
+    taken, made = (next((x for x in tree_leaves(of) if isinstance(x, Tensor)), None) for of in (args, result))
+    if taken is None or made is None or func._schema.is_mutable:
         return False
-    return given.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+    return taken.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
 
 
 def _interpreting() -> bool:
@@ -91,4 +92,4 @@ def _kernels() -> Iterator[Any]:
     """Triton's kernels of the package that are imported."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kvshelf.kernels.") and name.endswith(".triton"):
-            yield from (each for each in vars(module).values() if hasattr(each, "add_pre_run_hook"))
+            yield from (kernel for kernel in vars(module).values() if hasattr(kernel, "add_pre_run_hook"))

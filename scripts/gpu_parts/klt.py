@@ -132,9 +132,9 @@ def _attached(part: Part, document: object, cache: CompressedCache, coder: Coder
     further = 0
     for index, layer in enumerate(cache.decoded(coder).layers):
         (prefix,) = document.prefixes(index)  # type: ignore[attr-defined]
-        for found, expected in zip((prefix.keys, prefix.values), _rows(layer), strict=True):
+        for rows, expected in zip((prefix.keys, prefix.values), _rows(layer), strict=True):
             allowed = expected.float().abs() / 64 + 1e-4 * expected.float().abs().max()  # two units of bfloat16
-            further += int(((found.cpu().float() - expected.float()).abs() > allowed).sum())
+            further += int(((rows.cpu().float() - expected.float()).abs() > allowed).sum())
     part.row("numbers on the device further from the C reader's than rounding", further, at_most=0)
 
 

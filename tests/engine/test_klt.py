@@ -158,12 +158,12 @@ def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeyp
     data[-1] = 0  # a stream never ends in a zero
     damaged = replace(coded, layers=(coded.layers[0], replace(coded.layers[1], values=replace(rows, data=data))))
     monkeypatch.setenv("KVSHELF_KERNELS", "triton")
-    for each, layers in ((coded, (0, 1)), (damaged, (0,))):
-        found = Attachment(each, devices, None, coder)
+    for cached, layers in ((coded, (0, 1)), (damaged, (0,))):
+        attached = Attachment(cached, devices, None, coder)
         for layer in layers:
-            (ours,), (theirs,) = found.prefixes(layer), expected.prefixes(layer)
+            (ours,), (theirs,) = attached.prefixes(layer), expected.prefixes(layer)
             assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
             assert torch.allclose(ours.values, theirs.values, atol=1e-4)
     with pytest.raises(BlobError, match="is not what an encoder writes"):
-        found.prefixes(1)
-    assert found.failed
+        attached.prefixes(1)
+    assert attached.failed

@@ -77,7 +77,7 @@ def test_columns_name_the_channels_of_a_query():
 def test_every_kernel_compiles_and_fits(compile_all, dtype):
     tables = {"scores": "*fp32", "rows": "*i32"}
     places = {"ends": "*i32", "starts": "*i32", **dict.fromkeys(("place", "most", "num_units"), "i32")}
-    score = {"asked": "*fp32", "low": f"*{dtype}", "span": f"*{dtype}", "forced": "*u8", **tables, **places}
+    score = {"members": "*fp32", "low": f"*{dtype}", "span": f"*{dtype}", "forced": "*u8", **tables, **places}
     score |= dict.fromkeys(("low_unit", "low_column", "span_unit", "span_column"), "i32")
     score |= dict.fromkeys(("scale", "linear", "relu"), "fp32")
     variants = [

@@ -12,7 +12,7 @@ from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import row_norms as reference
 from tests.kernels.test_row_norms import DTYPES, layouts
 
-SHAPES = [(1, 1, 1), (2, 5, 3), (3, 300, 24), (1, 70, 128), (2, 3, 1100)]
+SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100)]
 
 
 @pytest.mark.usefixtures("forced_triton")

@@ -28,16 +28,16 @@ def choose(queries: Tensor, choice: Choice) -> None:
     if any(units.parents is not None or units.width > _WIDEST for units in choice.units):
         return eager.choose(queries, choice)
     heads = len(choice.units[0].counts)
-    asked = queries.float().view(heads, -1, queries.shape[1])
+    members = queries.float().view(heads, -1, queries.shape[1])
     if choice.columns is not None:
-        asked = asked.gather(2, choice.columns.unsqueeze(1).expand(-1, asked.shape[1], -1))
-    asked = asked.contiguous()
+        members = members.gather(2, choice.columns.unsqueeze(1).expand(-1, members.shape[1], -1))
+    members = members.contiguous()
     most = [max(units.counts) for units in choice.units]
     scores = torch.empty(heads, sum(most), dtype=torch.float32, device=queries.device)
     rows = torch.empty_like(scores, dtype=torch.int32)
     places = [sum(most[:number]) for number in range(len(most))]
     for units, place, count in zip(choice.units, places, most, strict=True):
-        _scored(asked, units, choice, scores, rows, place, count)
+        _scored(members, units, choice, scores, rows, place, count)
     tile = {"BLOCK": min(_BLOCK, triton.next_power_of_2(sum(most))), "num_warps": 4}
     _take[(heads,)](scores, rows, sum(most), choice.budget, CUT=choice.cut, **tile)
     for units, chosen, place in zip(choice.units, choice.chosen, places, strict=True):
@@ -47,23 +47,25 @@ def choose(queries: Tensor, choice: Choice) -> None:
     return None
 
 
-def _scored(asked: Tensor, units: Units, choice: Choice, scores: Tensor, rows: Tensor, place: int, count: int) -> None:
+def _scored(
+    members: Tensor, units: Units, choice: Choice, scores: Tensor, rows: Tensor, place: int, count: int
+) -> None:
     """Launch `_score` for one document."""
     width = triton.next_power_of_2(units.width)
     block = rows_of_tile(width)
     span = units.low if units.span is None else units.span
     strides = [table.stride()[:: -1 if units.by_column else 1] for table in (units.low, span)]
     _score[(triton.cdiv(count, block), len(units.counts))](
-        asked, units.low, span, units.ends, units.forced.view(torch.uint8), units.starts, scores, rows, place, count,
+        members, units.low, span, units.ends, units.forced.view(torch.uint8), units.starts, scores, rows, place, count,
         scores.shape[1], *strides[0], *strides[1], units.scale, choice.linear, choice.relu,
-        GROUP=asked.shape[1], WIDTH=units.width, BLOCK_WIDTH=width, BLOCK=block, SPAN=units.span is not None,
+        GROUP=members.shape[1], WIDTH=units.width, BLOCK_WIDTH=width, BLOCK=block, SPAN=units.span is not None,
         MEAN=choice.group == "mean", FORCE=choice.force, num_warps=warps(block * width),
     )  # fmt: skip
 
 
 @triton.jit
 def _score(
-    asked, low, span, ends, forced, starts, scores, rows, place, most, num_units,
+    members, low, span, ends, forced, starts, scores, rows, place, most, num_units,
     low_unit, low_column, span_unit, span_column, scale, linear, relu,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     MEAN: tl.constexpr, FORCE: tl.constexpr,
@@ -84,7 +86,7 @@ def _score(
         spans = spans.to(tl.float32)
     best = tl.full([BLOCK], 0.0 if MEAN else float("-inf"), tl.float32)
     for member in range(GROUP):
-        query = tl.load(asked + (head * GROUP + member) * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+        query = tl.load(members + (head * GROUP + member) * WIDTH + columns, mask=columns < WIDTH, other=0.0)
         score = tl.sum(lows * query[None, :], axis=1)
         if SPAN:
             feature = linear * query + relu * tl.where(query < 0, 0.0, query)

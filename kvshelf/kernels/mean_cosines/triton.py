@@ -64,5 +64,5 @@ def _cosines(
     tile, inverses = _directed(states + head * head_stride, stride, index, num_rows, DIM, BLOCK_DIM)
     channels = tl.arange(0, BLOCK_DIM)
     axis = tl.load(axes + head * DIM + channels, mask=channels < DIM, other=0.0)
-    found = tl.sum(tile * axis[None, :], axis=1) * inverses
-    tl.store(cosines + head * num_rows + index, found, mask=index < num_rows)
+    products = tl.sum(tile * axis[None, :], axis=1)
+    tl.store(cosines + head * num_rows + index, products * inverses, mask=index < num_rows)
