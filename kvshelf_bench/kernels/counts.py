@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 _WITHOUT_A_LAUNCH = ("empty", "new_empty", "set_", "resize_", "detach", "lift_fresh", "alias", "prim")
 
 
-class Counts(TorchDispatchMode):
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Counts() as counts:` launches and bytes of what runs inside.
 
     launches: how often each operation or kernel ran. nbytes: of all tensors that they read or write, each counted in
@@ -27,7 +27,7 @@ class Counts(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.nbytes = 0
         self.waits = 0
@@ -41,11 +41,11 @@ class Counts(TorchDispatchMode):
         for kernel in _kernels():
             kernel.add_pre_run_hook(hook := self._hook(kernel.__name__))
             self._hooked.append((kernel, hook))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for kernel, hook in self._hooked:
             kernel.pre_run_hooks.remove(hook)
 
@@ -92,4 +92,4 @@ def _kernels() -> Iterator[Any]:
     """Triton's kernels of the package that are imported."""
     for name, module in list(sys.modules.items()):
         if name.startswith("kvshelf.kernels.") and name.endswith(".triton"):
-            yield from (kernel for kernel in vars(module).values() if hasattr(kernel, "add_pre_run_hook"))
+            yield from (kernel for kernel in vars(module).values() if hasattr(kernel, "pre_run_hooks"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count
 from queue import SimpleQueue
@@ -34,6 +34,8 @@ from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.methods.method import Needs
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
+
+_LOG = logging.getLogger(__name__)
 
 Wait = Callable[[Future[Any]], None]
 """Called repeatedly while a layer, or some rows of it, have not arrived."""
@@ -399,8 +401,10 @@ def _decoded_together(
         if not there:  # decoded with those before
             return
         made: dict[int, LayerRecord] = {}
-        with suppress(Exception):
+        try:
             made = together({index: records[index].result() for index in there})
+        except Exception as error:  # whatever it is, the CPU reads the same bytes, or says which are wrong
+            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", there, type(error).__name__, error)
         for index in there:
             _settle(decoded[index], lambda index: made.get(index) or alone(index, records[index].result()), index)
 
