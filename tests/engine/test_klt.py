@@ -147,7 +147,7 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
 def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch):
     """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
     cache, coder, devices = (
-        make_cache(3, num_tokens=30, lengths=((30, 30),) * 2),
+        make_cache(3, num_tokens=10, lengths=((10, 10),) * 2),
         make_coder(),
         [torch.device("cpu")] * 2,
     )
