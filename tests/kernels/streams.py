@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvshelf.kernels import ans
+from kvshelf.kernels.ans.tables import Ints
 
 
-def table(deviation: float) -> ans.Ints:
+def table(deviation: float) -> Ints:
     """Frequencies of a two-sided exponential distribution, and one slot for the escape."""
     reach = max(1, int(5 * deviation))
     shares = np.exp(-np.abs(np.arange(-reach, reach + 1)) * 1.4 / deviation)
@@ -20,7 +21,7 @@ DEVIATIONS = (0.1, 0.5, 2.0, 9.0)
 TABLES = ans.Tables([table(deviation) for deviation in DEVIATIONS])
 
 
-def drawn(order: list[int], rows: int, seed: int = 0, spread: float = 1.0) -> ans.Ints:
+def drawn(order: list[int], rows: int, seed: int = 0, spread: float = 1.0) -> Ints:
     draw = np.random.default_rng(seed)
     sizes = [draw.laplace(0, spread * DEVIATIONS[table] / 1.4, rows) for table in order]
     return np.round(np.stack(sizes)).astype(np.int32) if sizes else np.zeros((0, rows), np.int32)
