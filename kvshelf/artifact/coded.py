@@ -59,7 +59,7 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class _HeadGroup:
     """Heads that are transformed together. head: the one, or None: all. order: the table of each channel. rows, sizes:
     of each run, and the entry of its size; data: `[bytes]`, the streams."""
 
@@ -92,7 +92,7 @@ class _Group:
         data = self.data if len(kept) == len(self.rows) else torch.cat([self.data[:0], *(streams[i] for i in kept)])
         return ans.Runs(data, [len(streams[i]) for i in kept], [self.rows[i] for i in kept], self.order)
 
-    def parts(self, runs: int) -> Iterator[_Group]:
+    def parts(self, runs: int) -> Iterator[_HeadGroup]:
         """The group, so many runs at a time."""
         at = 0
         for start in range(0, len(self.rows), runs):
@@ -234,7 +234,7 @@ class CodedRows(ByteRows):
                 done += sum(few.rows)
         return self._with_first_rows(out)
 
-    def _groups(self, transform: RowTransform, tables: ans.Tables) -> Iterator[_Group]:
+    def _groups(self, transform: RowTransform, tables: ans.Tables) -> Iterator[_HeadGroup]:
         """What is decoded, in order."""
         shifts = self._shifts
         begin, sizes = self._streams
@@ -244,15 +244,15 @@ class CodedRows(ByteRows):
             order = _shifted(
                 transform.order(self.step_parts, head), shifts.ravel() if self.joint else shifts[number], tables
             )
-            group = _Group(head, order, rows, sizes[runs : runs + len(rows)], self.data[at:])
+            group = _HeadGroup(head, order, rows, sizes[runs : runs + len(rows)], self.data[at:])
             yield replace(group, data=group.data[: sum(group.nbytes)])
             at, runs = at + sum(group.nbytes), runs + len(rows)
 
-    def _basis(self, transform: RowTransform, group: _Group) -> Tensor:
+    def _basis(self, transform: RowTransform, group: _HeadGroup) -> Tensor:
         return transform.synthesis(group.head) * (self.step_parts / STEP_PARTS * transform.unit)
 
     def _multiply(
-        self, codes: Tensor, basis: Tensor, transform: RowTransform, group: _Group, out: Tensor, done: int
+        self, codes: Tensor, basis: Tensor, transform: RowTransform, group: _HeadGroup, out: Tensor, done: int
     ) -> None:
         """Write rows of `out` `[entries, D]` fp32, behind those that are done, from codes `[C, n]` of all heads, or of
         one alone. basis: `[C, H * D]`, or `[D, D]`. The last channels are often all zeros, and are left out."""
@@ -399,7 +399,7 @@ def _narrow(codes: Any) -> Any:
     return np.ascontiguousarray(codes).astype("<i1" if largest < 1 << 7 else "<i2" if largest < 1 << 15 else "<i4")
 
 
-def _decoded(groups: Sequence[_Group], tables: ans.Tables, device: torch.device) -> list[Tensor]:
+def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.device) -> list[Tensor]:
     """Codes `[C, rows of all runs]` fp32 of each group."""
     whole = []
     for group, (codes, sound) in zip(
