@@ -18,8 +18,8 @@ The array of a blob, all integers little-endian:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Self
 
@@ -32,6 +32,7 @@ from kvshelf.artifact.codecs import RUN_ROWS
 from kvshelf.artifact.transforms import STEP_PARTS, RowTransform
 from kvshelf.errors import BlobError
 from kvshelf.kernels import ans
+from kvshelf.kernels.rates import CPU
 
 FIRST_TOKENS: Final = 4
 
@@ -57,8 +58,52 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 """Applies a rotation, or undoes it: states `[..., N, D]` fp32 and positions `[N]` to the same shape."""
 
 
+@dataclass(frozen=True, eq=False)
+class _HeadGroup:
+    """Heads that are transformed together. head: the one, or None: all. order: the table of each channel. rows, sizes:
+    of each run, and the entry of its size; data: `[bytes]`, the streams."""
+
+    head: int | None
+    order: list[int]
+    rows: list[int]
+    sizes: Any
+    data: Tensor
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each stream."""
+        sizes: list[int] = (self.sizes & ~np.uint32(_FRAME)).astype(np.int64).tolist()
+        return sizes
+
+    @property
+    def framed(self) -> list[bool]:
+        """Which streams are Zstandard frames."""
+        frames: list[bool] = ((self.sizes & np.uint32(_FRAME)) != 0).tolist()
+        return frames
+
+    @property
+    def streams(self) -> Sequence[Tensor]:
+        return torch.split(self.data, self.nbytes)
+
+    def coded(self) -> ans.Runs:
+        """The streams that are no frames."""
+        kept = [number for number, frame in enumerate(self.framed) if not frame]
+        streams = self.streams
+        data = self.data if len(kept) == len(self.rows) else torch.cat([self.data[:0], *(streams[i] for i in kept)])
+        return ans.Runs(data, [len(streams[i]) for i in kept], [self.rows[i] for i in kept], self.order)
+
+    def parts(self, runs: int) -> Iterator[_HeadGroup]:
+        """The group, so many runs at a time."""
+        at = 0
+        for start in range(0, len(self.rows), runs):
+            own = slice(start, start + runs)
+            size = sum(self.nbytes[own])
+            yield replace(self, rows=self.rows[own], sizes=self.sizes[own], data=self.data[at : at + size])
+            at += size
+
+
 class ByteRows:
-    """Rows held as the bytes of a blob's array, which the CPU decodes."""
+    """Rows held as the bytes of a blob's array, in the memory of the CPU until they are decoded."""
 
     data: Tensor
 
@@ -71,7 +116,7 @@ class ByteRows:
         return self.data.nbytes
 
     def to(self, device: torch.device | str) -> Self:  # noqa: ARG002
-        """Itself: it is decoded on the CPU."""
+        """Itself: its parts are found by the CPU, whatever decodes them."""
         return self
 
 
@@ -163,6 +208,12 @@ class CodedRows(ByteRows):
         if turn is None:
             return states.to(self.dtype)
         out = states.to(self.dtype, copy=True)
+        shape = (len(self.lengths), self.lengths[0], self.num_channels)
+        if len(set(self.lengths)) == len(set(self.first)) == 1 and all(map(positions[0].equal, positions)):
+            first = self.first[0]  # heads that lie alike are turned in one call
+            if first < shape[1]:
+                out.view(shape)[:, first:] = turn(states.view(shape)[:, first:], positions[0][first:].long())
+            return out
         heads, lengths = torch.split(out, list(self.lengths)), list(self.lengths)
         for head, rows, places, first in zip(heads, torch.split(states, lengths), positions, self.first, strict=True):
             if len(rows) > first:
@@ -174,43 +225,70 @@ class CodedRows(ByteRows):
 
         Raises `BlobError` for streams that no encoder writes.
         """
+        out = torch.empty(self.shape)
+        for group in self._groups(transform, tables):
+            basis, done = self._basis(transform, group), 0
+            for few in group.parts(_RUNS_AT_ONCE):
+                (codes,) = _decoded([few], tables, CPU)
+                self._multiply(codes, basis, transform, group, out, done)
+                done += sum(few.rows)
+        return self._with_first_rows(out)
+
+    def _groups(self, transform: RowTransform, tables: ans.Tables) -> Iterator[_HeadGroup]:
+        """What is decoded, in order."""
         shifts = self._shifts
         begin, sizes = self._streams
-        nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64)
-        out = torch.empty(sum(self.lengths), self.num_channels)
-        heads = torch.split(out, list(self.lengths))
         at, runs = 4 * begin, 0
-        for group, rows in enumerate(self.run_rows):
-            order = transform.order(self.step_parts, None if self.joint else group)
-            order = _shifted(order, shifts.ravel() if self.joint else shifts[group], tables)
-            members = range(len(heads)) if self.joint else [group]
-            basis = transform.synthesis(None if self.joint else group) * (self.step_parts / STEP_PARTS * transform.unit)
-            means = transform.mean if self.joint else transform.mean[group : group + 1]
-            places = [heads[head][self.first[head] :] for head in members]
-            done = 0
-            for few in (rows[start : start + _RUNS_AT_ONCE] for start in range(0, len(rows), _RUNS_AT_ONCE)):
-                own = slice(runs, runs + len(few))
-                size = int(nbytes[own].sum())
-                codes = _decoded(self.data[at : at + size], sizes[own], few, tables, order)
-                self._multiply(codes, basis, means, [place[done : done + sum(few)] for place in places])
-                runs, at, done = own.stop, at + size, done + sum(few)
-        for head, first, kept in zip(heads, self.first, self._first_rows(), strict=True):
+        for number, rows in enumerate(self.run_rows):
+            head = None if self.joint else number
+            order = _shifted(
+                transform.order(self.step_parts, head), shifts.ravel() if self.joint else shifts[number], tables
+            )
+            group = _HeadGroup(head, order, rows, sizes[runs : runs + len(rows)], self.data[at:])
+            yield replace(group, data=group.data[: sum(group.nbytes)])
+            at, runs = at + sum(group.nbytes), runs + len(rows)
+
+    def _basis(self, transform: RowTransform, group: _HeadGroup) -> Tensor:
+        return transform.synthesis(group.head) * (self.step_parts / STEP_PARTS * transform.unit)
+
+    def _multiply(
+        self, codes: Tensor, basis: Tensor, transform: RowTransform, group: _HeadGroup, out: Tensor, done: int
+    ) -> None:
+        """Write rows of `out` `[entries, D]` fp32, behind those that are done, from codes `[C, n]` of all heads, or of
+        one alone. basis: `[C, H * D]`, or `[D, D]`. The last channels are often all zeros, and are left out."""
+        used = _used(codes)
+        heads = range(len(self.lengths)) if group.head is None else [group.head]
+        columns, places = torch.split(basis[:used], self.num_channels, dim=1), torch.split(out, list(self.lengths))
+        for head, own in zip(heads, columns, strict=True):
+            place = places[head][self.first[head] + done :][: codes.shape[1]]
+            torch.addmm(transform.mean[head], codes[:used].T, own, out=place)
+
+    def _with_first_rows(self, out: Tensor) -> Tensor:
+        for head, first, kept in zip(torch.split(out, list(self.lengths)), self.first, self._first_rows(), strict=True):
             head[:first] = kept
         return out
-
-    def _multiply(self, codes: Tensor, basis: Tensor, means: Tensor, places: Sequence[Tensor]) -> None:
-        """Write the rows `[n, D]` fp32 of all heads, or of one alone, from codes `[C, n]`. basis: `[C, H * D]`, or `[D,
-        D]`. The last channels are often all zeros, and are left out."""
-        used = _used(codes)
-        columns = torch.split(basis[:used], self.num_channels, dim=1)
-        for place, mean, own in zip(places, means, columns, strict=True):
-            torch.addmm(mean, codes[:used].T, own, out=place)
 
     def _first_rows(self) -> list[Tensor]:
         _, _, begin, end = self._layout
         raw = torch.from_numpy(self._words[begin:end]).view(torch.bfloat16)
         rows = raw[: sum(self.first) * self.num_channels].view(-1, self.num_channels).float()
         return list(torch.split(rows, self.first))
+
+
+def states_together(
+    arrays: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
+) -> list[Tensor]:
+    """The `states` of many arrays on a device, whose streams are decoded in one launch. transforms: on the device.
+    Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
+    groups = [list(rows._groups(transform, tables)) for rows, transform in arrays]
+    codes = iter(_decoded([group for of_rows in groups for group in of_rows], tables, device))
+    states = []
+    for (rows, transform), of_rows in zip(arrays, groups, strict=True):
+        out = torch.empty(rows.shape, device=device)
+        for group in of_rows:
+            rows._multiply(next(codes), rows._basis(transform, group), transform, group, out, 0)
+        states.append(rows._with_first_rows(out))
+    return states
 
 
 def encode_rows(
@@ -321,31 +399,31 @@ def _narrow(codes: Any) -> Any:
     return np.ascontiguousarray(codes).astype("<i1" if largest < 1 << 7 else "<i2" if largest < 1 << 15 else "<i4")
 
 
-def _decoded(data: Tensor, sizes: Any, rows: Sequence[int], tables: ans.Tables, order: Sequence[int]) -> Tensor:
-    """Codes `[C, rows of all runs]` fp32."""
-    framed = (sizes & np.uint32(_FRAME)) != 0
-    nbytes = (sizes & ~np.uint32(_FRAME)).astype(np.int64).tolist()
-    if not framed.any():
-        found, sound = ans.decode(data, nbytes, rows, tables, order)
+def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.device) -> list[Tensor]:
+    """Codes `[C, rows of all runs]` fp32 of each group."""
+    whole = []
+    for group, (codes, sound) in zip(
+        groups, ans.decode([group.coded() for group in groups], tables, device), strict=True
+    ):
         if not all(sound):
             raise _malformed("a stream", "is not what an encoder writes")
-        return found
-    parts, at = [], 0
-    for frame, size, count in zip(framed.tolist(), nbytes, rows, strict=True):
-        run = data[at : at + size]
-        at += size
-        if frame:
-            parts.append(_unframed(run, count, len(order)))
-        else:
-            found, sound = ans.decode(run, [size], [count], tables, order)
-            if not sound[0]:
-                raise _malformed("a stream", "is not what an encoder writes")
-            parts.append(found)
-    return torch.cat(parts, dim=1)
+        if any(group.framed):
+            rows = [count for count, frame in zip(group.rows, group.framed, strict=True) if not frame]
+            coded = iter(torch.split(codes, rows, dim=1))
+            runs = zip(group.streams, group.rows, group.framed, strict=True)
+            parts = [
+                _unframed(run, count, len(group.order)).to(device) if frame else next(coded)
+                for run, count, frame in runs
+            ]
+            codes = torch.cat(parts, dim=1)
+        whole.append(codes)
+    return whole
 
 
 def _used(codes: Tensor) -> int:
     """Channels of `[C, n]` up to the last one that is not all zeros: counted from the end, which reads no more."""
+    if codes.device.type != "cpu":
+        return int((codes.any(dim=1) * torch.arange(1, len(codes) + 1, device=codes.device)).amax())
     used = len(codes)
     while used and not codes[used - 1].any():
         used -= 1

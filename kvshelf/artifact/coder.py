@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec, refused
-from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows, Turn, encode_rows
+from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows, Turn, encode_rows, states_together
 from kvshelf.artifact.packed import Packed
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.artifact.records import LayerRecord, Merged, PackedRecord, entries_from, entries_of, parts_of, with_entries
@@ -89,12 +89,22 @@ class LayerCoder:
 
     def decoded(self, record: PackedRecord) -> PackedRecord:
         """The record with plain rows. Raises `BlobError` for streams that no encoder writes."""
-        if not isinstance(record.keys, CodedRows) or not isinstance(record.values, CodedRows):
+        if not _coded(record):
             return record
-        states = record.keys.states(self.transform["keys"], self.tables)
+        states = (rows.states(self.transform[kind], self.tables) for kind, rows in _coded(record).items())
+        return self._finished(record, *states)
+
+    def on(self, device: torch.device) -> LayerCoder:
+        """What decodes on a device: its transforms are there."""
+        return replace(self, transform={kind: own.decoder_on(device) for kind, own in self.transform.items()})
+
+    def _finished(self, record: PackedRecord, states: Tensor, values: Tensor) -> PackedRecord:
+        """The record with plain rows, by the states of its keys and values, on their device."""
+        assert isinstance(record.keys, CodedRows)
+        assert isinstance(record.values, CodedRows)
         rotate = self.coder.rotate if record.rope_mode == "baked" else None
-        keys = record.keys.placed(states, self._places(record), rotate)
-        values = record.values.states(self.transform["values"], self.tables)
+        places = [places.to(states.device) for places in self._places(record)]
+        keys = record.keys.placed(states, places, rotate)
         if self.transform["values"].joint_slope is not None:
             values += self._foretold(record, states, joint=record.values.joint)
         return replace(record, keys=keys, values=record.values.placed(values, (), None))
@@ -113,14 +123,35 @@ class LayerCoder:
             expected = torch.cat(torch.split(whole, values.each_slope.shape[2], dim=1))
         else:
             expected = torch.cat([rows @ slope for rows, slope in zip(states, values.each_slope, strict=True)])
-        expected[torch.cat(record.positions).cpu() < FIRST_TOKENS] = 0
-        return expected
+        first = torch.cat(record.positions).to(keys.device) < FIRST_TOKENS
+        return expected.masked_fill_(first[:, None], 0)
 
     def _places(self, record: Packed) -> list[Tensor]:
         """The positions that the keys of each head are rotated to, on the CPU, as the keys are while they are coded."""
         if self.repositioned:
             return [torch.arange(length) for length in record.lengths]
         return [each.cpu() for each in record.positions]
+
+
+def plain_layers(
+    layers: Mapping[int, LayerRecord], coder: Coder, repositioned: bool, device: torch.device
+) -> dict[int, LayerRecord]:
+    """As `plain_layer`, of several layers at once, whose rows are then on a device that decodes streams side by side.
+    Raises as `plain_layer`, whichever of the layers it is."""
+    entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
+    records: list[tuple[LayerCoder, PackedRecord]] = [
+        (coder.layer(index, repositioned).on(device), part) for index, own in entries.items() for part in parts_of(own)
+    ]
+    arrays = [(rows, of_layer.transform[kind]) for of_layer, record in records for kind, rows in _coded(record).items()]
+    states = iter(states_together(arrays, coder.transforms.tables, device))
+    made = iter(
+        [
+            of_layer._finished(record, next(states), next(states)) if _coded(record) else record
+            for of_layer, record in records
+        ]
+    )
+    plain = {index: entries_from([next(made) for _ in parts_of(own)]) for index, own in entries.items()}
+    return {index: with_entries(layer, plain[index]) if index in plain else layer for index, layer in layers.items()}
 
 
 def plain_layer(layer: LayerRecord, coder: CacheDecoder | None, index: int, repositioned: bool) -> LayerRecord:
@@ -140,6 +171,12 @@ def plain_record(record: PackedRecord, of_layer: LayerDecoder | None = None) -> 
     planes: dict[str, Any] = {name: array.decode() for name, array in rows.items() if isinstance(array, PlaneRows)}
     record = replace(record, **planes) if planes else record
     return record if of_layer is None else of_layer.decoded(record)
+
+
+def _coded(record: PackedRecord) -> dict[Kind, CodedRows]:
+    """The keys and the values of a record that is coded; of any other nothing."""
+    rows: dict[Kind, Any] = {"keys": record.keys, "values": record.values}
+    return rows if all(isinstance(own, CodedRows) for own in rows.values()) else {}
 
 
 def _alike(record: Packed) -> bool:

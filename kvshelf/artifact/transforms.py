@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal
 
@@ -77,6 +77,23 @@ class RowTransform:
     weight: Tensor | None = None
     joint_slope: Tensor | None = None
     each_slope: Tensor | None = None
+    _elsewhere: dict[torch.device, RowTransform] = field(default_factory=dict, init=False, repr=False)
+
+    def decoder_on(self, device: torch.device) -> RowTransform:
+        """What decodes on a device, which holds it from then on: of the same `synthesis`, with the weight undone in its
+        bases, so that `analysis` is no longer its inverse."""
+        if device not in self._elsewhere:
+            slopes = [None if slope is None else slope.to(device) for slope in (self.joint_slope, self.each_slope)]
+            self._elsewhere[device] = replace(
+                self,
+                mean=self.mean.to(device),
+                joint=self.synthesis(None).T.to(device),
+                each=torch.stack([self.synthesis(head).T for head in range(len(self.mean))]).to(device),
+                weight=None,
+                joint_slope=slopes[0],
+                each_slope=slopes[1],
+            )
+        return self._elsewhere[device]
 
     def analysis(self, head: int | None) -> Tensor:
         """What rows without their mean are multiplied by: `[D, D]` fp32 for one head, or (None) `[H * D, H * D]` for

@@ -16,6 +16,11 @@ def warps(tile: int) -> int:
     return min(16, max(1, tile // 512))
 
 
+def rows_of_tile(width: int) -> int:
+    """Rows of `width` elements that a program takes at a time where it does little with each: 4,096 elements."""
+    return max(1, 4096 // width)
+
+
 @triton.jit
 def load_rows(states, stride, index, valid, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, UPCAST: tl.constexpr):
     """Rows `index` of states, zero where they are not valid and in the padding of the channels."""

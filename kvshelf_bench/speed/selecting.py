@@ -73,7 +73,7 @@ def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str
     selections: list[Selection] = []
 
     def selected() -> float:
-        selections[:] = [_selection(subject, cache, selector, tokens // _SHARE) for cache in caches]
+        selections[:] = [selection_of(subject, cache, selector, tokens // _SHARE) for cache in caches]
         return _step_s(subject, caches, selections)
 
     def fixed() -> float:
@@ -98,7 +98,7 @@ def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str
     )
 
 
-def _selection(subject: Subject, cache: CompressedCache, selector: str, budget: int) -> Selection:
+def selection_of(subject: Subject, cache: CompressedCache, selector: str, budget: int) -> Selection:
     engine = subject.engine
     reading = Reading.parse(selector, 1 / _SHARE)
     chosen = engine.select(

@@ -10,9 +10,12 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Choice, Chosen, Units, choose
 from kvshelf.kernels.column_sums import column_sums
 from kvshelf.kernels.lag_scores import lag_scores
@@ -50,6 +53,7 @@ from tests.kernels.references import rotate as rotate_reference
 from tests.kernels.references import row_norms as norms_reference
 from tests.kernels.references import select as select_reference
 from tests.kernels.references import window_scores as window_reference
+from tests.kernels.streams import DEVIATIONS, TABLES, drawn
 
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -204,6 +208,7 @@ def _small_scores(check: Check) -> None:
     here = check.here(states)
     check.near("row_norms", row_norms(here), norms_reference.row_norms(states))
     check.near("mean_cosines", mean_cosines(here), cosines_reference.mean_cosines(states))
+    check.twice("mean_cosines", lambda: mean_cosines(here))
     angles = torch.rand(150, check.dim, generator=torch.Generator().manual_seed(3))
     tables = angles.cos(), angles.sin(), torch.arange(check.dim).roll(check.dim // 2)
     check.near("rotate", rotate(here, *check.here(*tables)), rotate_reference.rotate(states, *tables))
@@ -296,6 +301,29 @@ def _choose(check: Check) -> None:
     check.equal("choose: counts", found.counts, expected.counts)
     for head, count in enumerate(expected.counts.tolist()):
         check.equal("choose: rows", found.rows[head, :count], expected.rows[head, :count])
+
+
+def _ans(check: Check) -> None:
+    """Streams with entries and without, of several arrays, and one with a bit flipped. Their numbers have no dtype."""
+    if not ans.can_encode():
+        raise PolicyUnsupported("constriction, which encodes, is not installed")
+    rows, channels = ([600, 600, 70], 300) if check.full else ([3, 2], 40)
+    order = [channel % len(DEVIATIONS) for channel in range(channels)]
+    arrays, expected = [], []
+    for seed in range(2):
+        numbers = drawn(order, sum(rows), seed=seed, spread=3)
+        numbers[1::3] = 0
+        parts = np.split(numbers, np.cumsum(rows)[:-1], axis=1)
+        streams = [ans.encode(part, TABLES, order, entry_rows=ans.ENTRY_ROWS if check.full else 3) for part in parts]
+        data = torch.frombuffer(bytearray(b"".join(streams)), dtype=torch.uint8)
+        arrays.append(ans.Runs(data, list(map(len, streams)), rows, order))
+        expected.append(torch.from_numpy(numbers).float())
+    for (codes, sound), numbers in zip(ans.decode(arrays, TABLES, check.device), expected, strict=True):
+        check.equal("ans: which are sound", torch.tensor(sound), torch.ones(len(rows), dtype=torch.bool))
+        check.equal("ans: numbers", codes, numbers)
+    arrays[0].data[arrays[0].sizes[0] - 3] ^= 1
+    (_, sound), _ = ans.decode(arrays, TABLES, check.device)
+    check.equal("ans: the flipped one", torch.tensor(sound[:2]), torch.tensor([False, True]))
 
 
 # Attention
@@ -505,5 +533,6 @@ OPERATIONS: dict[str, Callable[[Check], None]] = {
     "select, pack": _select,
     "merge": _merge,
     "choose": _choose,
+    "ans": _ans,
 }
 """Those that take longest first."""

@@ -11,6 +11,7 @@ import torch
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows
+from kvshelf.artifact.coder import plain_layers
 from kvshelf.artifact.records import Kept, Merged, Parts
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import Transforms
@@ -132,6 +133,21 @@ def test_text_that_repeats_itself_takes_a_third_of_the_bytes() -> None:
     plain, again = (found.encoded("klt:step=0.5", coder) for found in (cache, twice))
     assert again.nbytes < plain.nbytes / 3
     require_equal(CompressedCache.from_bytes(again.to_bytes()).decoded(coder), again.decoded(coder))
+
+
+@pytest.mark.parametrize("codec", ["klt:step=0.5", "klt:heads=each"])
+def test_layers_that_are_decoded_side_by_side_are_those_of_the_cpu(codec, monkeypatch) -> None:
+    """But for the rounding of products. One layer repeats itself, so that its streams are frames."""
+    cache, coder = scaled(((40, 40), (40, 40)), num_tokens=40), make_coder()
+    keys = cache.layers[0].keys.view(2, 40, 8)[:, :2].repeat(1, 20, 1).reshape(80, 8)
+    repeated = replace(cache.layers[0], keys=keys, values=keys, rope_mode="pre")
+    coded = replace(cache, layers=(repeated, cache.layers[1])).encoded(codec, coder)
+    expected = coded.decoded(coder)
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    made = plain_layers(dict(enumerate(coded.layers)), coder, coded.repositioned, torch.device("cpu"))
+    for index, layer in enumerate(expected.layers):
+        for ours, theirs in zip(made[index].dense()[:2], layer.dense()[:2], strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 CLASSES = "klt:classes=0.25/1/4,shares=20/20/20"

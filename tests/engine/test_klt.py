@@ -12,11 +12,14 @@ import torch
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.transforms import KINDS
+from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.engine import Engine
-from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
+from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.model import calibration
 from kvshelf.training.transform_search import find_transforms
 from tests.conftest import save_random_model
+from tests.store.caches import make_cache
+from tests.store.transforms import make_coder
 
 TEXT = " ".join(f"Item {i} weighs {i * i % 97} grams and lies in box {i * 7 % 31}." for i in range(40))
 
@@ -139,3 +142,29 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
         with pytest.raises(PolicyUnsupported, match="cannot be undone") as error:
             refused()
         assert error.value.param == "codec"
+
+
+def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch):
+    """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
+    cache, coder, devices = (
+        make_cache(3, num_tokens=10, lengths=((10, 10),) * 2),
+        make_coder(),
+        [torch.device("cpu")] * 2,
+    )
+    coded = cache.encoded("klt", coder)
+    by_cpu = Attachment(coded, devices, None, coder)
+    expected = [by_cpu.prefixes(layer) for layer in (0, 1)]  # before the form is forced
+    rows = coded.layers[1].values
+    data = rows.data.clone()
+    data[-4:] = 0  # a stream never ends in a zero
+    damaged = replace(coded, layers=(coded.layers[0], replace(coded.layers[1], values=replace(rows, data=data))))
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    for cached, layers in ((coded, (0, 1)), (damaged, (0,))):
+        attached = Attachment(cached, devices, None, coder)
+        for layer in layers:
+            (ours,), (theirs,) = attached.prefixes(layer), expected[layer]
+            assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
+            assert torch.allclose(ours.values, theirs.values, atol=1e-4)
+    with pytest.raises(BlobError, match="is not what an encoder writes"):
+        attached.prefixes(1)
+    assert attached.failed

@@ -15,34 +15,16 @@ from kvshelf.kernels import ans
 from kvshelf.kernels.ans import eager, native
 from kvshelf.kernels.native import library
 from tests.kernels.references import ans as reference
+from tests.kernels.streams import DEVIATIONS, TABLES, drawn
 
 STREAMS = Path(__file__).parents[1] / "oracles" / "ans_streams.npz"
 
 FORMS = [eager, reference, pytest.param(native, marks=pytest.mark.skipif(library() is None, reason="not compiled"))]
 
 
-def table(deviation: float) -> ans.Ints:
-    """Frequencies of a two-sided exponential distribution, and one slot for the escape."""
-    reach = max(1, int(5 * deviation))
-    shares = np.exp(-np.abs(np.arange(-reach, reach + 1)) * 1.4 / deviation)
-    frequencies = np.maximum(1, np.round(shares / shares.sum() * 4000)).astype(np.int32)
-    frequencies[reach] += 4095 - frequencies.sum()
-    return np.append(frequencies, 1).astype(np.int32)
-
-
-DEVIATIONS = (0.1, 0.5, 2.0, 9.0)
-TABLES = ans.Tables([table(deviation) for deviation in DEVIATIONS])
-
-
-def drawn(order: list[int], rows: int, seed: int = 0, spread: float = 1.0) -> ans.Ints:
-    draw = np.random.default_rng(seed)
-    sizes = [draw.laplace(0, spread * DEVIATIONS[table] / 1.4, rows) for table in order]
-    return np.round(np.stack(sizes)).astype(np.int32) if sizes else np.zeros((0, rows), np.int32)
-
-
 def decoded(form, runs: list[bytes], rows: list[int], order: list[int]):
     data = torch.frombuffer(bytearray(b"".join(runs) or b"\0"), dtype=torch.uint8)[: sum(map(len, runs))]
-    return form.decode(data, [len(run) for run in runs], rows, TABLES, order)
+    return form.decode(ans.Runs(data, [len(run) for run in runs], rows, order), TABLES)
 
 
 @pytest.mark.parametrize("module", FORMS)

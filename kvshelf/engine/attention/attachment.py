@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import CacheDecoder, plain_layer
+from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer, plain_layers
 from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
@@ -27,10 +29,13 @@ from kvshelf.artifact.records import (
     states_of,
 )
 from kvshelf.errors import KvshelfError
+from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
 from kvshelf.methods.method import Needs
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
+
+_LOG = logging.getLogger(__name__)
 
 Wait = Callable[[Future[Any]], None]
 """Called repeatedly while a layer, or some rows of it, have not arrived."""
@@ -40,6 +45,9 @@ Records = tuple[Future[LayerRecord], ...]
 
 _NUMBERS = count()
 """Of attachments, in the order in which they were made."""
+
+_LAYERS_TOGETHER = 8
+"""Layers that a card decodes at once: their codes take 4 bytes a number, 2 GiB for 8 of 32k tokens of the 8B shape."""
 
 _SELECTORS_HELD = 4
 """Selectors whose units an attachment keeps: requests set their parameters, and each would take memory."""
@@ -87,7 +95,7 @@ class Attachment:
         self._rotate = rotate
         self._heads = heads
         self._coded = cache.coded
-        self._records = _records_of(cache, coder)
+        self._records = _records_of(cache, coder, devices)
         self._prefixes: dict[int, tuple[Prefix, ...]] = {}
         self._states: dict[int, tuple[State, ...]] = {}
         self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
@@ -344,33 +352,76 @@ Attached = Attachment | JointAttachment
 """What the tokens of a question see before their own."""
 
 
-def _records_of(cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None) -> Records:
+def _records_of(
+    cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None, devices: Sequence[torch.device]
+) -> Records:
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
     if not cache.coded:
         return records
+
+    def alone(index: int, record: LayerRecord) -> LayerRecord:
+        return plain_layer(record, coder, index, cache.repositioned)
+
+    if isinstance(coder, Coder) and len(set(devices)) == 1 and ans.side_by_side(devices[0]):
+        return _decoded_together(
+            records, lambda layers: plain_layers(layers, coder, cache.repositioned, devices[0]), alone
+        )
     # A product of matrices has all threads of the processor for itself.
-    return _decoded(records, coder, cache.repositioned, 1 if cache.projected else torch.get_num_threads())
+    return _decoded(records, alone, 1 if cache.projected else torch.get_num_threads())
 
 
-def _decoded(records: Records, coder: CacheDecoder | None, repositioned: bool, at_once: int) -> Records:
+def _decoded(records: Records, decode: Callable[[int, LayerRecord], LayerRecord], at_once: int) -> Records:
     """The layers once they are decoded; so many at a time."""
     threads = ThreadPoolExecutor(at_once, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
 
-    def decode(index: int, record: Future[LayerRecord]) -> None:
-        try:
-            decoded[index].set_result(plain_layer(record.result(), coder, index, repositioned))
-        except Exception as error:  # any error: threads wait for the layer
-            decoded[index].set_exception(error)
-
     def begin(index: int, record: Future[LayerRecord]) -> None:
-        threads.submit(decode, index, record)
+        threads.submit(_settle, decoded[index], lambda index: decode(index, record.result()), index)
 
     for index, record in enumerate(records):
         record.add_done_callback(partial(begin, index))
     return decoded
+
+
+def _decoded_together(
+    records: Records,
+    together: Callable[[dict[int, LayerRecord]], dict[int, LayerRecord]],
+    alone: Callable[[int, LayerRecord], LayerRecord],
+) -> Records:
+    """The layers once they are decoded, on a device that takes as long for many as for one: those that arrive meanwhile
+    are the next ones. What cannot be decoded so (a stream is unsound, memory is short) is decoded alone, on the CPU."""
+    thread = ThreadPoolExecutor(1, "kvshelf-decode")
+    decoded: Records = tuple(Future() for _ in records)
+    waiting: SimpleQueue[int] = SimpleQueue()
+
+    def decode() -> None:
+        there = [waiting.get() for _ in range(min(waiting.qsize(), _LAYERS_TOGETHER))]
+        if not there:  # decoded with those before
+            return
+        made: dict[int, LayerRecord] = {}
+        try:
+            made = together({index: records[index].result() for index in there})
+        except Exception as error:  # whatever it is, the CPU reads the same bytes, or says which are wrong
+            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", there, type(error).__name__, error)
+        for index in there:
+            _settle(decoded[index], lambda index: made.get(index) or alone(index, records[index].result()), index)
+
+    def begin(index: int, _: Future[LayerRecord]) -> None:
+        waiting.put(index)
+        thread.submit(decode)
+
+    for index, record in enumerate(records):
+        record.add_done_callback(partial(begin, index))
+    return decoded
+
+
+def _settle(future: Future[LayerRecord], make: Callable[[int], LayerRecord], index: int) -> None:
+    try:
+        future.set_result(make(index))
+    except Exception as error:  # any error: threads wait for the layer
+        future.set_exception(error)
 
 
 def _arrived(layers: Sequence[LayerRecord]) -> Records:

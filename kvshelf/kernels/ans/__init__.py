@@ -1,9 +1,12 @@
 """Entropy coding of integers by asymmetric numeral systems (Duda, arXiv 1311.2540): runs of rows, channel by channel.
 
-A run is a stream of its own, so that runs are decoded side by side. All integers are little-endian:
+A run is a stream of its own, so that runs are decoded side by side, and a long one has entries: what a decoder knows
+before each 32 channels but the first, so that these are decoded side by side, too. All integers are little-endian:
 
-    u32                 bytes of the escapes
+    u32                 bytes of the escapes; the highest bit says that there are entries
     u32[ceil(C / 32)]   a bit for each channel, the least significant first: whether it has any number but zero
+    entries             for each of these words but the first: the decoder's state (u64), the words of the coder and
+                        the bytes of escapes that lie before what its channels read (u32 each)
     bytes               escapes: numbers outside a channel's table, zigzag LEB128, in the order of the symbols; zeros
                         up to the next multiple of 4
     u32[...]            the words of `constriction.stream.stack.AnsCoder`, for the channels that are not all zero, one
@@ -23,11 +26,23 @@ from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.ans import eager
-from kvshelf.kernels.ans.tables import BITS, ESCAPE, Ints, Tables
+from kvshelf.kernels.ans.tables import BITS, ENTRY_ROWS, ESCAPE, Ints, Runs, Tables
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.rates import CPU
 
-__all__ = ["BITS", "ESCAPE", "Tables", "can_encode", "decode", "encode", "require_encoder"]
+__all__ = [
+    "BITS",
+    "ENTRY_ROWS",
+    "ESCAPE",
+    "Runs",
+    "Tables",
+    "can_encode",
+    "decode",
+    "encode",
+    "require_encoder",
+    "side_by_side",
+]
 
 
 def can_encode() -> bool:
@@ -45,36 +60,45 @@ def require_encoder() -> None:
         )
 
 
-def encode(numbers: Ints, tables: Tables, order: Sequence[int]) -> bytes:
-    """One run. numbers: `[C, rows]` int32; order: the table of each channel."""
+def encode(numbers: Ints, tables: Tables, order: Sequence[int], *, entry_rows: int = ENTRY_ROWS) -> bytes:
+    """One run. numbers: `[C, rows]` int32; order: the table of each channel. entry_rows: rows from which it has
+    entries."""
     assert numbers.shape[0] == len(order)
-    return eager.encode(np.ascontiguousarray(numbers, np.int32), tables, order)
+    divided = numbers.shape[1] >= entry_rows and len(order) > 32
+    return eager.encode(np.ascontiguousarray(numbers, np.int32), tables, order, divided=divided)
 
 
-def decode(
-    data: Tensor, sizes: Sequence[int], rows: Sequence[int], tables: Tables, order: Sequence[int]
-) -> tuple[Tensor, list[bool]]:
-    """The numbers of several runs, one after the other, and which runs are what `encode` writes.
+def side_by_side(device: torch.device) -> bool:
+    """Whether streams are decoded on this device, many together. Elsewhere they are on the CPU, a few at a time."""
+    return hasattr(implementation("ans", device), "decode_all")
 
-    data: `[bytes]` uint8 on the CPU, the runs; sizes: bytes of each, multiples of 4; rows: of each. Returns `[C, rows
-    of all runs]` fp32, where only the runs that are sound mean anything. Whatever the bytes are, nothing beyond them is
-    read, and no more memory taken than the result has.
+
+def decode(arrays: Sequence[Runs], tables: Tables, device: torch.device = CPU) -> list[tuple[Tensor, list[bool]]]:
+    """The numbers of several runs of each array, one after the other, and which runs are what `encode` writes.
+
+    Returns for each array `[C, rows of all its runs]` fp32 on the device, where only the runs that are sound mean
+    anything. Whatever the bytes are, nothing beyond them is read, and no more memory taken than the result has. Waits
+    for the device.
 
     Bytes: the streams once, 4 a number written. A symbol takes one look-up and one product, each waiting for the one
-    before; so runs are decoded four at a time.
+    before; so runs are decoded four at a time on a CPU, and on CUDA all parts of all runs in one launch.
     """
-    require(
-        data.dtype == torch.uint8
-        and data.dim() == 1
-        and data.is_contiguous()
-        and data.device.type == "cpu"
-        and sum(sizes) == data.shape[0]
-        and len(sizes) == len(rows)
-        and all(size >= 0 and size % 4 == 0 for size in sizes)
-        and all(0 <= table < len(tables.frequencies) for table in order),
-        "ans",
-        "data must be [bytes] uint8 of runs of these sizes",
-        data=data,
-    )
-    found: tuple[Tensor, list[bool]] = implementation("ans", data.device).decode(data, sizes, rows, tables, order)
-    return found
+    for array in arrays:
+        require(
+            array.data.dtype == torch.uint8
+            and array.data.dim() == 1
+            and array.data.is_contiguous()
+            and array.data.device.type == "cpu"
+            and sum(array.sizes) == array.data.shape[0]
+            and len(array.sizes) == len(array.rows)
+            and all(size >= 0 and size % 4 == 0 for size in array.sizes)
+            and all(0 <= table < len(tables.frequencies) for table in array.order),
+            "ans",
+            "data must be [bytes] uint8 of runs of these sizes",
+            data=array.data,
+        )
+    form = implementation("ans", device)
+    if side_by_side(device):
+        together: list[tuple[Tensor, list[bool]]] = form.decode_all(arrays, tables, device)
+        return together
+    return [form.decode(array, tables) for array in arrays]

@@ -11,40 +11,44 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.ans.tables import Ints, Tables
+from kvshelf.kernels.ans.tables import ENTRIES, Ints, Runs, Tables
 
 
-def encode(numbers: Ints, tables: Tables, order: Sequence[int]) -> bytes:
+def encode(numbers: Ints, tables: Tables, order: Sequence[int], *, divided: bool) -> bytes:
     """See `kvshelf.kernels.ans`."""
     import constriction  # type: ignore[import-untyped]
 
-    used = np.flatnonzero(numbers.any(axis=1))
+    width, used = -(-len(order) // 32), np.flatnonzero(numbers.any(axis=1))
     coder = constriction.stream.stack.AnsCoder()
-    escapes: list[Ints] = []
-    for table, channels in reversed(list(_alike(used, order))):  # the last symbol that is written is read first
-        symbols = numbers[channels] + tables.reach(table)
-        outside = (symbols < 0) | (symbols > 2 * tables.reach(table))
-        escapes.insert(0, numbers[channels][outside])
-        symbols[outside] = 2 * tables.reach(table) + 1
-        coder.encode_reverse(symbols.ravel(), _model(tables, table))
-    flags = np.zeros(-(-len(order) // 32) * 32, np.uint8)
+    entries, escapes = np.zeros((width, 4), "<u4"), [b""] * width
+    for word in reversed(range(width)):  # the last symbol that is written is read first
+        for table, channels in reversed(list(_alike(used[used // 32 == word], order))):
+            symbols = numbers[channels] + tables.reach(table)
+            outside = (symbols < 0) | (symbols > 2 * tables.reach(table))
+            escapes[word] = _varints(numbers[channels][outside]) + escapes[word]
+            symbols[outside] = 2 * tables.reach(table) + 1
+            coder.encode_reverse(symbols.ravel(), _model(tables, table))
+        entries[word, :3] = _place(coder)
+    flags = np.zeros(32 * width, np.uint8)
     flags[used] = 1
-    outside_bytes = _varints(np.concatenate([*escapes, np.empty(0, np.int32)]))
-    head = len(outside_bytes).to_bytes(4, "little") + np.packbits(flags, bitorder="little").tobytes()
+    entries[1:, 3] = np.cumsum(list(map(len, escapes)))[:-1]
+    outside_bytes = b"".join(escapes)
+    first = len(outside_bytes) | (ENTRIES if divided else 0)
+    head = first.to_bytes(4, "little") + np.packbits(flags, bitorder="little").tobytes()
+    if divided:
+        head += entries[1:].tobytes()
     padding = bytes(-len(outside_bytes) % 4)
     words: bytes = coder.get_compressed().astype("<u4").tobytes()
     return head + outside_bytes + padding + words
 
 
-def decode(
-    data: Tensor, sizes: Sequence[int], rows: Sequence[int], tables: Tables, order: Sequence[int]
-) -> tuple[Tensor, list[bool]]:
+def decode(array: Runs, tables: Tables) -> tuple[Tensor, list[bool]]:
     """See `kvshelf.kernels.ans`."""
-    out = torch.zeros(len(order), sum(rows), dtype=torch.float32)
+    out = torch.zeros(len(array.order), sum(array.rows), dtype=torch.float32)
     sound = []
-    starts, places = np.cumsum([0, *sizes]), np.cumsum([0, *rows])
+    starts, places = np.cumsum([0, *array.sizes]), np.cumsum([0, *array.rows])
     for (start, stop), (first, last) in zip(pairwise(starts), pairwise(places), strict=True):
-        sound.append(_decode_run(data.numpy()[start:stop], out.numpy()[:, first:last], tables, order))
+        sound.append(_decode_run(array.data.numpy()[start:stop], out.numpy()[:, first:last], tables, array.order))
     return out, sound
 
 
@@ -52,30 +56,42 @@ def _decode_run(data: Any, out: Any, tables: Tables, order: Sequence[int]) -> bo
     import constriction
 
     words, width = data.view("<u4"), -(-len(order) // 32)
-    if len(words) < 1 + width or len(words) < 1 + width + (int(words[0]) + 3) // 4:
+    if len(words) < 1 + width:
         return False
-    nbytes = int(words[0])
+    nbytes, rest = int(words[0]) & ~ENTRIES, words[1 + width :]
+    count = 4 * (width - 1) if int(words[0]) & ENTRIES else 0
+    if len(rest) < count + (nbytes + 3) // 4:
+        return False
+    entries, rest = rest[:count].reshape(-1, 4).tolist(), rest[count:]
     used = np.flatnonzero(np.unpackbits(words[1 : 1 + width].view(np.uint8), bitorder="little")[: len(order)])
-    escapes = _from_varints(words[1 + width :].view(np.uint8)[:nbytes])
-    stream = words[1 + width + (nbytes + 3) // 4 :]
+    escapes, ends = _from_varints(rest.view(np.uint8)[:nbytes])
     try:
-        coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
+        coder = constriction.stream.stack.AnsCoder(rest[(nbytes + 3) // 4 :].astype(np.uint32))
     except ValueError:  # a stream never ends in a zero
         return False
     if escapes is None:
         return False
     taken = 0
-    for table, channels in _alike(used, order):
-        symbols = coder.decode(_model(tables, table), len(channels) * out.shape[1])
-        outside = symbols == 2 * tables.reach(table) + 1
-        numbers = (symbols - tables.reach(table)).astype(np.float32)
-        count = int(outside.sum())
-        if taken + count > len(escapes):
+    for word in range(width):
+        if word and entries and entries[word - 1] != [*_place(coder), ends[taken]]:
             return False
-        numbers[outside] = escapes[taken : taken + count]
-        taken += count
-        out[channels] = numbers.reshape(len(channels), -1)
+        for table, channels in _alike(used[used // 32 == word], order):
+            symbols = coder.decode(_model(tables, table), len(channels) * out.shape[1])
+            outside = symbols == 2 * tables.reach(table) + 1
+            numbers = (symbols - tables.reach(table)).astype(np.float32)
+            count = int(outside.sum())
+            if taken + count > len(escapes):
+                return False
+            numbers[outside] = escapes[taken : taken + count]
+            taken += count
+            out[channels] = numbers.reshape(len(channels), -1)
     return taken == len(escapes) and coder.is_empty()
+
+
+def _place(coder: Any) -> tuple[int, int, int]:
+    """Where a coder stands: both halves of its state, and the words before it."""
+    words, state = coder.pos()
+    return state & 0xFFFFFFFF, state >> 32, words
 
 
 def _alike(used: Any, order: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -104,15 +120,17 @@ def _varints(numbers: Ints) -> bytes:
     return bytes(out)
 
 
-def _from_varints(data: Any) -> Any:
-    """The numbers of `_varints`; None for bytes that it does not write."""
-    found, value, shift = [], 0, 0
-    for byte in data.tolist():
+def _from_varints(data: Any) -> tuple[Any, list[int]]:
+    """The numbers of `_varints`, and the bytes before each and behind the last; None for bytes that it does not
+    write."""
+    found, ends, value, shift = [], [0], 0, 0
+    for end, byte in enumerate(data.tolist(), start=1):
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
             found.append((value >> 1) ^ -(value & 1))
+            ends.append(end)
             value = shift = 0
         elif shift > 28:
-            return None
-    return None if shift else np.array(found, np.int64).astype(np.int32)
+            return None, ends
+    return None if shift else np.array(found, np.int64).astype(np.int32), ends

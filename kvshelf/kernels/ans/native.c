@@ -5,6 +5,8 @@
 
 enum { LANES_OF_RUNS = 4, SHIFT = 12, PRECISION = 24, ESCAPE = INT32_MIN };
 
+static const uint32_t ENTRIES = 1u << 31;
+
 /* What a value of the state's upper bits of precision stands for: `share` is freq << 16 | distance from its start. */
 typedef struct {
     int32_t value;
@@ -14,8 +16,8 @@ typedef struct {
 typedef struct {
     uint64_t state;
     const uint32_t *words, *next; /* read from the last to the first */
-    const uint8_t *escapes, *escapes_end;
-    const uint32_t *flags;
+    const uint8_t *escapes_begin, *escapes, *escapes_end;
+    const uint32_t *flags, *entries; /* entries: 4 for each word of flags but the first; NULL: none */
     float *out;
     int64_t rows;
     int bad;
@@ -76,19 +78,30 @@ static void channels(Run *runs, const int count, const Slot *slots, const int64_
     for (int l = 0; l < count; l++) channel(&runs[l], 1, slots, shortest, runs[l].rows);
 }
 
+/* Whether a run stands at channel c where its entry says, if it has one for this channel. */
+static int stands(const Run *r, int64_t c) {
+    if (!r->entries || c % 32 || !c) return 1;
+    const uint32_t *entry = r->entries + 4 * (c / 32 - 1);
+    return r->state == ((uint64_t)entry[1] << 32 | entry[0]) && r->next - r->words == entry[2] &&
+           r->escapes - r->escapes_begin == entry[3];
+}
+
 static int has(const Run *r, int64_t c) { return r->flags[c / 32] >> (c % 32) & 1; }
 
 static void open_run(const Job *j, int64_t i, Run *r) {
     const uint32_t *head = (const uint32_t *)(j->data + j->starts[i]);
     const int64_t words = (j->starts[i + 1] - j->starts[i]) / 4, flags = (j->channels + 31) / 32;
     *r = (Run){.rows = j->rows[i + 1] - j->rows[i], .out = j->out + j->rows[i]};
-    const int64_t escapes = words > flags ? head[0] : 0, begin = 1 + flags + (escapes + 3) / 4;
+    const int64_t escapes = words > flags ? head[0] & ~ENTRIES : 0;
+    const int64_t entries = words > flags && head[0] & ENTRIES ? 4 * (flags - 1) : 0;
+    const int64_t heads = 1 + flags + entries, begin = heads + (escapes + 3) / 4;
     if (words < 1 + flags || begin > words || (begin < words && !head[words - 1])) { /* no stream ends in a zero */
         r->bad = 1;
         return;
     }
     r->flags = head + 1;
-    r->escapes = (const uint8_t *)(head + 1 + flags);
+    r->entries = entries ? head + 1 + flags : NULL;
+    r->escapes = r->escapes_begin = (const uint8_t *)(head + heads);
     r->escapes_end = r->escapes + escapes;
     r->words = head + begin;
     r->next = head + words;
@@ -101,17 +114,18 @@ static void decode_group(const void *context, int64_t group) {
     const int64_t total = j->rows[j->runs], first = group * LANES_OF_RUNS;
     const int count = (int)(j->runs - first < LANES_OF_RUNS ? j->runs - first : LANES_OF_RUNS);
     Run runs[LANES_OF_RUNS];
-    int together = 1;
     int64_t shortest = INT64_MAX;
     for (int l = 0; l < count; l++) {
         open_run(j, first + l, &runs[l]);
-        together &= !runs[l].bad;
         if (runs[l].rows < shortest) shortest = runs[l].rows;
     }
     for (int64_t c = 0; c < j->channels; c++) {
         const Slot *slots = j->slots + ((int64_t)j->order[c] << SHIFT);
-        int all = together;
-        for (int l = 0; l < count; l++) all = all && has(&runs[l], c);
+        int all = 1;
+        for (int l = 0; l < count; l++) {
+            if (!runs[l].bad) runs[l].bad = !stands(&runs[l], c);
+            all = all && !runs[l].bad && has(&runs[l], c);
+        }
         if (all)
             channels(runs, count, slots, shortest);
         else

@@ -20,6 +20,23 @@ ESCAPE = -(1 << 31)
 
 Ints = npt.NDArray[np.int32]
 
+ENTRY_ROWS = 512
+"""Rows from which a run has entries. They take 16 bytes each: of a run of 1,024 rows at a bit a number 0.4 percent."""
+
+ENTRIES = 1 << 31
+"""The bit of a run's first word that says that it has entries."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Some runs with the same channels. data: `[bytes]` uint8 on the CPU, the runs; sizes: bytes of each, multiples of
+    4; rows: of each; order: the table of each channel."""
+
+    data: Tensor
+    sizes: Sequence[int]
+    rows: Sequence[int]
+    order: Sequence[int]
+
 
 @dataclass(frozen=True, eq=False)
 class Tables:
@@ -59,6 +76,11 @@ class Tables:
         """`[tables, 2^BITS, 2]` int32: the number that each slot stands for, and its frequency << 16 | the slots of the
         same number before it."""
         return torch.from_numpy(np.stack([_slots(found) for found in self.frequencies]))
+
+    @cache  # noqa: B019 - a copy a device, as long as the tables live
+    def slots_on(self, device: torch.device) -> Tensor:
+        """`slots` on a device."""
+        return self.slots.to(device)
 
 
 def _slots(frequencies: Ints) -> Ints:

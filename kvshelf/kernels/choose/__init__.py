@@ -65,6 +65,11 @@ class Units:
         return tuple(accumulate(self.counts, initial=0))
 
     @cached_property
+    def starts(self) -> Tensor:
+        """`begins` where the units are, `[kv_heads + 1]` int32."""
+        return torch.tensor(self.begins, dtype=torch.int32).to(self.ends.device)
+
+    @cached_property
     def sizes(self) -> Tensor:
         """Rows of each unit, `[units]` int64."""
         ends = self.ends.long()

@@ -17,8 +17,7 @@ def mean_cosines(states: Tensor) -> Tensor:
     0. A value that is not finite makes its whole head NaN. Raises `InvalidTensor` for other shapes.
 
     Bytes: states twice, for the mean comes before any cosine; the second time 8k rows of 64 channels are still in the
-    L2 cache. FLOPs: 6 per element, so the memory is the limit. On CUDA torch's operations run; their time is negligible
-    beside a prefill. Share of the limit on a GPU: not measured.
+    L2 cache. FLOPs: 6 per element, so the memory is the limit. Share of the limit on a GPU: not measured.
     """
     require_states("mean_cosines", {"states": 3}, states=states)
     if states.numel() == 0:

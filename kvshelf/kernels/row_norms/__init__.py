@@ -16,8 +16,8 @@ def row_norms(states: Tensor) -> Tensor:
     returned in fp32, which must hold the squares: rows beyond 1e19 give inf, and those below 1e-18 lose digits. A NaN
     makes its row's norm NaN. Raises `InvalidTensor` for other shapes.
 
-    Bytes: states once, 4 a row written. FLOPs: 2 per element, so the memory is the limit. On CUDA torch's operations
-    run; their time is negligible beside a prefill. Share of the limit on a GPU: not measured.
+    Bytes: states once, 4 a row written. FLOPs: 2 per element, so the memory is the limit. Share of the limit on a GPU:
+    not measured.
     """
     require_states("row_norms", {"states": 3}, states=states)
     if states.numel() == 0:
