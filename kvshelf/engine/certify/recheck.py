@@ -113,7 +113,7 @@ def joint_job(engine: Engine, jobs: Sequence[Job]) -> Job:
     ids = [*first.token_ids, *(token for one in later for token in one.token_ids[one.protected_prefix :])]
     identity = jobs[0].identity
     whole = EncodedDocument(ids, first.protected_prefix, identity.layout, identity.boundary)
-    return engine.prepare(whole, policy="full")
+    return engine.prepare(engine.encode_document(whole), policy="full")
 
 
 @dataclass(frozen=True)

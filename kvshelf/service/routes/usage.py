@@ -30,7 +30,8 @@ _PAGE: Final = 1000
 @router.get("/v1/usage", response_model=UsageReport, openapi_extra=openapi.query_of(UsageQuery))
 async def usage(request: Request, service: InService, caller: AnyCaller) -> Response:
     """What the caller's tenant has used, by day of UTC, model, tenant, conversation and group of the guard, and what it
-    has on the shelf now. With `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
+    has on the shelf now. With `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in
+    the window.
 
     `label` names a label, by whose values the caches on the shelf are added up. `cost` says all of it in money, by the
     prices of the service, and which lifetimes of caches paid.
