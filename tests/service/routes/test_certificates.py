@@ -81,7 +81,7 @@ def test_a_creation_keeps_the_smallest_level_that_it_allows(
     assert cache["bytes"]["stored"] == min(one["bytes"] for one in measured if one["quality"]["kl"] < 6)
     again = http.post("/v1/caches", json={"document": document("certified"), "certificate": "own"})
     assert (again.status_code, again.json()["id"]) == (200, cache["id"])
-    assert client.caches.create(document=document("certified"), certificate="own").id == cache["id"]
+    assert client.caches.create(document=document("certified"), policy="auto", certificate="own").id == cache["id"]
     plain = created(http, document=document("certified"), policy="knorm", compression_ratio=0.5)
     assert plain["certificate"] is None
 
