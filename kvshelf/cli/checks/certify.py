@@ -79,9 +79,9 @@ class QuestionRow(BaseModel):
             "it is of messages": made.boundary not in ("text", "document"),
             "it is of images, too": bool(made.images),
         }
-        if told := [reason for reason, holds in reasons.items() if holds]:
+        if faults := [reason for reason, holds in reasons.items() if holds]:
             raise SourceNotKept(
-                f"cache {self.cache_id} has no text to certify: {told[0]}; give the row the text as its context, or "
+                f"cache {self.cache_id} has no text to certify: {faults[0]}; give the row the text as its context, or "
                 "put the text again with --keep-source",
                 param="cache_id",
             )
