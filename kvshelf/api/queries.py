@@ -203,6 +203,13 @@ class JointQuery(Asking):
             raise misuse("compare", "a comparison needs one document; leave compare out, or ask each cache by itself")
         if isinstance(data, dict) and data.get("store"):
             raise misuse("store", "an answer is kept behind one cache; leave store out, or ask one cache by itself")
+        if isinstance(data, dict) and "repair" in data:
+            raise misuse(
+                "repair",
+                "keys of later documents are not computed again in sight of earlier ones: one prefill of all, which "
+                "that approaches, answered no more than documents asked together; leave repair out, and take route "
+                "where many documents lose answers",
+            )
         return data
 
     @model_validator(mode="after")

@@ -115,7 +115,7 @@ class Attachments:
         return self.passing(self.of(cache))
 
     @contextmanager
-    def passing(self, document: Attachment) -> Iterator[AttachedCache]:
+    def passing(self, document: Attached) -> Iterator[AttachedCache]:
         """A transformers `Cache` with a document as its read-only prefix, inside a block in which the model runs
         kvshelf's attention.
 

@@ -10,15 +10,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvshelf.api.strict import QueryString, ResponseBody, misuse
 
-Group = Literal["day", "model", "tenant", "conversation"]
+Group = Literal["day", "model", "tenant", "conversation", "guard_group"]
 
 KEEP_DAYS: Final = 400
 """How long the use of a day is kept, and the longest window that can be asked for."""
 
 _DEFAULT_DAYS: Final = 30
 
-MOST_CONVERSATIONS: Final = 500
-"""Of a tenant and day that are told apart, the first ones: their use is rewritten with every addition."""
+MOST_PARTS: Final = 500
+"""Conversations of a tenant and day that are told apart, and groups of the guard, the first ones of each: their use is
+rewritten with every addition."""
 
 
 def _day(value: object) -> object:
@@ -39,8 +40,9 @@ class Metered(ResponseBody):
     """What was used. `prefill_tokens`: of documents and questions that went through the model. `worker_s`: seconds that
     workers spent on this, `quality_s` of them on measuring quality. `saved_s`: seconds of prefill that answers did not
     spend, because their documents were on the shelf. `guarded`: answers that were asked again of the full cache, of
-    which `guard_differed` differ, in `guard_s` of `worker_s`. `recoded`: caches that the ladder coded smaller, by
-    `recoded_bytes` together; it measured their quality anew in `recoded_s` of `worker_s`."""
+    which `guard_differed` differ, in `guard_s` of `worker_s`; of several caches together `guarded_joint`, of which
+    `guard_joint_differed` differ from one prefill of their documents. `recoded`: caches that the ladder coded smaller,
+    by `recoded_bytes` together; it measured their quality anew in `recoded_s` of `worker_s`."""
 
     answers: int = 0
     caches_created: int = 0
@@ -52,6 +54,8 @@ class Metered(ResponseBody):
     saved_s: float = 0.0
     guarded: int = 0
     guard_differed: int = 0
+    guarded_joint: int = 0
+    guard_joint_differed: int = 0
     guard_s: float = 0.0
     recoded: int = 0
     recoded_bytes: int = 0
@@ -82,6 +86,7 @@ class UsageRow(Metered):
     model: str | None = None
     tenant: str | None = None
     conversation: str | None = Field(None, description="that questions named; the rest of the use has a row without")
+    guard_group: str | None = Field(None, description="of answers asked again; the rest of the use has a row without")
     hit_share: float | None = Field(None, description="of all tokens read or prefilled, those read from the shelf")
     cost: MoneyCost | None = None
 
@@ -146,7 +151,8 @@ class UsageQuery(QueryString):
     from_: Day | None = Field(None, alias="from", description="the first day; default: 29 days before the last")
     to: Day | None = Field(None, description="the last day; default: today")
     group_by: str = Field(
-        "", description="day, model, tenant, conversation, or several with commas; default: one row for all"
+        "",
+        description="day, model, tenant, conversation, guard_group, or several with commas; default: one row for all",
     )
     all_tenants: bool = Field(False, description="of all tenants, which needs the scope admin; default: the caller's")
     label: str | None = Field(

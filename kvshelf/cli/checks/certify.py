@@ -21,9 +21,10 @@ from kvshelf.cli.calibrate import served_model
 from kvshelf.cli.output import common, say, say_json
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import searching
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, SourceNotKept
 
 if TYPE_CHECKING:
+    from kvshelf import Client
     from kvshelf.api import Way
     from kvshelf.engine.certify.certificate import CertificateTerms
     from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument
@@ -34,15 +35,23 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class QuestionRow(BaseModel):
-    """A line of the file: questions on a document, and what answers each rightly, if that is known. Other fields do not
-    matter: so a row of `kvshelf bench quality --dataset` with lists is one."""
+    """A line of the file: questions on a document, and what answers each rightly, if that is known. The document is a
+    text, or that of a cache at the service. Other fields do not matter: so a row of `kvshelf bench quality --dataset`
+    with lists is one."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    context: _Text
+    context: _Text | None = None
+    cache_id: _Text | None = None
     question: _Text | Annotated[list[_Text], Field(min_length=1)]
     answers: list[_Text | Annotated[list[_Text], Field(min_length=1)]] | None = None
     labels: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_document(self) -> Self:
+        if (self.context is None) == (self.cache_id is None):
+            raise ValueError("a row needs one of context and cache_id: the text, or a cache whose text was kept")
+        return self
 
     @model_validator(mode="after")
     def _one_for_each(self) -> Self:
@@ -54,13 +63,39 @@ class QuestionRow(BaseModel):
     def questions(self) -> list[str]:
         return [self.question] if isinstance(self.question, str) else self.question
 
+    def read_back(self, client: Client) -> Self:
+        """The row with the kept text of its cache's document, and with the cache's labels beside its own. Raises
+        `SourceNotKept` where no text of one document was kept, and `CacheNotFound`, ..."""
+        if self.cache_id is None:
+            return self
+        from kvshelf.artifact.blob import inspect
+        from kvshelf.artifact.exported import split
+
+        labels = client.caches.retrieve(self.cache_id).labels
+        exported = split(client.caches.download(self.cache_id, about=True))
+        made = inspect(exported.blob).header.to_identity()
+        reasons = {
+            "the text of its document was not kept": not exported.source,
+            "it is of messages": made.boundary not in ("text", "document"),
+            "it is of images, too": bool(made.images),
+        }
+        if faults := [reason for reason, holds in reasons.items() if holds]:
+            raise SourceNotKept(
+                f"cache {self.cache_id} has no text to certify: {faults[0]}; give the row the text as its context, or "
+                "put the text again with --keep-source",
+                param="cache_id",
+            )
+        return self.model_copy(update={"context": exported.source.decode(), "labels": labels | self.labels})
+
     def asked(self, by: str) -> QuestionedDocument:
-        """The row in the group of a label."""
+        """The row, once it has its text, in the group of a label."""
         from kvshelf.engine.certify.grading import QuestionedDocument
 
         answers = None if self.answers is None else [[one] if isinstance(one, str) else one for one in self.answers]
         right = None if answers is None else tuple(map(tuple, answers))
-        return QuestionedDocument(self.context, self.labels.get(by, "") if by else "", tuple(self.questions), right)
+        return QuestionedDocument(
+            self.context or "", self.labels.get(by, "") if by else "", tuple(self.questions), right
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +118,7 @@ def certify(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="JSON lines: context, question and, if you know them, answers, as lists; labels for --by.",
+            help="JSON lines: context or cache_id, question and, if you know them, answers, as lists; labels for --by.",
         ),
     ],
     model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
@@ -106,10 +141,12 @@ def certify(
         from kvshelf.engine.certify.grading import default_ways
         from kvshelf.engine.engine import Engine
 
-        client = None if bound.output is not None else stack.enter_context(connected(bound.url))
+        rows = list(_rows(file))
+        of_service = bound.output is None or any(row.cache_id is not None for row in rows)
+        client = stack.enter_context(connected(bound.url)) if of_service else None
         if client is not None:
             client.certificates.list()  # before hours of work: that it is there, and the key is good
-        rows = list(_rows(file))
+            rows = [row.read_back(client) for row in rows]
         about = _about(file, name, bound, rows)
         documents = [row.asked(bound.by) for row in rows]
         require_enough([document.group for document in documents], about)
@@ -121,11 +158,11 @@ def certify(
         made, warnings = certified_by(engine, about, graded, ways)
         for warning in warnings:
             common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-        if client is not None:
-            client.certificates.keep(made)
-        elif bound.output is not None:
+        if bound.output is not None:
             with common.written(bound.output) as target:
                 target.write(made.model_dump_json(indent=1).encode())
+        elif client is not None:
+            client.certificates.keep(made)
         if as_json:
             say_json(made)
         else:
@@ -173,14 +210,14 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> Cer
         raise InvalidRequest("some rows have answers, and others none; give all of them, or none", param="file")
     seen: set[str] = set()
     for row in rows:
-        if row.context in seen:
+        if (text := row.context or "") in seen:
             raise InvalidRequest(
-                f"two rows have the context {row.context[:60]!r}: put the questions on a document into one row",
+                f"two rows have the context {text[:60]!r}: put the questions on a document into one row",
                 param="file",
             )
         if bound.by and bound.by not in row.labels:
             raise InvalidRequest(f"a row has no label {bound.by!r}; --by needs it in each", param="--by")
-        seen.add(row.context)
+        seen.add(text)
     reference = "answers" if rows and rows[0].answers is not None else "full"
     return CertificateTerms(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, together
 from kvshelf.errors import InvalidRequest, StateConflict
@@ -49,7 +49,7 @@ class AttachedCache(StatefulCache):
 
     def __init__(
         self,
-        document: Attachment,
+        document: Attached,
         longest: int | None = None,
         absorbed: Mapping[int, Absorbed] | None = None,
         tokens_at_once: int | None = None,
@@ -68,7 +68,7 @@ class AttachedCache(StatefulCache):
         layers = [self._layer(document, index, longest) for index in range(document.num_layers)]
         super().__init__(layers=reading(layers, reads or {}))
 
-    def _layer(self, document: Attachment, index: int, longest: int | None) -> AttachedLayer | StateLayer:
+    def _layer(self, document: Attached, index: int, longest: int | None) -> AttachedLayer | StateLayer:
         states, start = document.states(index), document.next_position
         count = 1 + max((state.number for state in states), default=-1)
         if not document.entries(index):

@@ -321,6 +321,10 @@ class JointAttachment:
         """As of an `Attachment`, of all documents, in order."""
         return tuple(prefix for part in self.parts for prefix in part.outlines(layer))
 
+    def entries(self, layer: int) -> tuple[PackedRecord, ...]:
+        """As of an `Attachment`, of all documents, in order."""
+        return tuple(record for part in self.parts for record in part.entries(layer))
+
     @property
     def read_tokens(self) -> int:
         """As of an `Attachment`, of all documents together."""

@@ -1,19 +1,21 @@
-"""Asking the full cache what a compressed one has answered: `Recheck`.
+"""Asking the full cache what compressed ones have answered: `Recheck`.
 
-The document is prefilled once more under policy `full`. The tokens of the question and of the answer are then read
-behind both caches, so that each predicts every token of the answer after the same ones. With p the probabilities
-under the full cache and q those under the compressed one:
+The document is prefilled once more under policy `full`; of several caches all documents, in one prefill, in their
+order. The tokens of the question and of the answer are then read behind both, the full cache and the compressed ones,
+so that each predicts every token of the answer after the same ones. With p the probabilities under the full cache and
+q those under the compressed ones:
 
     the answer differs if, at a token where max p >= 0.5, argmax q is another token than argmax p
     kl = mean of KL(p || q) over the tokens of the answer, in nats
 
-Where the full cache is itself unsure, two answers are as good as one. If the answer differs, the quality of the
-compressed cache is measured anew, by all cues of its document: one answer is a suspicion, and 150 cues are a figure.
+Where the full cache is itself unsure, two answers are as good as one. If the answer of one cache differs, its quality
+is measured anew, by all cues of its document: one answer is a suspicion, and 150 cues are a figure.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +30,7 @@ from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.devices import input_device
+from kvshelf.model.text import EncodedDocument
 
 MOST_TOKENS: Final = 64
 """Tokens of an answer that are compared: their logits, of 150,000 tokens each, take 38 MB in fp32."""
@@ -42,7 +45,8 @@ _MOST_NATS: Final = 100.0
 @dataclass(frozen=True)
 class Rechecked:
     """How an answer compares with the full cache's. tokens: that were compared. quality: of the compressed cache,
-    measured now; None if the answer does not differ, if its document can have no cues, or the cache has no numbers."""
+    measured now; None if the answer does not differ, is of several, if its document can have no cues, or the cache has
+    no numbers."""
 
     tokens: int
     differs: bool
@@ -52,12 +56,12 @@ class Rechecked:
 
 @dataclass(frozen=True)
 class Recheck:
-    """One answer to ask again. job: of the cache's whole document under policy `full`. query, answer: token ids as
-    they were read and said behind the cache, at least one each. floor: measuring ends where it is out of reach; None:
-    nothing is measured."""
+    """One answer to ask again. job: of the whole document of the caches (`joint_job` of several) under policy `full`.
+    query, answer: token ids as they were read and said behind the caches, at least one each. floor: of one cache,
+    measuring ends where it is out of reach; None: nothing is measured."""
 
     job: Job
-    cache: CompressedCache
+    caches: tuple[CompressedCache, ...]
     query: tuple[int, ...]
     answer: tuple[int, ...]
     floor: float | None = None
@@ -71,7 +75,7 @@ class Recheck:
         `Engine.run_levels` does, and `PolicyUnsupported` where the full cache's logits are not numbers."""
         compressor = engine.compressor
         full = compressor.prefill([Level(self.job)], checkpoint=checkpoint).compressions[0].cache
-        right, own = self._predicted(engine, full, checkpoint), self._predicted(engine, self.cache, checkpoint)
+        right, own = (self._predicted(engine, caches, checkpoint) for caches in ((full,), self.caches))
         if right.isnan().any():
             raise PolicyUnsupported(
                 f"behind this document the logits of {engine.name!r} are not numbers, and no answer compares with that",
@@ -80,22 +84,36 @@ class Recheck:
         differs, kl = compared(right, own)
         quality = None
         if differs and self.floor is not None and not own.isnan().any():
+            (cache,) = self.caches
             reference = compressor.reference(self.job, full, checkpoint)
             if reference is not None:
-                quality = compressor.measure(self.cache, reference, self.floor, checkpoint)
+                quality = compressor.measure(cache, reference, self.floor, checkpoint)
         return Rechecked(len(right), differs, kl, quality)
 
-    def _predicted(self, engine: Engine, cache: CompressedCache, checkpoint: Checkpoint) -> Tensor:
-        """Log-probabilities of the tokens in the places of the answer's, behind a cache: `[tokens, vocabulary]`."""
+    def _predicted(self, engine: Engine, caches: Sequence[CompressedCache], checkpoint: Checkpoint) -> Tensor:
+        """Log-probabilities of the tokens in the places of the answer's, behind caches: `[tokens, vocabulary]`."""
         answer = self.answer[:MOST_TOKENS]
         ids = torch.tensor([[*self.query, *answer[:-1]]], device=input_device(engine.model))
-        with torch.no_grad(), engine.attachments.passing(engine.attach(cache)) as past:
+        document = engine.joined([engine.attach(cache) for cache in caches])
+        with torch.no_grad(), engine.attachments.passing(document) as past:
             rows = [
                 engine.model(piece, logits_to_keep=len(answer), **{CACHE_ARGUMENT: past}).logits[0]
                 for piece in past.pieces(ids)
             ]
         checkpoint()
         return torch.cat(rows)[-len(answer) :].float().log_softmax(dim=-1)
+
+
+def joint_job(engine: Engine, jobs: Sequence[Job]) -> Job:
+    """One prefill of several documents behind each other: what the template writes before the later ones is left out.
+    jobs: of each under policy `full`. Raises `PolicyUnsupported` for images, and `DocumentTooLong`."""
+    if any(job.images for job in jobs):
+        raise PolicyUnsupported("documents with images are not prefilled behind each other", param="cache_ids")
+    first, *later = (job.document for job in jobs)
+    ids = [*first.token_ids, *(token for one in later for token in one.token_ids[one.protected_prefix :])]
+    identity = jobs[0].identity
+    whole = EncodedDocument(ids, first.protected_prefix, identity.layout, identity.boundary)
+    return engine.prepare(engine.encode_document(whole), policy="full")
 
 
 @dataclass(frozen=True)

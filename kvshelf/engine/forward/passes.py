@@ -22,7 +22,7 @@ from kvshelf.engine.attention.attached import (
     PassingLayer,
     reading,
 )
-from kvshelf.engine.attention.attachment import Attachment
+from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.attention.function import (
     CONTEXT,
     Attended,
@@ -144,7 +144,7 @@ class Passes:
         """Bytes of the states behind a document, over all layers."""
         return sum(state.nbytes for shape in self.layer_shapes for state in shape.states)
 
-    def attached(self, document: Attachment, longest: int | None = None) -> AttachedCache:
+    def attached(self, document: Attached, longest: int | None = None) -> AttachedCache:
         """The cache for passes of this model behind a document. longest: as of an `AttachedCache`."""
         made = cache_class(AttachedCache, self.model)
         return made(document, longest, self.absorbed, self.tokens_at_once, self._reads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
@@ -29,8 +29,9 @@ _PAGE: Final = 1000
 
 @router.get("/v1/usage", response_model=UsageReport, openapi_extra=openapi.query_of(UsageQuery))
 async def usage(request: Request, service: InService, caller: AnyCaller) -> Response:
-    """What the caller's tenant has used, by day of UTC, model, tenant and conversation, and what it has on the shelf
-    now. With `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in the window.
+    """What the caller's tenant has used, by day of UTC, model, tenant, conversation and group of the guard, and what it
+    has on the shelf now. With `all_tenants`, which needs the scope `admin`, of each tenant that has used anything in
+    the window.
 
     `label` names a label, by whose values the caches on the shelf are added up. `cost` says all of it in money, by the
     prices of the service, and which lifetimes of caches paid.
@@ -55,8 +56,7 @@ def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: s
             "leave label and cost out, or ask for one tenant alone",
             param="label" if wanted.label else "cost",
         )
-    split = "conversation" in wanted.groups
-    rows = [row for record in used for row in _rows(record, split=split)]
+    rows = [row for record in used for row in _rows(record, wanted.groups)]
     report = UsageReport(
         first_day=wanted.first_day,
         last_day=wanted.last_day,
@@ -98,11 +98,18 @@ def _caches(store: Store, tenant: str, *, ended: bool = False) -> Iterator[Cache
         after = page.data[-1].id
 
 
-def _rows(used: DayUsed, *, split: bool) -> Iterator[UsageRow]:
-    """Of each model. split: and of each conversation, the rest in a row without one."""
+def _rows(used: DayUsed, groups: Sequence[str]) -> Iterator[UsageRow]:
+    """Of each model; and of each of its conversations and groups of the guard, where these are told apart, the rest in
+    a row without one. No use is of both."""
+    parts = {"conversation": used.conversations, "guard_group": used.guard_groups}
     for model, amounts in used.by_model.items():
         about = {"day": used.day, "model": model, "tenant": used.tenant}
-        of = {name: models[model] for name, models in used.conversations.items() if split and model in models}
-        for name, own in of.items():
-            yield UsageRow.model_validate(dict(own) | about | {"conversation": name})
-        yield UsageRow.model_validate(dict(amounts - sum(of.values(), Metered())) | about)
+        of = [
+            ({kind: name}, models[model])
+            for kind in parts.keys() & set(groups)
+            for name, models in parts[kind].items()
+            if model in models
+        ]
+        for part, own in of:
+            yield UsageRow.model_validate(dict(own) | about | part)
+        yield UsageRow.model_validate(dict(amounts - sum((own for _, own in of), Metered())) | about)

@@ -180,7 +180,7 @@ class Eraser:
         status: Literal["dry_run", "in_progress", "completed"],
     ) -> Erasure:
         usage = self.index.jobs.listing("usage", subject.tenant, None, 1000)
-        kept = [StayingThing(kind="usage", id=item.id, why="numbers of a day, without text or ids") for item in usage]
+        kept = [StayingThing(kind="usage", id=item.id, why="numbers of a day, without text") for item in usage]
         kept += [
             StayingThing(kind="tombstone", id=thing.id, why="id and tenant, for 30 days")
             for thing in things

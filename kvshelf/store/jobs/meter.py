@@ -7,11 +7,11 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvshelf.api.usage import MOST_CONVERSATIONS, Metered
+from kvshelf.api.usage import MOST_PARTS, Metered
 from kvshelf.errors import KvshelfError
 from kvshelf.store.jobs.metering import Metering
 
@@ -20,8 +20,8 @@ log = logging.getLogger("kvshelf.store")
 FLUSH_S: Final = 2.0
 """Seconds between two additions to the store: what a killed replica loses at most."""
 
-_Counts = dict[str | None, Counter[str]]
-"""By conversation; None: all, with those that named none."""
+_Counts = dict[tuple[str, str] | None, Counter[str]]
+"""By a field of `DayUsed` that tells parts apart, and the part's name; None: all, with what is of no part."""
 
 _STOP_S: Final = 2.0
 
@@ -42,14 +42,18 @@ class Meter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"meter-{model}", daemon=True)
 
-    def add(self, tenant: str, conversation: str | None = None, **amounts: float) -> None:
-        """Count fields of `Metered` for a tenant, today. conversation: that they are of."""
+    def add(
+        self, tenant: str, conversation: str | None = None, *, guard_group: str | None = None, **amounts: float
+    ) -> None:
+        """Count fields of `Metered` for a tenant, today. conversation, guard_group: that they are of, one at most."""
         key = tenant, datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
+        parts = {"conversations": conversation, "guard_groups": guard_group}
         with self._lock:
             counts = self._pending.setdefault(key, {})
             counts.setdefault(None, Counter()).update(amounts)
-            if conversation is not None and (conversation in counts or len(counts) <= MOST_CONVERSATIONS):
-                counts.setdefault(conversation, Counter()).update(amounts)
+            for part in ((field, name) for field, name in parts.items() if name is not None):
+                if part in counts or len(counts) <= MOST_PARTS:
+                    counts.setdefault(part, Counter()).update(amounts)
 
     def spent(self, tenant: str, seconds: float) -> None:
         """Count seconds of the model for a tenant."""
@@ -77,10 +81,12 @@ class Meter:
     def _send(self) -> None:
         while self._unsent:
             tenant, day, counts = self._unsent[-1]
-            used = {name: {self._model: Metered(**amounts)} for name, amounts in counts.items()}
-            of = {name: amounts for name, amounts in used.items() if name is not None}
-            about: dict[str, Any] = {"writer": self._writer, "number": self._number, "conversations": of}
-            self._metering.add(tenant, day, used[None], **about)
+            used = {part: {self._model: Metered(**amounts)} for part, amounts in counts.items()}
+            of: dict[str, dict[str, Any]] = defaultdict(dict)
+            for part, amounts in used.items():
+                if part is not None:
+                    of[part[0]][part[1]] = amounts
+            self._metering.add(tenant, day, used[None], writer=self._writer, number=self._number, parts=of)
             self._unsent.pop()
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import Field
 
-from kvshelf.api.usage import KEEP_DAYS, MOST_CONVERSATIONS, Metered
+from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered
 from kvshelf.artifact.identity import digest
 from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
@@ -17,16 +17,17 @@ _DIGITS: Final = 40
 
 
 class DayUsed(StoredRecord):
-    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, of the
-    first `MOST_CONVERSATIONS`. writers: the number of the last addition of each, so that one whose
-    answer was lost is not added twice."""
+    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, and of
+    a group of the guard, by the value of its label, the first `MOST_PARTS` of each. writers: the number of the last
+    addition of each, so that one whose answer was lost is not added twice."""
 
-    LATER = ("conversations",)
+    LATER = ("conversations", "guard_groups")
 
     tenant: str
     day: datetime.date
     by_model: dict[str, Metered] = Field(default_factory=dict)
     conversations: dict[str, dict[str, Metered]] = Field(default_factory=dict)
+    guard_groups: dict[str, dict[str, Metered]] = Field(default_factory=dict)
     writers: dict[str, int] = Field(default_factory=dict)
 
 
@@ -44,21 +45,19 @@ class Metering:
         *,
         writer: str,
         number: int,
-        conversations: Mapping[str, Mapping[str, Metered]] | None = None,
+        parts: Mapping[str, Mapping[str, Mapping[str, Metered]]] | None = None,
     ) -> None:
-        """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
-        when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
+        """Add to what a tenant has used on a day, by model, and what of it each part has: by the name of a field that
+        tells parts apart ("conversations", "guard_groups"). Atomic, and durable when it returns. Does nothing if the
+        writer has added this number, or a higher one, to that day before."""
         while True:
             item = self._table.find(_id(tenant, day), tenant)
             known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
             if known.writers.get(writer, 0) >= number:
                 return
-            told_apart = dict(known.conversations)
-            for name, more in (conversations or {}).items():
-                if name in told_apart or len(told_apart) < MOST_CONVERSATIONS:
-                    told_apart[name] = _sums(told_apart.get(name, {}), more)
-            new = {"by_model": _sums(known.by_model, used), "conversations": told_apart}
-            record = known.model_copy(update=new | {"writers": known.writers | {writer: number}})
+            told_apart = {name: _parts(getattr(known, name), more) for name, more in (parts or {}).items()}
+            new = {"by_model": _sums(known.by_model, used), "writers": known.writers | {writer: number}}
+            record = known.model_copy(update=new | told_apart)
             if item is None:
                 stored = self._table.add(_item(record, 0))
             else:
@@ -78,6 +77,16 @@ class Metering:
 
 def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str, Metered]:
     return {**known, **{model: known.get(model, Metered()) + used for model, used in more.items()}}
+
+
+def _parts(
+    known: Mapping[str, Mapping[str, Metered]], more: Mapping[str, Mapping[str, Metered]]
+) -> dict[str, Mapping[str, Metered]]:
+    sums = dict(known)
+    for name, used in more.items():
+        if name in sums or len(sums) < MOST_PARTS:
+            sums[name] = _sums(sums.get(name, {}), used)
+    return sums
 
 
 def _id(tenant: str, day: datetime.date) -> str:

@@ -6,6 +6,10 @@ upper bound of that figure is, or, where no cue tells, the upper bound of the sh
 is then recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by
 it. By the rule "remake" the smallest cache of the document that reaches the floor is made beside it.
 
+An answer of several caches together is compared with one prefill of all their documents, in their order. That counts
+by itself, under the policy `JOINT`: what documents do not see of each other is no fault of one cache, so it raises no
+alarm.
+
 What differs over all caches of a policy is watched by adaptive conformal inference (Gibbs and Candes, 2021, eq. 2): a
 level begins at alpha = 1 - floor, and each check moves it by gamma * (alpha - differs). It is capped at where it began,
 and an alarm is raised when it falls to zero.
@@ -17,7 +21,7 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
@@ -26,7 +30,7 @@ import structlog
 from kvshelf.api import Quality
 from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
-from kvshelf.engine.certify.recheck import Recheck, Rechecked
+from kvshelf.engine.certify.recheck import Recheck, Rechecked, joint_job
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
@@ -42,6 +46,9 @@ log = structlog.get_logger("kvshelf.workers")
 
 Remake = Callable[[Manifest, float, Caller], Awaitable[Any]]
 """Makes the smallest level of a cache's document that reaches a floor."""
+
+JOINT: Final = "joint"
+"""In place of a policy: of answers from several caches."""
 
 _WAITING: Final = 64
 """Answers that wait to be asked again; the oldest goes for a newer one. Their tokens are in memory alone."""
@@ -69,10 +76,10 @@ class GuardRules:
 
 @dataclass(frozen=True)
 class AnswerToCheck:
-    """An answer that waits to be asked again: token ids of the question, as it was read behind the cache, and of the
+    """An answer that waits to be asked again: token ids of the question, as it was read behind the caches, and of the
     answer."""
 
-    cache_id: str
+    cache_ids: tuple[str, ...]
     tenant: str
     query: tuple[int, ...]
     answer: tuple[int, ...]
@@ -168,25 +175,32 @@ class Guard:
         return self._worked_s <= self.rules.time_share * (self._now() - self._began)
 
     async def check(self, answered: AnswerToCheck) -> None:
-        """Ask one answer again, and record what that says of its cache. A cache that has gone meanwhile, whose source
-        is not kept, or that was appended to another is left out."""
+        """Ask one answer again, and record what that says of its caches. Those that have gone meanwhile, whose source
+        is not kept, or that were appended to another are left out."""
         try:
             with called_by(Caller(answered.tenant)):
-                manifest, work = await self._threads.compute(self._prepared, answered)
-                if work is not None and (result := await self._checked(answered, work)) is not None:
-                    await self._record(manifest, result)
+                manifests, work = await self._threads.compute(self._prepared, answered)
+                if work is None or (result := await self._checked(answered, work)) is None:
+                    return
+                if len(manifests) == 1:
+                    await self._record(manifests[0], result)
+                else:
+                    self._record_joint(manifests, result)
         except KvshelfError as error:
-            log.info("an answer could not be asked again", cache_id=answered.cache_id, reason=error.message)
+            log.info("an answer could not be asked again", cache_ids=answered.cache_ids, reason=error.message)
 
-    def _prepared(self, answered: AnswerToCheck) -> tuple[Manifest, Recheck | None]:
-        manifest = self._store.stat(answered.cache_id, tenant=answered.tenant)
-        identity = Identity.from_dict(manifest.identity)
-        if not manifest.has_source or identity.parent:
-            return manifest, None
-        job = source_job(self._engine, self._store, manifest, identity)
-        cache = whole(self._engine, self._store, manifest.id, answered.tenant)
-        floor = None if manifest.found_by_guard else self.rules.floor
-        return manifest, Recheck(job, cache, answered.query, answered.answer, floor)
+    def _prepared(self, answered: AnswerToCheck) -> tuple[list[Manifest], Recheck | None]:
+        manifests = [self._store.stat(cache_id, tenant=answered.tenant) for cache_id in answered.cache_ids]
+        identities = [Identity.from_dict(manifest.identity) for manifest in manifests]
+        if any(not one.has_source or made.parent for one, made in zip(manifests, identities, strict=True)):
+            return manifests, None
+        jobs = [
+            source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
+        ]
+        job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs)  # refused before a cache is read
+        caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
+        floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
+        return manifests, Recheck(job, caches, answered.query, answered.answer, floor)
 
     async def _checked(self, answered: AnswerToCheck, work: Recheck) -> Rechecked | None:
         """None where another document came first: the answer waits for the next pause."""
@@ -205,14 +219,22 @@ class Guard:
             self._worked_s += ticket.worked_s
             self._meter.add(answered.tenant, guard_s=ticket.worked_s)
 
+    def _record_joint(self, manifests: Sequence[Manifest], result: Rechecked) -> None:
+        """The group is that of all caches, if they are of one."""
+        groups = {self.group(manifest) for manifest in manifests}
+        group = groups.pop() if len(groups) == 1 else ""
+        amounts = {"guarded_joint": 1, "guard_joint_differed": int(result.differs)}
+        self._meter.add(manifests[0].tenant, guard_group=group or None, **amounts)
+        self._told.append(Guarded(JOINT, group, result.differs, result.kl, below=False, drifts=False))
+
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
         key = manifest.id, manifest.tenant, manifest.blob_digest
         checked, agreed = self._results.pop(key, (0, 0))
         self._results[key] = checked, agreed = checked + 1, agreed + (not result.differs)
         if len(self._results) > _CACHES:
             self._results.popitem(last=False)
-        self._meter.add(manifest.tenant, guarded=1, guard_differed=int(result.differs))
         group = self.group(manifest)
+        self._meter.add(manifest.tenant, guard_group=group or None, guarded=1, guard_differed=int(result.differs))
         drifts = self._drift(manifest.policy, group, differs=result.differs)
         recorded = manifest.found_by_guard
         quality = measured(result.quality, checked, agreed, result.kl)

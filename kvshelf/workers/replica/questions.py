@@ -439,9 +439,8 @@ class Questions:
         if loaded.narrowing is not None:
             answer = replace(answer, usage=loaded.narrowing.counted(answer.usage))
         self._count(loaded, answer, tenant)
-        if len(loaded.held) == 1 and self.guard.wants:
-            (cache_id,) = loaded.held
-            self.guard.add(AnswerToCheck(cache_id, tenant, tuple(ids), tuple(answer.token_ids)))
+        if self.guard.wants:
+            self.guard.add(AnswerToCheck(tuple(loaded.held), tenant, tuple(ids), tuple(answer.token_ids)))
         linked = self._linked(loaded.document.identity.model)
         text, answer = (
             answer.text,

@@ -64,6 +64,8 @@ def test_a_certificate_is_written_and_an_interrupted_run_goes_on(
         ("", "no questions"),
         ('{"context": "a", "question": "b"}', "19 documents"),
         ('{"context": "a"}', "line 1: question"),
+        ('{"question": "b"}', "one of context and cache_id"),
+        ('{"context": "a", "cache_id": "kvs_1", "question": "b"}', "one of context and cache_id"),
         ('{"context": "a", "question": ["b", "c"], "answers": ["d"]}', "2 questions have 1 answers"),
         ('{"context": "a", "question": "b"}\n{"context": "a", "question": "c"}', "two rows have the context"),
         ('{"context": "a", "question": "b"}\n{"context": "c", "question": "c", "answers": ["d"]}', "others none"),

@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, compared
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, compared, joint_job
 from kvshelf.engine.progress import nothing
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, PolicyUnsupported
 from kvshelf.samples.tasks import make_document
 
 
@@ -25,7 +26,7 @@ def recheck(engine, document, cache, *, question=0, checkpoint=nothing):
     answer = engine.answer(cache, prompt, max_new_tokens=16)
     query = engine.encode_query(cache, prompt)
     job = engine.prepare(document.text, policy="full")
-    return Recheck(job, cache, tuple(query), tuple(answer.token_ids), 0.9).run(engine, checkpoint=checkpoint)
+    return Recheck(job, (cache,), tuple(query), tuple(answer.token_ids), 0.9).run(engine, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "klt"])
@@ -57,7 +58,7 @@ def test_only_the_first_tokens_of_a_long_answer_are_compared(tiny, document):
     query = tiny.encode_query(cache, document.questions[0].text)
     answer = tiny.answer(cache, document.questions[0].text, max_new_tokens=16).token_ids
     job = tiny.prepare(document.text, policy="full")
-    long = Recheck(job, cache, tuple(query), tuple(answer * 100)).run(tiny)
+    long = Recheck(job, (cache,), tuple(query), tuple(answer * 100)).run(tiny)
     assert long.tokens == MOST_TOKENS
 
 
@@ -67,8 +68,35 @@ def test_what_no_cue_can_measure_differs_all_the_same(tiny):
     right, wrong = (tiny.compress(f"The access code of the amber falcon is {code}.") for code in (482913, 175206))
     query = tiny.encode_query(right, "What is the access code of the amber falcon?")
     answer = tiny.answer(right, query).token_ids
-    result = Recheck(job, wrong, tuple(query), tuple(answer)).run(tiny)
+    result = Recheck(job, (wrong,), tuple(query), tuple(answer)).run(tiny)
     assert (result.differs, result.quality) == (True, None)
+
+
+def test_an_answer_of_several_caches_is_asked_again_of_one_prefill_in_their_order(tiny):
+    """By hand: the model over both documents, without what its template writes before the second."""
+    texts = ("The access code of the amber falcon is 482913.", "The badge number of the grey otter is 175206.")
+    prompt = "What is the badge number of the grey otter?"
+    caches, jobs = ([make(text, policy="full") for text in texts] for make in (tiny.compress, tiny.prepare))
+    query, answer = tiny.encode_query(caches[0], prompt), tiny.answer(caches, prompt, max_new_tokens=8).token_ids
+    whole, (first, second) = joint_job(tiny, jobs), [list(job.document.token_ids) for job in jobs]
+    assert list(whole.document.token_ids) == first + second[jobs[1].document.protected_prefix :]
+    result = Recheck(whole, tuple(caches), tuple(query), tuple(answer)).run(tiny)
+    said = torch.tensor([[*query, *answer[:-1]]])
+    joined = tiny.joined([tiny.attach(cache) for cache in caches])
+    with torch.no_grad(), tiny.attachments.passing(joined) as past:
+        own = tiny.model(said, **{CACHE_ARGUMENT: past}).logits[0, -len(answer) :]
+    with torch.no_grad():
+        full = tiny.model(torch.tensor([[*whole.document.token_ids, *said[0].tolist()]])).logits[0, -len(answer) :]
+    assert own.argmax(dim=-1).tolist() == answer
+    differs, kl = compared(full.log_softmax(dim=-1), own.log_softmax(dim=-1))
+    assert (result.tokens, result.differs, result.quality) == (len(answer), differs, None)
+    assert result.kl == pytest.approx(kl, abs=1e-4)
+
+
+def test_documents_that_are_too_long_together_have_no_one_prefill(tiny):
+    jobs = [tiny.prepare([5] * (tiny.max_tokens * 2 // 3), policy="full") for _ in range(2)]
+    with pytest.raises(DocumentTooLong):
+        joint_job(tiny, jobs)
 
 
 def logs(*rows):

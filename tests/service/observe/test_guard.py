@@ -24,8 +24,9 @@ def test_what_the_guard_finds_is_told(
 ) -> None:
     document = make_document("multikey", "prose", 220, 2, lambda text: len(text.split()))
     bad = {"policy": "streaming_llm", "compression_ratio": 0.9, "codec": "none", "quality": False, "keep_source": True}
+    bad["labels"] = {"kind": "log"}
     with (
-        start_service(tmp_path, tiny_folder, guard_share=1, guard_time_share=1) as service,
+        start_service(tmp_path, tiny_folder, guard_share=1, guard_time_share=1, guard_label="kind") as service,
         httpx.Client(base_url=service.url, timeout=120) as http,
     ):
         cache = http.post("/v1/caches", json={"document": document.text, **bad}).raise_for_status().json()
@@ -45,6 +46,9 @@ def test_what_the_guard_finds_is_told(
         (row,) = http.get("/v1/usage").json()["data"]
         assert row["guarded"] >= row["guard_differed"] > 0
         assert 0 < row["guard_s"] <= row["worker_s"]
+        rest, group = http.get("/v1/usage", params={"group_by": "guard_group"}).json()["data"]
+        assert (rest["guard_group"], group["guard_group"]) == (None, "log")
+        assert (group["guarded"], rest["guarded"], group["answers"]) == (row["guarded"], 0, 0)
         told = {
             (sample.name, sample.labels.get("result")): sample.value
             for family in text_string_to_metric_families(http.get("/metrics").text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -79,7 +81,7 @@ def test_a_creation_keeps_the_smallest_level_that_it_allows(
     assert cache["bytes"]["stored"] == min(one["bytes"] for one in measured if one["quality"]["kl"] < 6)
     again = http.post("/v1/caches", json={"document": document("certified"), "certificate": "own"})
     assert (again.status_code, again.json()["id"]) == (200, cache["id"])
-    assert client.caches.create(document=document("certified"), certificate="own").id == cache["id"]
+    assert client.caches.create(document=document("certified"), policy="auto", certificate="own").id == cache["id"]
     plain = created(http, document=document("certified"), policy="knorm", compression_ratio=0.5)
     assert plain["certificate"] is None
 
@@ -115,6 +117,42 @@ def test_what_does_not_fit_is_refused(
     error = refused(http.post("/v1/caches", json={"document": document("refused"), **fields}), *expected)
     assert error["param"] == param
     assert told in error["message"]
+
+
+def test_questions_on_caches_are_graded_on_their_kept_texts(
+    http: httpx.Client, service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the caches' labels; a cache without its text is refused by name, before a model is loaded."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    plain = {"policy": "full", "quality": False}
+    asked = [
+        created(http, document=document(f"asked {n}"), keep_source=True, labels={"kind": "port"}, **plain)["id"]
+        for n in range(3)
+    ]
+    others = {
+        "was not kept": created(http, document=document("lost"), **plain)["id"],
+        "of messages": created(
+            http, messages=[{"role": "user", "content": document("said")}], keep_source=True, **plain
+        )["id"],
+    }
+    file, target = tmp_path / "asked.jsonl", tmp_path / "made.json"
+    options = ["--model", "kvshelf-tiny", "--name", "ports", "--alpha", "0.3", "--by", "kind", "--url", service_url]
+    options += ["--max-new-tokens", "4", "--output", str(target)]
+    for told, cache_id in others.items():
+        file.write_text("".join(map(row_of, [*asked, cache_id])))
+        result = CliRunner().invoke(app, ["certify", str(file), *options])
+        assert result.exit_code != 0
+        assert told in result.output
+        assert cache_id in result.output
+    file.write_text("".join(map(row_of, asked)))
+    result = CliRunner().invoke(app, ["certify", str(file), *options])
+    assert result.exit_code == 0, result.output
+    made = Certificate.model_validate_json(target.read_bytes())
+    assert {group: bound.documents for group, bound in made.groups.items()} == {"port": 3}
+
+
+def row_of(cache_id: str) -> str:
+    return json.dumps({"cache_id": cache_id, "question": "Which berth is let to the 37th pilot?"}) + "\n"
 
 
 def test_the_command_line_shows_both(certificate: Certificate, service_url: str, http: httpx.Client) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.api.usage import KEEP_DAYS, MOST_CONVERSATIONS, Metered
+from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered, today
 from kvshelf.store.index import Index
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.jobs.metering import Metering
@@ -92,11 +92,11 @@ def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: 
         return {f"conv_{number}": used() for number in names}
 
     add = shelf.metering.add
-    add("me", DAY, used(3), writer="a", number=1, conversations=of(range(2)))
-    add("me", DAY, used(9), writer="b", number=1, conversations=of(range(1, MOST_CONVERSATIONS + 7)))
+    add("me", DAY, used(3), writer="a", number=1, parts={"conversations": of(range(2))})
+    add("me", DAY, used(9), writer="b", number=1, parts={"conversations": of(range(1, MOST_PARTS + 7))})
     (day,) = shelf.metering.days(DAY, DAY, tenant="me")
     assert day.by_model["tiny"].answers == 12
-    assert list(day.conversations) == [f"conv_{number}" for number in range(MOST_CONVERSATIONS)], "the first ones"
+    assert list(day.conversations) == [f"conv_{number}" for number in range(MOST_PARTS)], "the first ones"
     assert [day.conversations[f"conv_{number}"]["tiny"].answers for number in range(3)] == [1, 2, 1]
 
 
@@ -116,15 +116,26 @@ def test_a_meter_sends_what_each_conversation_used_once(shelf: Shelf) -> None:
     meter = Meter(
         shelf.metering, "tiny", now=lambda: datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp()
     )
-    for number in range(2 * MOST_CONVERSATIONS):
+    for number in range(2 * MOST_PARTS):
         meter.add("me", f"conv_{number}", answers=1, cache_read_tokens=5)
     meter.add("me", "conv_0", saved_s=0.5)
     meter.add("me", answers=1)
     for _ in range(2):
         meter.flush()
     (day,) = shelf.metering.days(DAY, DAY, tenant="me")
-    assert day.by_model["tiny"] == Metered(
-        answers=2 * MOST_CONVERSATIONS + 1, cache_read_tokens=10 * MOST_CONVERSATIONS, saved_s=0.5
-    )
-    assert len(day.conversations) == MOST_CONVERSATIONS
+    assert day.by_model["tiny"] == Metered(answers=2 * MOST_PARTS + 1, cache_read_tokens=10 * MOST_PARTS, saved_s=0.5)
+    assert len(day.conversations) == MOST_PARTS
     assert day.conversations["conv_0"]["tiny"] == Metered(answers=1, cache_read_tokens=5, saved_s=0.5)
+
+
+def test_groups_of_the_guard_are_a_part_beside_conversations(shelf: Shelf) -> None:
+    meter = Meter(shelf.metering, "tiny")
+    meter.add("me", "law", answers=1)
+    for differs in (0, 1):
+        meter.add("me", guard_group="law", guarded=1, guard_differed=differs)
+    meter.add("me", guarded=1)
+    meter.flush()
+    (day,) = shelf.metering.days(today(), today(), tenant="me")
+    assert day.by_model["tiny"] == Metered(answers=1, guarded=3, guard_differed=1)
+    assert day.guard_groups == {"law": {"tiny": Metered(guarded=2, guard_differed=1)}}
+    assert day.conversations == {"law": {"tiny": Metered(answers=1)}}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshelf.api import CreateCache, Query
+from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.answers import Answer, Guarded
 from kvshelf.api.usage import today
 from kvshelf.engine.certify.recheck import Recheck
@@ -24,7 +24,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
-from kvshelf.workers.replica.guard import AnswerToCheck, Drift, Guard, GuardRules, measured
+from kvshelf.workers.replica.guard import JOINT, AnswerToCheck, Drift, Guard, GuardRules, measured
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
 from tests.amounts import amount
@@ -235,9 +235,12 @@ async def test_what_cannot_be_asked_again_is_left_out(guarded: Callable[..., Rep
     answer = await ask(replica, sourceless, 3)
     assert answer.text
     gone = await made(replica, 4)
+    others = sourceless.id, gone.id
+    await replica.questions.guard.check(AnswerToCheck(others, "default", (1, 2), (3,)))
     replica.store.delete(gone.id)
-    await replica.questions.guard.check(AnswerToCheck(gone.id, "default", (1, 2), (3,)))
+    await replica.questions.guard.check(AnswerToCheck((gone.id,), "default", (1, 2), (3,)))
     assert used(replica)[0] == 0
+    assert replica.questions.guard.take_results() == ()
 
 
 async def test_a_share_of_the_answers_is_asked_again_within_a_share_of_the_time(
@@ -250,7 +253,7 @@ async def test_a_share_of_the_answers_is_asked_again_within_a_share_of_the_time(
     guard = replica.questions.guard
     query = tuple(replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text))
     for _ in range(100):
-        guard.add(AnswerToCheck(manifest.id, "default", query, (5,)))
+        guard.add(AnswerToCheck((manifest.id,), "default", query, (5,)))
     assert guard.open == 64, "the oldest go"
     guarding = asyncio.ensure_future(guard.run_forever())
     await asyncio.sleep(1.0)
@@ -265,7 +268,7 @@ async def test_documents_go_before_the_guard(guarded: Callable[..., Replica], mo
     parts = replica.engine, replica.store, replica.scheduler, ReplicaThreads(), replica.meter
     guard = Guard(*parts, GuardRules(share=1.0), replica.creations.remake, pause_s=0.001)
     query = replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text)
-    answered = AnswerToCheck(manifest.id, "default", tuple(query), (5,))
+    answered = AnswerToCheck((manifest.id,), "default", tuple(query), (5,))
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "has_documents", True)
         await guard.check(answered)
@@ -306,6 +309,33 @@ def test_an_alarm_is_raised_where_answers_differ_more_often_and_else_not() -> No
         assert not any(drift.add(differs=draw.random() < 0.02) for _ in range(10_000))
         rounds = next(number for number in range(1, 1000) if drift.add(differs=draw.random() < 0.5))
         assert rounds <= 60
+
+
+async def test_answers_of_several_caches_are_counted_apart_and_raise_no_alarm(guarded: Callable[..., Replica]) -> None:
+    """Each compared with one prefill of its documents. Of a planted bad cache all answers differ, and none is its
+    fault alone."""
+    replica = guarded(label="kind")
+    good = [await made(replica, seed, labels={"kind": "law"}) for seed in (20, 21)]
+    bad = await made(replica, 22, labels={"kind": "log"}, **BAD)
+    told = list[Guarded]()
+    for caches, seed in ((good, 21), ([good[0], bad], 22)):
+        for question in range(4):
+            asked = JointQuery(
+                cache_ids=[one.id for one in caches], prompt=document(seed).questions[question].text, max_tokens=12
+            )
+            answer = await replica.query(asked.cache_ids, asked, caller=DEFAULT)
+            await settled(replica)
+            told += [*answer.served.guarded, *replica.questions.guard.take_results()]
+    assert [(one.policy, one.group) for one in told] == [(JOINT, "law")] * 4 + [(JOINT, "")] * 4
+    assert not any(one.below or one.drifts for one in told)
+    assert [one.differs for one in told[4:]].count(True) >= 3
+    replica.meter.flush()
+    (day,) = replica.store.metering.days(today(), today(), tenant="default")
+    used_of = day.by_model["kvshelf-tiny"]
+    assert (used_of.guarded, used_of.guarded_joint) == (0, 8)
+    assert used_of.guard_joint_differed == sum(one.differs for one in told)
+    assert day.guard_groups["law"]["kvshelf-tiny"].guarded_joint == 4
+    assert replica.store.stat(bad.id).quality is None
 
 
 async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:
