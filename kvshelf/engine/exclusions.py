@@ -253,7 +253,7 @@ ELSEWHERE: Final = Feature(
 )
 BEHIND: Final = Feature("passes behind the document", lambda c: c.absorber is None and bool(c.passes))
 IN_CHUNKS: Final = Feature("prefill=chunked", lambda c: c.absorber is not None)
-PROBED_CHUNKS: Final = Feature("prefill=chunked with probes", lambda c: c.absorber is not None and c.absorber.probed)
+AGAIN: Final = Feature("prefill=chunked, decided again", lambda c: c.absorber is not None and c.absorber.again)
 TURNING_ROPE: Final = Feature(
     "a LongRoPE that turns among them",
     lambda c: c.turning_point is not None and c.last_position > c.turning_point,
@@ -541,7 +541,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     Exclusion(
-        (RANKS, PROBED_CHUNKS),
+        (RANKS, AGAIN),
         "{model!r} runs in several processes, which reduce whole layers; take prefill=whole",
         "policy_params.prefill",
     ),

@@ -188,9 +188,7 @@ CHOSEN: Final = {
     "cam": chosen("cam", x.BLIND, x.APART),
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
-    "kvzip chunked": chosen(
-        "kvzip", x.BLIND, x.IN_CHUNKS, x.PROBED_CHUNKS, prefill="chunked", chunk=64, entries=["uneven"]
-    ),
+    "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),
     "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),
     "infllm": chosen(

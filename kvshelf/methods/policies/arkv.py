@@ -12,14 +12,15 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
+from kvshelf.methods.policies.base import pooling_kernel
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import indicators, variance
+from kvshelf.methods.policies.chunked import ChunkedTail
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class ARKV(TailPolicy):
+class ARKV(ChunkedTail):
     """In part, as states are set once and not while it answers: keep what the window attends to steadily or in bursts,
     and give layers whose attention is spread out, shifting and peaked more entries in many bits; the others have few.
 

@@ -43,8 +43,8 @@ def pooling_kernel(default: int) -> Any:
 
 class Absorber(Protocol):
     """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
-    of them (`partitions.PartitionAbsorber`), or whole chunks, each judged by a probe behind it
-    (`blocks.BlockAbsorber`)."""
+    of them (`partitions.PartitionAbsorber`), or all that is left, judged again with each chunk
+    (`chunked.ChunkAbsorber`)."""
 
     @property
     def mode(self) -> str:
@@ -59,8 +59,8 @@ class Absorber(Protocol):
         """Tokens of each forward pass; they add up to the document."""
 
     @property
-    def probed(self) -> bool:
-        """Whether a probe behind each chunk judges it: see `blocks.BlockAbsorber`, and else
+    def again(self) -> bool:
+        """Whether each chunk judges what is left of those before: see `chunked.ChunkAbsorber`, and else
         `partitions.PartitionAbsorber`."""
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.methods.policies.base import ScoringPolicy
+from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class KeyDiff(ScoringPolicy):
+class KeyDiff(ChunkedPolicy, ScoringPolicy):
     """In part, as the document is judged at once and not in blocks: keep the keys least like the mean direction of all
     keys. Sees no query; strong among filler, weak where all is fact.
 

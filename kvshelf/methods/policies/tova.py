@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import ProbedPolicy, ScoringPolicy
+from kvshelf.methods.policies.base import ScoringPolicy
+from kvshelf.methods.policies.chunked import ChunkedProbed
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class Tova(ProbedPolicy, ScoringPolicy):
+class Tova(ChunkedProbed, ScoringPolicy):
     """In part, as the document is reduced once: keep what the last token of the prompt attends to, the same tokens in
     every head of a layer.
 

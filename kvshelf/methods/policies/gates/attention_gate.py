@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
 from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, projected
 from kvshelf.methods.policies.view import LayerView
+
+_ROWS: Final = 256
+"""Whose weights on all tokens read are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,16 @@ class AttentionGate(TokenGate):
             queries[None, None], keys[None, None], values[None, None], is_causal=True
         )
         return (values + near[0, 0]) @ gate["down"].T + gate["bias"]
+
+    def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
+        """The note: what the small attention has of every token read, `[read, 2, width]`."""
+        rows = torch.cat(list(gate_inputs(chunk)))
+        queries, *own = (projected(gate, name, rows) for name in ("query", "key", "value"))
+        seen = torch.stack(own, dim=1)
+        seen = seen if note is None else torch.cat([note, seen])
+        near, first = [], len(seen) - len(rows)
+        for some in torch.split(queries, _ROWS):
+            first += len(some)
+            weights = window_attention(some[None], seen[:first, 0], queries.shape[1] ** -0.5)
+            near.append(weights[0] @ seen[:first, 1])
+        return (own[1] + torch.cat(near)) @ gate["down"].T + gate["bias"], seen

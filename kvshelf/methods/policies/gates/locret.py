@@ -12,7 +12,7 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
 from kvshelf.methods.policies.parameters import require_held
-from kvshelf.methods.policies.view import DocumentView, LayerView
+from kvshelf.methods.policies.view import DocumentView
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,25 @@ class Locret(TokenGate):
     family: ClassVar[Family] = "importance"
     target: ClassVar[Target] = "answers"
 
+    in_chunks: ClassVar[frozenset[str]] = frozenset({"chunk", "stabilizers"})
+
     recent: int = parameter(100, "last tokens of the document, always kept", minimum=0)
+    stabilizers: int = parameter(
+        2500, "last tokens of each chunk but the last that stay until the next is read", minimum=0, added=True
+    )
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         largest = budget.tokens - max(policy.sink, document.protected_prefix)
         if "recent" not in given:
-            return replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
-        require_held("recent", self.recent, largest, budget.tokens)
+            policy = replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
+        require_held("recent", policy.recent, largest, budget.tokens)
+        if "stabilizers" in given:
+            require_held("stabilizers", self.stabilizers, largest, budget.tokens)
+        elif policy.chunked:
+            policy = replace(policy, stabilizers=min(self.stabilizers, budget.tokens * 5 // 12, largest))
         return policy
 
-    def protected(self, layer: LayerView) -> Tensor:
-        return super().protected(layer) | (layer.positions >= layer.num_tokens - self.recent)
+    def stays(self, positions: Tensor, prefix: int, read: int, *, ended: bool) -> Tensor:
+        last = self.recent if ended else self.stabilizers
+        return super().stays(positions, prefix, read, ended=ended) | (positions >= read - last)

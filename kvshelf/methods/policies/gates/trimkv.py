@@ -11,7 +11,6 @@ from torch import Tensor
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
-from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,5 @@ class TrimKV(TokenGate):
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
-    def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
-        rates = torch.nn.functional.logsigmoid(super().judged(layer, outputs))
-        return (layer.num_tokens + self.horizon - layer.positions) * rates
+    def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:
+        return (read + self.horizon - positions) * torch.nn.functional.logsigmoid(outputs)
