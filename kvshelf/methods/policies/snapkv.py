@@ -19,7 +19,8 @@ class SnapKV(ChunkedTail):
 
     Listing 1 of the paper, with two departures that kvpress also makes: the mean over the window's rows instead of the
     sum (the same order), and the mean over a GQA group, taken before pooling, so that KV heads are not repeated. The
-    paper's prompt ends with the question; `ProbedPolicy` says what ends it here.
+    paper's prompt ends with the question; `ProbedPolicy` says what ends it here. With `prefill` "chunked", which is not
+    in the paper, the last `window` tokens of each chunk observe what is left, and nothing that stands behind it.
     """
 
     name: ClassVar[str] = "snapkv"

@@ -18,9 +18,10 @@ class Tova(ChunkedProbed, ScoringPolicy):
     every head of a layer.
 
     score_j = the mean over all query heads of the last row's softmax weight on token j; with several expected
-    questions, the mean over their last rows. If the last row is the document's own, its token stays. Departures: the
-    document is reduced once, while the paper drops one token at every decode step. `ProbedPolicy` says which token is
-    the last while no question is known.
+    questions, the mean over their last rows. If the last row is the document's own, its token stays. With `prefill`
+    "chunked" the last row of each chunk judges what is left. Departures: the document is reduced once, or once a chunk,
+    while the paper drops one token at every decode step. `ProbedPolicy` says which token is the last while no question
+    is known.
     """
 
     name: ClassVar[str] = "tova"

@@ -20,17 +20,21 @@ _ROWS: Final = 256
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
-    """In part, as nothing is dropped while the document is read: keep the tokens to which a small attention over the
-    document gives the highest probability of being kept.
+    """In part, as a budget takes the place of a threshold: keep the tokens to which a small attention over the document
+    gives the highest probability of being kept.
 
     Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
     own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In
     training a token counts where its probability is at least one half, by a straight-through estimate; the loss is the
     KL of predictions from those with the full cache, and the distance of the mean probability from a quarter.
 
+    With `prefill` "chunked" the flags act while the document is read: what goes behind a chunk, no later token sees. A
+    chunk's own tokens still do. The small attention is over all tokens read, dropped ones too, of which it keeps 2 *
+    width numbers a layer.
+
     Departures: the authors' gate reads hidden states, and this one the token's query, key and value. The authors drop
-    below a threshold, and a budget asks for the best of each head. Their flags hide tokens while the document is read;
-    here it is read whole. They train on text with the language model's own loss.
+    below a threshold, and a budget asks for the best of each head. Their flags act from a token's own layer on, and by
+    default here the document is read whole. They train on text with the language model's own loss.
     """
 
     name: ClassVar[str] = "attention_gate"
