@@ -29,7 +29,7 @@ from kvshelf.engine.prefill.protecting import protected_entries, put_back
 from kvshelf.engine.prefill.reducing import LayerReducer, require_finite_scores
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
-from kvshelf.methods.policies.chunked import ChunkAbsorber, Past
+from kvshelf.methods.policies.chunked import ChunkAbsorber, LayerPast
 from kvshelf.methods.policies.partitions import PartitionAbsorber
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.devices import input_device
@@ -187,7 +187,7 @@ class RejudgedLayer(ReadLayer):
     def __init__(self, absorber: ChunkAbsorber) -> None:
         super().__init__()
         self._absorber = absorber
-        self._past: Past | None = None
+        self._past: LayerPast | None = None
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
@@ -200,7 +200,7 @@ class RejudgedLayer(ReadLayer):
         """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;
         all of them where layers share it."""
         layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
-        past = policy.taken(self._past or Past.nothing(layer, self._absorber.document.num_tokens), layer)
+        past = policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer)
         if policy.phase == "during":
             (past,) = policy.reduced([past], self._absorber.budget)
         self.start += layer.num_tokens
@@ -209,12 +209,12 @@ class RejudgedLayer(ReadLayer):
         self.hold(past)
 
     @property
-    def past(self) -> Past:
+    def past(self) -> LayerPast:
         """What it has of the chunks read so far."""
         assert self._past is not None, "a chunk has been read"
         return self._past
 
-    def hold(self, past: Past) -> None:
+    def hold(self, past: LayerPast) -> None:
         """Let this be what the next chunk sees."""
         self._past = past
         self.prefix = (*past.record.prefixes(), *self._aside)

@@ -19,7 +19,7 @@ from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.chunked import ChunkedPolicy, Past
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -110,7 +110,7 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         """The first chunk has the tokens of the chat template, too."""
         return [end for _, end in self.blocks(document)]
 
-    def taken(self, past: Past, chunk: LayerView) -> Past:
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         (probed,) = chunk.probes
         joined, sinks = past.joined(chunk), self.sinks(chunk.document)
         keys, _ = zip(*joined.record.heads(), strict=True)
@@ -125,7 +125,7 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         ]
         return joined.judged(torch.cat(importance))
 
-    def reduced(self, pasts: Sequence[Past], budget: Budget) -> Sequence[Past]:
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         """All entries stay as long as the budget holds them."""
         if self.across == "head":
             return super().reduced(pasts, budget)

@@ -29,7 +29,7 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class LayerPast:
     """What a layer has of a document of `num_tokens`, of which `read` have been read.
 
     record: the entries, with the importance that was given to them last. columns: what the policy carries of each
@@ -43,7 +43,7 @@ class Past:
     note: Any = None
 
     @classmethod
-    def nothing(cls, chunk: LayerView, num_tokens: int) -> Past:
+    def nothing(cls, chunk: LayerView, num_tokens: int) -> LayerPast:
         """Before the first chunk, of a layer like this one."""
         record = Kept(
             keys=chunk.keys[0, :0],
@@ -65,7 +65,7 @@ class Past:
         assert self.record.importance is not None, "judged"
         return list(torch.split(self.record.importance, self.record.lengths))
 
-    def joined(self, chunk: LayerView, columns: Mapping[str, Tensor] | None = None) -> Past:
+    def joined(self, chunk: LayerView, columns: Mapping[str, Tensor] | None = None) -> LayerPast:
         """With the tokens of a chunk behind those of each head, not judged yet. columns: of the chunk, `[kv_heads, T]`
         each."""
         record, tokens = self.record, chunk.num_tokens
@@ -88,7 +88,7 @@ class Past:
         heads = zip(torch.split(entries, self.record.lengths), tokens, strict=True)
         return torch.cat([part for head in heads for part in head])
 
-    def judged(self, importance: Tensor, note: Any = None) -> Past:
+    def judged(self, importance: Tensor, note: Any = None) -> LayerPast:
         """With the importance of each entry, `[entries]` fp32, infinite where one must stay."""
         return replace(self, record=replace(self.record, importance=importance), note=note)
 
@@ -103,7 +103,7 @@ class Past:
         document = DocumentView(range(keys.shape[1]), chunk.protected_prefix)
         return replace(chunk, keys=keys, values=values, document=document)
 
-    def best(self, counts: Sequence[int]) -> Past:
+    def best(self, counts: Sequence[int]) -> LayerPast:
         """The most important entries, `counts[h]` of head h; equal ones by the smaller position."""
         assert self.record.importance is not None, "judged"
         best = best_rows(self.record, self.record.importance, counts)
@@ -186,7 +186,7 @@ class ChunkedPolicy(Policy):
         """Where its chunks end."""
         return [*range(self.chunk, document.num_tokens, self.chunk), document.num_tokens]
 
-    def taken(self, past: Past, chunk: LayerView) -> Past:
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         """The past with the chunk's tokens, judged. chunk: a layer of these tokens alone, at their places in the
         document; its probes stood behind it."""
         assert self.scorer is not None, "one that does not score says what it does here"
@@ -194,7 +194,7 @@ class ChunkedPolicy(Policy):
         layer = joined.layer(chunk)
         return joined.judged(self.scorer.importance(layer).flatten(), self.noted(layer))
 
-    def reduced(self, pasts: Sequence[Past], budget: Budget) -> Sequence[Past]:
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         """What stays of one layer, or of all of them where `phase` is not "during"."""
         return [past.best([min(budget.tokens, length) for length in past.record.lengths]) for past in pasts]
 

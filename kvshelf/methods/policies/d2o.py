@@ -16,7 +16,7 @@ from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Phase
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
-from kvshelf.methods.policies.chunked import ChunkedPolicy, Past
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.merging import MergePlan, nearest, over_heads
 from kvshelf.methods.policies.parameters import fitted_sink
@@ -108,24 +108,24 @@ class D2O(ChunkedPolicy):
         if self.chunked:
             return records
         whole = [
-            Past(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
+            LayerPast(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
             for layer, (scores, note) in notes.items()
         ]
         return {layer: past.record for layer, past in zip(notes, self.reduced(whole, budget), strict=True)}
 
-    def taken(self, past: Past, chunk: LayerView) -> Past:
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})
         scores, note = self.noted(joined.layer(chunk))
         sums = joined.columns["sums"] + scores.flatten()
         return replace(joined, columns={"sums": sums}).judged(sums, past.note or note)
 
-    def reduced(self, pasts: Sequence[Past], budget: Budget) -> Sequence[Past]:
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         """The first chunk shares out the budget; each decides what goes, and moves the threshold."""
         claims, always = [past.note.claim for past in pasts], pasts[0].note.always
         shares = by_claims(claims, WholeLayers(self.first, self.last), budget.tokens, always, pasts[0].num_tokens)
         return [self._merged(past, past.note.share or share) for past, share in zip(pasts, shares, strict=True)]
 
-    def _merged(self, past: Past, share: int) -> Past:
+    def _merged(self, past: LayerPast, share: int) -> LayerPast:
         """What stays of a layer of which each head keeps `share` entries, once it has more."""
         record, note, scores = past.record, past.note, past.columns["sums"].view(past.record.kv_heads, -1)
         keys, values = (states.view(*scores.shape, -1) for states in record.rows if isinstance(states, Tensor))

@@ -50,7 +50,7 @@ TOGETHER = ("make_each_token_count", "kvzip_gate", "d2o", "d2o whole layers")
 def small(kind: str, group: int) -> PreTrainedModel:
     """A random model of two KV heads, each with so many query heads."""
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
-    sizes = {"hidden_size": 2 * group * HEAD, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
+    sizes = {"hidden_size": 2 * group * HEAD, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 200}
     heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2, "head_dim": HEAD}
     torch.manual_seed(group)
     return model(config(**sizes, **heads, initializer_range=(2 * group * HEAD) ** -0.5)).eval().requires_grad_(False)
@@ -76,8 +76,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
 
 
 def document(count: int = TOKENS) -> list[int]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randint(3, 97, (count,), generator=generator).tolist()
+    """No token stands twice: in the first layer, gates would say the same of both."""
+    return torch.randperm(200, generator=torch.Generator().manual_seed(5))[:count].tolist()
 
 
 class ByHand:

@@ -17,7 +17,7 @@ from kvshelf.kernels.select import importance_of
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.chunked import ChunkedPolicy, Past
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.gate_file import Family, Form, Gates, Geometry, Shapes, Target, find
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import LayerStats
@@ -113,7 +113,7 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         outputs = self.outputs(gate, layer)[:, first : first + layer.kv_heads].T.contiguous()
         return self.judged(outputs, layer.positions, layer.num_tokens)
 
-    def taken(self, past: Past, chunk: LayerView) -> Past:
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         gate = gates_of(chunk.document).layer(chunk.place, chunk.keys.device)
         outputs, note = self.continued(gate, chunk, past.note)
         joined = past.joined(chunk, {"outputs": outputs.T})
@@ -122,7 +122,7 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         stays = self.stays(at, chunk.protected_prefix, joined.read, ended=joined.ended)
         return joined.judged(importance_of(scores, stays), note)
 
-    def reduced(self, pasts: Sequence[Past], budget: Budget) -> Sequence[Past]:
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         if self.sharing is None:
             return super().reduced(pasts, budget)
         device = pasts[0].importance[0].device
