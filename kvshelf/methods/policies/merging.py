@@ -77,7 +77,7 @@ class MergePlan:
     ) -> Kept | Merged:
         """The weighted means of keys and values, as of `means`, with the importance `[kv_heads, N]` fp32. slots: with
         one for each member. shrinks: as sums over the number of members, so that weights below 1 shorten them."""
-        keys, values = (self.means(each, weights) for each in states)
+        keys, values = (self.means(rows, weights) for rows in states)
         if shrinks:
             shares = (self.totals(weights) / self.sizes).unsqueeze(1)
             keys, values = (keys * shares).to(keys.dtype), (values * shares).to(values.dtype)

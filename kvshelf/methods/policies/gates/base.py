@@ -48,14 +48,14 @@ class GatePolicy(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        found = gates_of(document).digest
-        if self.gates not in (None, found):
+        digest = gates_of(document).digest
+        if self.gates not in (None, digest):
             raise PolicyUnsupported(
-                f"gates {self.gates!r} are not those that are there for this model, {found!r}; leave them out, or put "
+                f"gates {self.gates!r} are not those that are there for this model, {digest!r}; leave them out, or put "
                 "their file back",
                 param="policy_params.gates",
             )
-        return replace(policy, gates=found)
+        return replace(policy, gates=digest)
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         form = Form(self.family, self.gate_revision, lambda width: self.shapes(width, geometry))
