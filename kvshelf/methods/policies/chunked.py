@@ -25,7 +25,7 @@ from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.parameters import require_held
-from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +227,6 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
     @property
     def takes_questions(self) -> bool:
         return not self.chunked
-
-    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        return () if self.chunked else super().probe_passes(document)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
