@@ -241,6 +241,7 @@ READS_TEXT: Final = Feature("a policy that reads the text", lambda c: c.observes
 READS_OUTPUT: Final = Feature("a policy that reads o_proj", lambda c: c.observes(Needs.WEIGHTS))
 CALIBRATED: Final = _at_work("a policy with calibration", lambda policy: Needs.CALIBRATION in policy.needs)
 CALLS: Final = _at_work("a policy that sees calls (press)", lambda policy: Needs.CALL in policy.needs)
+LAYER_BUDGETS: Final = _at_work("budgets of layers", lambda policy: policy.budgets_layers)
 HEAD_BUDGETS: Final = _at_work("budgets of heads", lambda policy: policy.budgets_heads)
 PRUNES: Final = _of_policy("channels removed (think)", lambda policy: policy.prunes)
 RESIDUALS: Final = _of_policy("policy kvdirect", lambda policy: policy.has_residuals)
@@ -253,7 +254,7 @@ ELSEWHERE: Final = Feature(
 )
 BEHIND: Final = Feature("passes behind the document", lambda c: c.absorber is None and bool(c.passes))
 IN_CHUNKS: Final = Feature("prefill=chunked", lambda c: c.absorber is not None)
-PROBED_CHUNKS: Final = Feature("prefill=chunked with probes", lambda c: c.absorber is not None and c.absorber.probed)
+AGAIN: Final = Feature("prefill=chunked, decided again", lambda c: c.absorber is not None and c.absorber.again)
 TURNING_ROPE: Final = Feature(
     "a LongRoPE that turns among them",
     lambda c: c.turning_point is not None and c.last_position > c.turning_point,
@@ -467,6 +468,13 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     *_beside(
         IN_CHUNKS, "reads the document in chunks that see only what was kept of those before", (WINDOWS, CHUNKS, STATES)
     ),
+    *_each(
+        AGAIN,
+        [(LAYER_BUDGETS, "layer"), (HEAD_BUDGETS, "head")],
+        "policy {policy!r} gives each {why} a budget of its own, and a chunk is judged where all hold equally many "
+        "entries; take prefill=whole, or policy snapkv",
+        "policy_params.prefill",
+    ),
     *_beside(ELSEWHERE, "asks from other positions than the document's end", (WINDOWS, CHUNKS, STATES)),
     *_each(
         TURNING_ROPE,
@@ -541,7 +549,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     Exclusion(
-        (RANKS, PROBED_CHUNKS),
+        (RANKS, AGAIN),
         "{model!r} runs in several processes, which reduce whole layers; take prefill=whole",
         "policy_params.prefill",
     ),

@@ -103,6 +103,9 @@ def of(kind: str) -> Callable[[], Any]:
     return lambda: small_model(kind)
 
 
+ONE_CHUNK: Final = "lagkv chunked", "snapkv chunked", "pyramidkv chunked", "headkv chunked", "trimkv chunked"
+"""Policies that read a document of 60 tokens in one."""
+
 PLAIN: Final = "plain"
 IMAGES: Final = "images"
 """A model and a document of its own."""
@@ -124,7 +127,7 @@ MODELS: Final = {
     "no tokenizer": Model(frozenset({x.WIDE, x.NO_TOKENIZER}), of("llama"), text=False, document=list(range(5, 125))),
     "hooks": Model(frozenset({x.SPREAD}), spread),
     "LongRoPE": Model(
-        frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, document=TEXT[:60], within=("lagkv chunked",)
+        frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, document=TEXT[:60], within=ONE_CHUNK
     ),
     "LongRoPE, a long document": Model(
         frozenset({x.WIDE, x.TURNING_ROPE, x.CHANGING_ROPE}), longrope, within=("dapq", "kvzip", "lookaheadkv")
@@ -170,6 +173,8 @@ def chosen(policy: str, *features: Feature, entries: Sequence[str] = (), sized: 
 
 
 SMALL: Final = {"lag": 8, "sink": 1}
+IN_CHUNKS: Final = {"prefill": "chunked", "chunk": 64, "window": 4}
+CHUNKED: Final = x.BLIND, x.IN_CHUNKS, x.AGAIN
 CHOSEN: Final = {
     "full": chosen("full", x.KEEPS_ALL, x.BLIND, sized=True),
     "keydiff": chosen("keydiff", x.BLIND),
@@ -188,9 +193,11 @@ CHOSEN: Final = {
     "cam": chosen("cam", x.BLIND, x.APART),
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
-    "kvzip chunked": chosen(
-        "kvzip", x.BLIND, x.IN_CHUNKS, x.PROBED_CHUNKS, prefill="chunked", chunk=64, entries=["uneven"]
-    ),
+    "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),
+    "snapkv chunked": chosen("snapkv", *CHUNKED, **IN_CHUNKS),
+    "pyramidkv chunked": chosen("pyramidkv", *CHUNKED, x.LAYER_BUDGETS, **IN_CHUNKS),
+    "headkv chunked": chosen("headkv", *CHUNKED, x.CALIBRATED, x.HEAD_BUDGETS, x.APART, **IN_CHUNKS),
+    "trimkv chunked": chosen("trimkv", *CHUNKED, x.UNROTATES, prefill="chunked", chunk=64),
     "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),
     "infllm": chosen(
@@ -427,8 +434,9 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 raise
             made = Maker(engine, model.document)
         geometry, weights = engine.preparer.geometry, engine.identity.weights
-        gates = random_gates("lookaheadkv", geometry, weights=weights)
-        gate_path(weights, "lookaheadkv").write_bytes(gates.to_bytes())
+        for policy in ("lookaheadkv", "trimkv"):
+            gates = random_gates(policy, geometry, weights=weights)
+            gate_path(weights, policy).write_bytes(gates.to_bytes())
         heads = tuple(
             tuple(1.0 + head + layer * geometry.q_heads for head in range(geometry.q_heads))
             for layer in range(geometry.layers)

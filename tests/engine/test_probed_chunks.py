@@ -12,7 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
-from kvshelf.engine.prefill.chunked import ProbedLayer
+from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf_bench.models.small import small_model
 from tests.engine.asking import ids
@@ -155,14 +155,14 @@ def test_no_layer_holds_more_than_budget_block_and_probe(
     llama: Any, policy: str, protected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[tuple[float, int]] = []
-    before = ProbedLayer.reduce
+    before = RejudgedLayer.reduce
 
-    def watched(self: ProbedLayer, attended: Any, probe: int) -> None:
+    def watched(self: RejudgedLayer, attended: Any, chunk: Any) -> None:
         entries = sum(sum(prefix.lengths) for prefix in self.prefix) / attended.keys.shape[1]
         held.append((entries, attended.keys.shape[2]))
-        before(self, attended, probe)
+        before(self, attended, chunk)
 
-    monkeypatch.setattr(ProbedLayer, "reduce", watched)
+    monkeypatch.setattr(RejudgedLayer, "reduce", watched)
     budget, tokens = BUDGET + len(protected), TOKENS + len(protected)
     more: dict[str, Any] = {"budget_tokens": budget, "protect": RULES if protected else []}
     cache = chunked(llama.engine, llama.ids[:tokens], policy, **more)

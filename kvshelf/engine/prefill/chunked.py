@@ -1,5 +1,6 @@
 """Chunked prefill: each chunk sees the entries kept from earlier chunks, so that the KV cache never exceeds the budget
-plus the policy's buffer: tokens that wait for the next partition, or a block and the probe that judges it.
+plus the policy's buffer: tokens that wait for the next partition, or a chunk and the probe behind it. Where layers
+share the budget, each has its chunk until the last one has it.
 
 Protected tokens are read with the chunk that they stand in, set aside once each layer has read them, and seen by every
 later chunk. No absorber sees them; they are a part of the budget.
@@ -10,36 +11,38 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from kvshelf.artifact.records import Entries, Kept
+from kvshelf.artifact.records import Entries, Kept, LayerRecord
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.prefill.protecting import protected_entries, put_back
-from kvshelf.engine.prefill.reducing import require_finite_scores
+from kvshelf.engine.prefill.reducing import LayerReducer, require_finite_scores
 from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
-from kvshelf.methods.policies.base import Absorber
-from kvshelf.methods.policies.blocks import BlockAbsorber, BlockPast
+from kvshelf.methods.policies.chunked import ChunkAbsorber, LayerPast
 from kvshelf.methods.policies.partitions import PartitionAbsorber
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.model.devices import input_device
+from kvshelf.model.layers import LayerKind
+from kvshelf.model.rope import Rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class ChunkedPrefill(ForwardContext):
-    """A chunked prefill: after the attention of each layer the policy reduces the oldest tokens
-    of its buffer, then `checkpoint` lets other work run."""
+    """A chunked prefill: after the attention of each layer the policy reduces the oldest tokens of its buffer, or what
+    is left and the chunk, then `checkpoint` lets other work run."""
 
     reads_attention = False
 
@@ -47,16 +50,21 @@ class ChunkedPrefill(ForwardContext):
         self,
         job: Job,
         *,
-        num_layers: int,
+        kinds: tuple[LayerKind, ...],
+        rope: Rope | None,
         checkpoint: Callable[[], None],
     ) -> None:
-        absorber = job.absorber
-        assert absorber is not None
-        self._policy = absorber.policy
-        self._document = job.document
-        self._chunks = list(absorber.chunks)
-        self._probes = [probe.token_ids for probe in job.passes] or [()] * len(self._chunks)
-        self._layers = [_layer(absorber) for _ in range(num_layers)]
+        assert job.absorber is not None
+        self._absorber = job.absorber
+        self._job = job
+        self._kinds = kinds
+        self._rope = rope
+        self._probes = [probe.token_ids for probe in job.passes] or [()] * len(self._absorber.chunks)
+        again = cast(ChunkAbsorber, self._absorber) if self._absorber.again else None
+        self._layers: list[ChunkedLayer | RejudgedLayer] = [
+            ChunkedLayer(cast(PartitionAbsorber, self._absorber)) if again is None else RejudgedLayer(again)
+            for _ in kinds
+        ]
         self._checkpoint = checkpoint
         self.compress_s = 0.0
         self.paused_s = 0.0
@@ -65,38 +73,63 @@ class ChunkedPrefill(ForwardContext):
         """One forward pass per chunk and the probe behind it, at the tokens' true positions."""
         cache = Cache(layers=self._layers)
         device = input_device(model)
-        ends = map(self._document.judged.behind, accumulate(self._chunks))
-        for (start, end), probe in zip(pairwise([0, *ends]), self._probes, strict=True):
+        judged, document = self._job.document.judged, self._job.document
+        ends = [0, *accumulate(self._absorber.chunks)]
+        for (first, last), probe in zip(pairwise(ends), self._probes, strict=True):
+            start, end = (0 if count == 0 else judged.behind(count) for count in (first, last))
             ids = torch.tensor([[*token_ids[start:end], *probe]], device=device)
             at = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
-            self._rows = len(probe)
-            self._protected = pad(self._document.protected[start:end], (0, len(probe)))
+            self._protected = pad(document.protected[start:end], (0, len(probe)))
+            self._chunk = self._reducer(judged.part(first, last), len(probe))
             model.base_model(input_ids=ids, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
+            self._reduce_together()
+
+    def _reducer(self, chunk: DocumentView, probe: int) -> LayerReducer:
+        """Shows the policy each layer of a chunk."""
+        lengths = (probe,) * (probe > 0)
+        return LayerReducer(self._absorber.policy, chunk, self._job.budget, self._kinds, lengths, self._rope)
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
         own = self._layers[layer.layer_idx]
         own.set_aside(self._protected)
-        own.reduce(layer, self._rows)
+        if self._protected.any():
+            layer = replace(layer, queries=layer.queries[:, :, ~self._protected.to(layer.queries.device)])
+        own.reduce(layer, self._chunk)
         del own.given  # all states of this pass, which no other layer reads
         absorbed = time.perf_counter()
         self._checkpoint()
         self.compress_s += absorbed - started
         self.paused_s += time.perf_counter() - absorbed
 
-    def records(self) -> tuple[Entries, ...]:
+    def _reduce_together(self) -> None:
+        """Reduce all layers, where they share the budget."""
+        if not self._absorber.again or self._absorber.policy.phase == "during":
+            return
+        started, layers = time.perf_counter(), cast("list[RejudgedLayer]", self._layers)
+        absorber = cast(ChunkAbsorber, self._absorber)
+        pasts = absorber.policy.reduced([layer.past for layer in layers], absorber.budget)
+        for layer, past in zip(layers, pasts, strict=True):
+            layer.hold(past)
+        self.compress_s += time.perf_counter() - started
+
+    def records(self) -> tuple[LayerRecord, ...]:
         """All layers, in order. Tokens that are still in the buffer at the end are all kept. To be called once: each
         layer is freed as its record is made, which for protected tokens is a copy.
 
         Raises `PolicyUnsupported` where a layer was not observed, or scores that are not finite chose entries.
         """
         require_every_layer(
-            [i for i, layer in enumerate(self._layers) if layer.is_initialized], range(len(self._layers))
+            [i for i, layer in enumerate(self._layers) if layer.is_initialized], range(len(self._kinds))
         )
-        records = []
+        policy = self._absorber.policy
+        notes = {index: layer.note for index, layer in enumerate(self._layers)}
+        own: dict[int, Entries] = {index: layer.record() for index, layer in enumerate(self._layers)}
+        require_finite_scores(list(own.values()), policy)
+        own |= policy.finished(own, notes, self._job.budget)
+        records: list[LayerRecord] = []
         while self._layers:
-            records.append(self._layers.pop(0).whole(self._document))
-        require_finite_scores(records, self._policy)
+            records.append(self._layers.pop(0).whole(own.pop(len(records)), self._job.document))
         return tuple(records)
 
 
@@ -126,12 +159,16 @@ class ReadLayer(AttachedLayer):
         self._length = len(left)
 
     @abstractmethod
+    def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
+        """Let the absorber judge what this pass brought, without what was set aside. chunk: shows layers of it."""
+
+    @abstractmethod
     def record(self) -> Kept:
         """The entries kept of what the absorber has seen, by their places in it."""
 
-    def whole(self, document: DocumentView) -> Entries:
-        """The entries of the whole document that stay."""
-        record, places = self.record(), document.judged.places
+    def whole(self, record: Entries, document: DocumentView) -> Entries:
+        """The entries of the whole document that stay, of those that the absorber has seen."""
+        places = document.judged.places
         if places is None:
             return record
         (aside,) = self._aside
@@ -139,17 +176,18 @@ class ReadLayer(AttachedLayer):
         return put_back(record, protected_entries(aside.keys, aside.values, at), places)
 
 
-class ProbedLayer(ReadLayer):
-    """One layer while the document is read: kept entries are the prefix, a block and the probe behind it the suffix.
+class RejudgedLayer(ReadLayer):
+    """One layer while the document is read: what is left of it is the prefix, a chunk and the probe behind it the
+    suffix.
 
     Heads may keep different numbers of entries. While a layer is reduced, what it kept before and what it will keep are
     both in memory; other layers hold the budget.
     """
 
-    def __init__(self, absorber: BlockAbsorber) -> None:
+    def __init__(self, absorber: ChunkAbsorber) -> None:
         super().__init__()
         self._absorber = absorber
-        self._kept: Kept | None = None
+        self._past: LayerPast | None = None
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
@@ -158,86 +196,36 @@ class ProbedLayer(ReadLayer):
         # A pass is all of the suffix: there is nothing to append it to.
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
 
-    def reduce(self, attended: Attended, probe: int) -> None:
-        """Judge what is left of the document so far by the last `probe` tokens of this pass, drop these, and keep as
-        many entries as the budget has room for."""
-        block = self._length - probe
-        old = _by_head(self._kept or _nothing(self.keys[0], self.values[0]))
-        queries = attended.queries[0, :, attended.queries.shape[2] - probe :]
-        grouped = queries.reshape(len(old), -1, *queries.shape[1:])
-        importance = [
-            self._absorber.importance(
-                BlockPast(
-                    keys=torch.cat([head.keys, self.keys[0, h, :block]]),
-                    importance=head.importance,
-                    sinks=self._absorber.sinks(self.judged + block),
-                    queries=grouped[h],
-                    own_keys=self.keys[0, h, block:],
-                    scaling=attended.scaling,
-                )
-            )
-            for h, head in enumerate(old)
-        ]
-        self._kept = self._best(old, block, importance)
-        self.prefix = (*self._kept.prefixes(), *self._aside)
-        del self.keys, self.values
-        self.start += block
+    def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
+        """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;
+        all of them where layers share it."""
+        layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
+        past = policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer)
+        if policy.phase == "during":
+            (past,) = policy.reduced([past], self._absorber.budget)
+        self.start += layer.num_tokens
         self._length = 0
+        del self.keys, self.values
+        self.hold(past)
 
-    def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor]) -> Kept:
-        """The most important of the kept entries and the block's; equal ones by the smaller position."""
-        counts = self._absorber.counts(importance)
-        positions = torch.arange(self.judged, self.judged + block, dtype=torch.int32, device=self.keys.device)
-        chosen = []
-        for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):
-            rows = scores.sort(descending=True, stable=True).indices[:count].sort().values
-            new = self.keys[0, h, :block], self.values[0, h, :block], positions
-            chosen.append((*(_rows(*pair, rows) for pair in zip(head, new, strict=False)), scores[rows]))
-        keys, values, entries_at, of_entries = map(torch.cat, zip(*chosen, strict=True))
-        offsets = tuple(accumulate(counts, initial=0))
-        return Kept(keys=keys, values=values, entries_at=entries_at, offsets=offsets, importance=of_entries)
+    @property
+    def past(self) -> LayerPast:
+        """What it has of the chunks read so far."""
+        assert self._past is not None, "a chunk has been read"
+        return self._past
+
+    def hold(self, past: LayerPast) -> None:
+        """Let this be what the next chunk sees."""
+        self._past = past
+        self.prefix = (*past.record.prefixes(), *self._aside)
+
+    @property
+    def note(self) -> Any:
+        """As of `Policy.noted`, when the last chunk had been read."""
+        return self.past.note
 
     def record(self) -> Kept:
-        assert self._kept is not None, "the document has a block"
-        return self._kept
-
-
-class _Head(NamedTuple):
-    """One KV head of a record: `[n, ...]` each."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    importance: Tensor
-
-
-def _by_head(kept: Kept) -> list[_Head]:
-    """Views of the heads of a record."""
-    tensors = cast("tuple[Tensor, ...]", (kept.keys, kept.values, kept.entry_positions, kept.importance))
-    return [_Head(*(tensor[start:end] for tensor in tensors)) for start, end in pairwise(kept.offsets)]
-
-
-def _nothing(keys: Tensor, values: Tensor) -> Kept:
-    """A record without entries, for heads of these keys and values `[kv_heads, T, ...]`."""
-    return Kept(
-        keys=keys[0, :0],
-        values=values[0, :0],
-        entries_at=torch.empty(0, dtype=torch.int32, device=keys.device),
-        offsets=(0,) * (len(keys) + 1),
-        importance=torch.empty(0, device=keys.device),
-    )
-
-
-def _rows(first: Tensor, second: Tensor, rows: Tensor) -> Tensor:
-    """Rows of `second` behind those of `first`, by ascending number, without a copy of the two together."""
-    before = int((rows < len(first)).sum())
-    return torch.cat([first[rows[:before]], second[rows[before:] - len(first)]])
-
-
-def _layer(absorber: Absorber) -> ChunkedLayer | ProbedLayer:
-    if absorber.probed:
-        return ProbedLayer(cast(BlockAbsorber, absorber))
-    return ChunkedLayer(cast(PartitionAbsorber, absorber))
+        return self.past.record
 
 
 class ChunkedLayer(ReadLayer):
@@ -266,8 +254,10 @@ class ChunkedLayer(ReadLayer):
         self.keys = torch.cat([self.keys, key_states], dim=2)
         self.values = torch.cat([self.values, value_states], dim=2)
 
-    def reduce(self, attended: Attended, probe: int) -> None:  # noqa: ARG002
-        """Absorb what this pass brought: it has no probe, and nothing asks for queries."""
+    note: None = None
+
+    def reduce(self, attended: Attended, chunk: LayerReducer) -> None:  # noqa: ARG002
+        """Absorb what this pass brought: nothing asks for queries."""
         self.absorb()
 
     def absorb(self) -> None:

@@ -89,7 +89,7 @@ def run_prefill(
     with torch.no_grad(), kvshelf_attention(passes.model):
         if absorber is not None:
             apart = True
-            chunked = ChunkedPrefill(jobs[0], num_layers=len(kinds), checkpoint=checkpoint)
+            chunked = ChunkedPrefill(jobs[0], kinds=kinds, rope=passes.facts.rope, checkpoint=checkpoint)
             chunked.run(passes.model, jobs[0].document.token_ids)
             reduced, paused_s, reference = [chunked], chunked.paused_s, None
         else:

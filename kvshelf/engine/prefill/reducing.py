@@ -26,6 +26,7 @@ from kvshelf.kernels.select import of_entries, select
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy, keep
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.chunked import best_rows, only_rows
 from kvshelf.methods.policies.sharing import LayerStats, Sharing
 from kvshelf.methods.policies.together import importance_together, reduce_together, scores_together
 from kvshelf.methods.policies.view import DocumentView, LayerView, Probed, Ranks
@@ -79,7 +80,7 @@ class LayerReducer:
         if not kind.attends:
             return  # by the keys and values of a layer before
         if kind.sees_all:
-            self.reduce(self._view(attended), self._stored(attended))
+            self.reduce(self.view(attended), self._stored(attended))
         else:
             num_tokens = self.document.num_tokens
             keys, values = (of[0, :, :num_tokens] for of in (attended.keys, attended.values))
@@ -148,7 +149,7 @@ class LayerReducer:
         entries = placed(entries, self.document.first_position)
         return Latents.of(entries) if self.kinds[layer].latents and isinstance(entries, Kept) else entries
 
-    def _view(self, attended: Attended) -> LayerView:
+    def view(self, attended: Attended) -> LayerView:
         """A layer as the policy sees it: the states of the document and those of each probe pass behind it."""
         num_tokens = self.document.num_tokens
         return LayerView(
@@ -175,7 +176,7 @@ class LayerReducer:
         if attended.latents is None:
             return None
         keys, values = (states[0, :, : self.document.num_tokens].clone() for states in attended.latents)
-        return replace(self._view(attended), keys=keys, values=values)
+        return replace(self.view(attended), keys=keys, values=values)
 
     def _probes(self, attended: Attended) -> tuple[Probed, ...]:
         ends = accumulate(self.probe_lengths, initial=self.document.num_tokens)
@@ -196,7 +197,7 @@ class Scorer(LayerReducer):
         assert policy is not None, "see `Compressor.scores`"
         if not self.kinds[attended.layer_idx].reducible:
             return
-        layer = self._view(attended)
+        layer = self.view(attended)
         score = policy.score(layer) if attended.latents is None else scores_together(policy, layer)
         self.scores[layer.layer_idx] = layer.all_heads(score)
 
@@ -335,32 +336,3 @@ class Cascade:
             record.importance if same else of_entries(decides, record.entry_positions, counts)
         )
         self._layers[layer.layer_idx] = joined.best(own)
-
-
-def best_rows(record: Kept, precedence: Tensor, counts: Sequence[int]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The rows of the `counts[h]` first entries of each head, ascending, and where its heads then begin and end; equal
-    ones by the smaller position. None: all."""
-    offsets = tuple(accumulate(counts, initial=0))
-    if offsets == tuple(record.offsets):
-        return None
-    chosen = []
-    for (start, end), count in zip(pairwise(record.offsets), counts, strict=True):
-        assert count <= end - start, "a share can only shrink"
-        best = precedence[start:end].sort(descending=True, stable=True).indices[:count]
-        chosen.append(best.sort().values + start)
-    return torch.cat(chosen), offsets
-
-
-def only_rows(record: Kept, rows: Tensor, offsets: tuple[int, ...]) -> Kept:
-    """These rows of a record."""
-    assert isinstance(record.keys, Tensor)
-    assert isinstance(record.values, Tensor)
-    assert record.importance is not None
-    return replace(
-        record,
-        keys=record.keys[rows],
-        values=record.values[rows],
-        entries_at=record.entry_positions[rows],
-        offsets=offsets,
-        importance=record.importance[rows],
-    )

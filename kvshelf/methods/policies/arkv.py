@@ -12,15 +12,16 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
+from kvshelf.methods.policies.base import pooling_kernel
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import indicators, variance
+from kvshelf.methods.policies.chunked import ChunkedTail
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class ARKV(TailPolicy):
-    """In part, as states are set once and not while it answers: keep what the window attends to steadily or in bursts,
+class ARKV(ChunkedTail):
+    """In part, as states are not set while it answers: keep what the window attends to steadily or in bursts,
     and give layers whose attention is spread out, shifting and peaked more entries in many bits; the others have few.
 
     It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2 or int4. The score
@@ -29,9 +30,10 @@ class ARKV(TailPolicy):
     E is their entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are not
     always kept, a layer has the best in many bits, as large a part as its claim is of the largest claim.
 
-    All three states are decided at once, when the document has been read. The authors' code decides again whenever an
-    answer exceeds the budget, drops a quarter each time and subtracts the window twice; here an answer's own cache is
-    not touched. With a budget of the whole document nothing is dropped.
+    All three states are decided when the document has been read; with `prefill` "chunked" behind each chunk, whose last
+    tokens are the window, over all that is left. An entry in few bits is read as it was until the cache is stored. The
+    authors' code decides again whenever an answer exceeds the budget, drops a quarter each time and subtracts the
+    window twice; here an answer's own cache is not touched. With a budget of the whole document nothing is dropped.
     """
 
     name: ClassVar[str] = "arkv"

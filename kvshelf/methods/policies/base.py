@@ -43,8 +43,8 @@ def pooling_kernel(default: int) -> Any:
 
 class Absorber(Protocol):
     """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
-    of them (`partitions.PartitionAbsorber`), or whole chunks, each judged by a probe behind it
-    (`blocks.BlockAbsorber`)."""
+    of them (`partitions.PartitionAbsorber`), or all that is left, judged again with each chunk
+    (`chunked.ChunkAbsorber`)."""
 
     @property
     def mode(self) -> str:
@@ -59,8 +59,8 @@ class Absorber(Protocol):
         """Tokens of each forward pass; they add up to the document."""
 
     @property
-    def probed(self) -> bool:
-        """Whether a probe behind each chunk judges it: see `blocks.BlockAbsorber`, and else
+    def again(self) -> bool:
+        """Whether each chunk judges what is left of those before: see `chunked.ChunkAbsorber`, and else
         `partitions.PartitionAbsorber`."""
 
 
@@ -71,11 +71,11 @@ class Policy(Method):
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
     `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
     that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
-    gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
-    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels,
-    `has_residuals`, that it stores the layers' inputs in place of keys and values, and `sets_precision`, that its
-    records say how many entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the
-    whole document.
+    gives each head a budget of its own, and `budgets_layers`, each layer, by the length of the document; `merges`, that
+    an entry it keeps may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that
+    it stores keys without some of their channels, `has_residuals`, that it stores the layers' inputs in place of keys
+    and values, and `sets_precision`, that its records say how many entries have more bits under codec
+    `mixed:share=policy`: so it has work where the budget is the whole document.
     """
 
     kind: ClassVar[Kind] = POLICY
@@ -84,6 +84,7 @@ class Policy(Method):
     by_position: ClassVar[bool] = False
     shared_by_heads: ClassVar[bool] = False
     budgets_heads: ClassVar[bool] = False
+    budgets_layers: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
@@ -309,6 +310,8 @@ class ProbedPolicy(Policy):
         return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        if not self.takes_questions:  # it is read in chunks, whose own last rows observe
+            return ()
         end = document.end
         if document.questions:
             return [ProbePass(ids, end) for ids in document.questions]

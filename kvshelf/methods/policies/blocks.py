@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import ClassVar, Self
 
 import torch
@@ -20,6 +19,7 @@ from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -55,7 +55,7 @@ class BlockPast:
 
 
 @dataclass(frozen=True)
-class BlockPolicy(ScoringPolicy):
+class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     """A subclass says which probe follows a block, and how it judges.
 
     With `prefill` "chunked", each block sees what was kept of those before it, and its probe sees the same and the
@@ -64,6 +64,7 @@ class BlockPolicy(ScoringPolicy):
     """
 
     needs: ClassVar[Needs] = Needs.QUERIES
+    in_chunks: ClassVar[frozenset[str]] = frozenset()
 
     chunk: int = parameter(2048, "document tokens of a block", minimum=64)
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
@@ -101,8 +102,37 @@ class BlockPolicy(ScoringPolicy):
     def protected(self, layer: LayerView) -> Tensor:
         return layer.positions < self.sinks(layer.document)
 
-    def absorber(self, document: DocumentView, budget: Budget) -> BlockAbsorber | None:
-        return None if self.prefill == "whole" else BlockAbsorber(self, document, budget.tokens)
+    @property
+    def mode(self) -> str:
+        return f"{super().mode},probed"
+
+    def ends(self, document: DocumentView) -> list[int]:
+        """The first chunk has the tokens of the chat template, too."""
+        return [end for _, end in self.blocks(document)]
+
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+        (probed,) = chunk.probes
+        joined, sinks = past.joined(chunk), self.sinks(chunk.document)
+        keys, _ = zip(*joined.record.heads(), strict=True)
+        importance = [
+            importance_of(
+                self.judged(BlockPast(of_head, before, min(sinks, joined.read), queries, own_keys, chunk.scaling)),
+                torch.arange(len(of_head), device=of_head.device) < sinks,
+            )
+            for of_head, before, queries, own_keys in zip(
+                keys, past.importance, chunk.grouped(probed.queries), probed.keys, strict=True
+            )
+        ]
+        return joined.judged(torch.cat(importance))
+
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
+        """All entries stay as long as the budget holds them."""
+        if self.across == "head":
+            return super().reduced(pasts, budget)
+        (past,) = pasts
+        heads = past.importance
+        sinks = [int(head.isposinf().sum()) for head in heads]
+        return [past.best(flat_counts(heads, budget.tokens * len(heads), sinks))]
 
     @abstractmethod
     def judged(self, past: BlockPast) -> Tensor:
@@ -116,44 +146,6 @@ class BlockPolicy(ScoringPolicy):
         """Bounds of the blocks: what follows the chat template's tokens."""
         for start in range(document.protected_prefix, document.num_tokens, self.chunk):
             yield start, min(start + self.chunk, document.num_tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class BlockAbsorber:
-    """An `Absorber` with a probe behind each of its chunks. The probes are the policy's passes, one a chunk."""
-
-    policy: BlockPolicy
-    document: DocumentView
-    budget_tokens: int
-
-    probed: ClassVar[bool] = True
-
-    @property
-    def mode(self) -> str:
-        return f"chunked:chunk={self.policy.chunk},probed"
-
-    @property
-    def chunks(self) -> list[int]:
-        """The first has the tokens of the chat template, too."""
-        ends = [end for _, end in self.policy.blocks(self.document)]
-        return [end - start for start, end in pairwise([0, *ends])]
-
-    def sinks(self, end: int) -> int:
-        """Of the first `end` tokens those that always stay."""
-        return min(self.policy.sinks(self.document), end)
-
-    def importance(self, past: BlockPast) -> Tensor:
-        """Of the entries of one head, `[kept + block]` fp32, infinite where one must stay."""
-        return importance_of(
-            self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks
-        )
-
-    def counts(self, heads: Sequence[Tensor]) -> list[int]:
-        """Entries that each head keeps, of its importance `[n]`: all, as long as the budget holds them."""
-        if self.policy.across == "head":
-            return [min(self.budget_tokens, len(head)) for head in heads]
-        floor = self.policy.sinks(self.document)
-        return flat_counts(heads, self.budget_tokens * len(heads), [floor] * len(heads))
 
 
 def largest_weights(queries: Tensor, keys: Tensor, own_keys: Tensor | None, scaling: float) -> Tensor:

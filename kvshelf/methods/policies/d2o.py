@@ -5,39 +5,44 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.records import Entries, Kept, Merged
+from kvshelf.artifact.records import Entries, Kept
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.policies.base import Phase, Policy
+from kvshelf.methods.policies.base import Phase
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.full import Full
-from kvshelf.methods.policies.merging import MergePlan, nearest
+from kvshelf.methods.policies.merging import MergePlan, nearest, over_heads
 from kvshelf.methods.policies.parameters import fitted_sink
-from kvshelf.methods.policies.sharing import fill, largest_remainders
+from kvshelf.methods.policies.sharing import by_claims
 from kvshelf.methods.policies.view import DocumentView, LayerView, Ranks
+
+_NEWEST = 0.5
+"""What the newest mean cosine counts in the threshold, beside the threshold of before."""
 
 _TINY = 1e-30
 """No weight of a mean may be zero."""
 
 
-class _LayerScores(NamedTuple):
-    """What is left to know of a layer when all layers are there. scores: `[kv_heads, N]` fp32. claim: its weight where
-    layers share the budget. always: first tokens that stay."""
+class _OfLayer(NamedTuple):
+    """What D2O knows of a layer. claim: its weight where layers share the budget. always: first tokens that stay.
+    share: entries of each head, and tau: the threshold, once a chunk has decided them."""
 
-    scores: Tensor
     claim: float
     always: int
-    place: int
     ranks: Ranks | None
+    share: int | None = None
+    tau: Tensor | float | None = None
 
 
 @dataclass(frozen=True)
-class D2O(Policy):
+class D2O(ChunkedPolicy):
     """In part, as nothing is decided while it answers: keep heavy hitters and recent tokens, give layers that attend
     evenly more of the budget, and merge an evicted token into the kept one whose key is most like its own, if it is
     like enough.
@@ -49,10 +54,12 @@ class D2O(Policy):
     what the authors' code does: it adds u times each merged token and divides by their number, which shrinks keys and
     values. `store="slots"` gives each merged token its own share of the softmax.
 
-    The layers' shares are known when the last layer is there, so the whole cache is in memory until then. The paper
-    leaves layers 0, 1 and the last whole: `first=2,last=1`; the others pay for them. Departures: one threshold for the
-    whole document, where the authors move it with each decoded token; no layer keeps less than `sink` tokens; a GQA
-    group shares the mean of its scores.
+    With `prefill` "chunked" the first chunk stands for the paper's prompt, which shares out the budget, and each later
+    one for a decoded token: sums go on, and the threshold becomes the mean of the one before and the chunk's mean of u.
+
+    In one pass the whole cache is in memory until the last layer is there. The paper leaves layers 0, 1 and the last
+    whole: `first=2,last=1`; the others pay for them. Departures: no layer keeps less than `sink` tokens; a GQA group
+    shares the mean of its scores.
     """
 
     name: ClassVar[str] = "d2o"
@@ -75,67 +82,68 @@ class D2O(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        count = WholeLayers(self.first, self.last).fewest(
-            document.num_layers,
-            document.num_tokens,
-            budget.tokens,
-            document.protected_prefix + 1,
-            "first" if self.first else "last",
-        )
+        if self.chunked and self.store == "slots":
+            why = "with prefill=chunked entries merge again and again, and have no slots; take store=means"
+            raise PolicyUnsupported(why, param="policy_params.store")
+        whole, least = WholeLayers(self.first, self.last), document.protected_prefix + 1
+        param = "first" if self.first else "last"
+        count = whole.fewest(document.num_layers, document.num_tokens, budget.tokens, least, param)
         return replace(self, sink=fitted_sink(self.sink, count, room=count - 1, given="sink" in given))
 
-    def noted(self, layer: LayerView) -> _LayerScores:
+    def noted(self, layer: LayerView) -> tuple[Tensor, _OfLayer]:
+        """The scores `[kv_heads, N]` fp32 of its tokens, and what is known of the layer."""
         columns, _ = layer.column_sums()  # [q_heads, N]
         spread = layer.all_heads(columns.var(dim=1))
         spread = (spread - spread.min()) / (spread.max() - spread.min() + 1e-6)
         claim = math.exp(-float(spread.mean()))
-        always = max(self.sink, layer.protected_prefix)
-        return _LayerScores(layer.grouped(columns).mean(dim=1), claim, always, layer.place, layer.ranks)
+        return layer.grouped(columns).mean(dim=1), _OfLayer(claim, max(self.sink, layer.protected_prefix), layer.ranks)
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         """All of the layer: `finished` reduces it."""
         return Full().reduce(layer, budget)
 
     def finished(
-        self, records: Mapping[int, Entries], notes: Mapping[int, _LayerScores], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, tuple[Tensor, _OfLayer]], budget: Budget
     ) -> Mapping[int, Entries]:
-        counts = self._counts(list(notes.values()), budget)
-        return {layer: self._merged(records[layer], note, counts[note.place]) for layer, note in notes.items()}
+        if self.chunked:
+            return records
+        whole = [
+            LayerPast(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
+            for layer, (scores, note) in notes.items()
+        ]
+        return {layer: past.record for layer, past in zip(notes, self.reduced(whole, budget), strict=True)}
 
-    def _counts(self, notes: Sequence[_LayerScores], budget: Budget) -> list[int]:
-        """Entries of each KV head of each layer, by its place."""
-        tokens, always = notes[0].scores.shape[1], notes[0].always
-        sharing = notes[self.first : len(notes) - self.last]
-        paid = budget.tokens * len(notes) - tokens * (self.first + self.last) - always * len(sharing)
-        # A claim that is not a number: its layer's scores are none, either, and the engine refuses the cache for them.
-        claims = [note.claim if math.isfinite(note.claim) else 1.0 for note in sharing]
-        shares = largest_remainders(fill(claims, paid, tokens - always))
-        return [tokens] * self.first + [always + share for share in shares] + [tokens] * self.last
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+        joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})
+        scores, note = self.noted(joined.layer(chunk))
+        sums = joined.columns["sums"] + scores.flatten()
+        return replace(joined, columns={"sums": sums}).judged(sums, past.note or note)
 
-    def _merged(self, record: Entries, note: _LayerScores, count: int) -> Kept | Merged:
-        assert isinstance(record, Kept)
-        scores = note.scores  # [kv_heads, N]
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
+        """The first chunk shares out the budget; each decides what goes, and moves the threshold."""
+        claims, always = [past.note.claim for past in pasts], pasts[0].note.always
+        shares = by_claims(claims, WholeLayers(self.first, self.last), budget.tokens, always, pasts[0].num_tokens)
+        return [self._merged(past, past.note.share or share) for past, share in zip(pasts, shares, strict=True)]
+
+    def _merged(self, past: LayerPast, share: int) -> LayerPast:
+        """What stays of a layer of which each head keeps `share` entries, once it has more."""
+        record, note, scores = past.record, past.note, past.columns["sums"].view(past.record.kv_heads, -1)
         keys, values = (states.view(*scores.shape, -1) for states in record.rows if isinstance(states, Tensor))
-        positions = torch.arange(scores.shape[1], device=scores.device)
-        recent = min(int(self.recent * count), count - note.always)
-        protected = (positions < note.always) | (positions >= len(positions) - recent)
-        kept = select(scores, protected, [count] * len(scores))
-        plan, cosines = self._plan(keys, kept, note.ranks)
-        weights = torch.where(kept, 1.0, cosines)
-        weights = weights.clamp_min(_TINY) if self.form == "code" else weights.exp()
-        merged_keys, merged_values = (plan.means(states, weights) for states in (keys, values))
-        if self.form == "code":
-            shrink = plan.totals(weights) / plan.sizes
-            merged_keys, merged_values = ((x * shrink.unsqueeze(1)).to(x.dtype) for x in (merged_keys, merged_values))
-        make = plan.as_merged if self.store == "slots" else plan.as_kept
-        return make(merged_keys, merged_values, importance_of(scores, protected))
-
-    def _plan(self, keys: Tensor, kept: Tensor, ranks: Ranks | None) -> tuple[MergePlan, Tensor]:
-        """Who merges into whom, and the cosine of each token with the nearest kept one, `[kv_heads, N]` fp32."""
-        goes = ~kept
-        cosines, targets = nearest(keys, None, goes, kept, kept)
-        own = torch.stack([torch.where(goes, cosines, 0.0).sum(dim=0), goes.sum(dim=0)])  # [2, N]
-        sums, heads = own if ranks is None else ranks.gathered(own.unsqueeze(0)).sum(dim=0)
+        places = record.entry_positions.view(scores.shape).long()
+        rows = torch.arange(scores.shape[1], device=scores.device)
+        recent = min(int(self.recent * share), share - note.always)
+        protected = (rows < note.always) | (rows >= len(rows) - recent)
+        kept = select(scores, protected, [min(share, len(rows))] * len(scores))
+        cosines, targets = nearest(keys, None, ~kept, kept, kept)
+        sums, heads = over_heads(cosines, ~kept, places, note.ranks)
         tau = sums.sum() / heads.sum().clamp_min(1) if self.tau is None else self.tau
-        joins = goes & (sums / heads.clamp_min(1) >= tau)
-        return MergePlan.joining(kept, joins, targets), cosines
+        if note.tau is not None:
+            tau = (1 - _NEWEST) * note.tau + _NEWEST * tau
+        plan = MergePlan.joining(kept, ~kept & ((sums / heads.clamp_min(1))[places] >= tau), targets)
+        weights, code = torch.where(kept, 1.0, cosines), self.form == "code"
+        weights = weights.clamp_min(_TINY) if code else weights.exp()
+        importance = importance_of(scores, protected)
+        made = plan.made((keys, values), weights, importance, slots=self.store == "slots", shrinks=code)
+        made = replace(made, entries_at=record.entry_positions[kept.flatten()])
+        note = note._replace(share=share, tau=tau if len(rows) > share else note.tau)
+        return replace(past, record=cast("Kept", made), columns={"sums": scores[kept]}, note=note)

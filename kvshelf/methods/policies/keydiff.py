@@ -9,16 +9,18 @@ from torch import Tensor
 
 from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.methods.policies.base import ScoringPolicy
+from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class KeyDiff(ScoringPolicy):
-    """In part, as the document is judged at once and not in blocks: keep the keys least like the mean direction of all
-    keys. Sees no query; strong among filler, weak where all is fact.
+class KeyDiff(ChunkedPolicy, ScoringPolicy):
+    """Keep the keys least like the mean direction of all keys. Sees no query; strong among filler, weak where all is
+    fact.
 
-    score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. Departure: the whole document is scored at
-    once; the paper goes block by block.
+    score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. With `prefill` "chunked" the document is
+    read in blocks, as in the paper: all that is left and the block are judged together. Departure: by default the whole
+    document is scored at once.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -78,14 +78,14 @@ class KVzip(BlockPolicy):
             queries = layer.grouped(probed.queries)
             for head in range(layer.kv_heads):
                 keys = torch.cat([layer.keys[head, :before], layer.keys[head, start:end]])
-                found = largest_weights(queries[head], keys, probed.keys[head], layer.scaling)
-                scores[head, start:end] = found[before:]
+                weights = largest_weights(queries[head], keys, probed.keys[head], layer.scaling)
+                scores[head, start:end] = weights[before:]
         return scores
 
     def judged(self, past: BlockPast) -> Tensor:
         keys = torch.cat([past.keys[: min(past.sinks, past.kept)], past.keys[past.kept :]])
-        found = largest_weights(past.queries, keys, past.own_keys, past.scaling)
-        return torch.cat([past.importance, found[len(keys) - past.block :]])
+        weights = largest_weights(past.queries, keys, past.own_keys, past.scaling)
+        return torch.cat([past.importance, weights[len(keys) - past.block :]])
 
     def _ask(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
         """The tokens that ask for a chunk: the first, or the one after `lead`."""

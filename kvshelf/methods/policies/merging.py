@@ -22,6 +22,7 @@ from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
+from kvshelf.methods.policies.view import Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,17 @@ class MergePlan:
         """`merged` `[entries, D]`, but for entries of one token that token's own of `states` `[kv_heads, N, D]`."""
         return torch.where((self.sizes == 1).unsqueeze(1), states[self.kept], merged)
 
+    def made(
+        self, states: tuple[Tensor, Tensor], weights: Tensor, importance: Tensor, *, slots: bool, shrinks: bool
+    ) -> Kept | Merged:
+        """The weighted means of keys and values, as of `means`, with the importance `[kv_heads, N]` fp32. slots: with
+        one for each member. shrinks: as sums over the number of members, so that weights below 1 shorten them."""
+        keys, values = (self.means(rows, weights) for rows in states)
+        if shrinks:
+            shares = (self.totals(weights) / self.sizes).unsqueeze(1)
+            keys, values = (keys * shares).to(keys.dtype), (values * shares).to(values.dtype)
+        return (self.as_merged if slots else self.as_kept)(keys, values, importance)
+
     def as_kept(self, keys: Tensor, values: Tensor, importance: Tensor) -> Kept:
         """The entries `[entries, D]` and `[entries, Dv]`, as tokens like others. importance: `[kv_heads, N]` fp32."""
         return Kept(
@@ -104,6 +116,16 @@ class MergePlan:
             slot_positions=members.nonzero()[:, 1].to(torch.int32),
             slot_offsets=offsets_of(members.sum(dim=1).tolist()),
         )
+
+
+def over_heads(similarity: Tensor, goes: Tensor, places: Tensor, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
+    """Of each token the sum of `similarity` `[kv_heads, N]` fp32 over the heads that drop it, and their number, both
+    `[tokens]` fp32. goes: `[kv_heads, N]` bool; places: of the tokens, of which each head may have others, likewise."""
+    own = torch.stack([torch.where(goes, similarity, 0.0), goes.float()])  # [2, kv_heads, N]
+    by_token = own.new_zeros(*own.shape[:2], int(places.max()) + 1)
+    sums = by_token.scatter_(2, places.expand_as(own), own).sum(dim=1)
+    of_all, heads = sums if ranks is None else ranks.gathered(sums.unsqueeze(0)).sum(dim=0)
+    return of_all, heads
 
 
 def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:

@@ -195,7 +195,7 @@ class PartitionAbsorber:
     cut: PartitionCut
     shares: tuple[int, ...]
 
-    probed: ClassVar[bool] = False
+    again: ClassVar[bool] = False
 
     @property
     def mode(self) -> str:

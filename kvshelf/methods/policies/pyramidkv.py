@@ -34,6 +34,7 @@ class PyramidKV(SnapKV):
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     advice: ClassVar[str] = "as a baseline: lower layers get more, whatever the document."
     version: ClassVar[int] = 1
+    budgets_layers: ClassVar[bool] = True
 
     beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)
     form: str = parameter(

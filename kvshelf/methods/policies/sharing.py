@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.budgets import Budget, WholeLayers
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,17 @@ def least(floor: float, tokens: int, protected: int) -> int:
     """Entries a head keeps whatever its scores: the part `floor` of `tokens`, at least one if `floor` is above 0, and
     never fewer than are protected."""
     return max(protected, int(floor * tokens), 1 if floor > 0 else 0)
+
+
+def by_claims(claims: Sequence[float], whole: WholeLayers, mean: int, always: int, num_tokens: int) -> list[int]:
+    """Entries of each KV head of each layer, `mean` on average: all `num_tokens` of layers that are whole, and of each
+    other one `always` and a share in proportion to its claim."""
+    sharing = claims[whole.first : len(claims) - whole.last]
+    paid = mean * len(claims) - num_tokens * (whole.first + whole.last) - always * len(sharing)
+    # A claim that is not a number: its layer's scores are none, either, and the engine refuses the cache for them.
+    weights = [claim if math.isfinite(claim) else 1.0 for claim in sharing]
+    shares = largest_remainders(fill(weights, paid, num_tokens - always))
+    return [num_tokens] * whole.first + [always + share for share in shares] + [num_tokens] * whole.last
 
 
 def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:

@@ -8,17 +8,19 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
+from kvshelf.methods.policies.base import pooling_kernel
+from kvshelf.methods.policies.chunked import ChunkedTail
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class SnapKV(TailPolicy):
+class SnapKV(ChunkedTail):
     """Keep what the end of the prompt attends to most, pooled over neighbours, and the document's own last tokens.
 
     Listing 1 of the paper, with two departures that kvpress also makes: the mean over the window's rows instead of the
     sum (the same order), and the mean over a GQA group, taken before pooling, so that KV heads are not repeated. The
-    paper's prompt ends with the question; `ProbedPolicy` says what ends it here.
+    paper's prompt ends with the question; `ProbedPolicy` says what ends it here. With `prefill` "chunked", which is not
+    in the paper, the last `window` tokens of each chunk observe what is left, and nothing that stands behind it.
     """
 
     name: ClassVar[str] = "snapkv"

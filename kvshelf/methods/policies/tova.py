@@ -7,19 +7,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.methods.policies.base import ProbedPolicy, ScoringPolicy
+from kvshelf.methods.policies.base import ScoringPolicy
+from kvshelf.methods.policies.chunked import ChunkedProbed
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class Tova(ProbedPolicy, ScoringPolicy):
+class Tova(ChunkedProbed, ScoringPolicy):
     """In part, as the document is reduced once: keep what the last token of the prompt attends to, the same tokens in
     every head of a layer.
 
     score_j = the mean over all query heads of the last row's softmax weight on token j; with several expected
-    questions, the mean over their last rows. If the last row is the document's own, its token stays. Departures: the
-    document is reduced once, while the paper drops one token at every decode step. `ProbedPolicy` says which token is
-    the last while no question is known.
+    questions, the mean over their last rows. If the last row is the document's own, its token stays. With `prefill`
+    "chunked" the last row of each chunk judges what is left. Departures: the document is reduced once, or once a chunk,
+    while the paper drops one token at every decode step. `ProbedPolicy` says which token is the last while no question
+    is known.
     """
 
     name: ClassVar[str] = "tova"

@@ -113,6 +113,16 @@ class DocumentView:
         """Position of what follows its last token."""
         return self.first_position + len(self.token_ids if self.whole_ids is None else self.whole_ids)
 
+    def part(self, start: int, end: int) -> DocumentView:
+        """Its tokens from `start` to `end`, where they stand. The protected prefix stays that of the document."""
+        places = self.places
+        return replace(
+            self,
+            token_ids=self.token_ids[start:end],
+            first_position=self.first_position + (start if places is None else 0),
+            places=None if places is None else places[start:end],
+        )
+
     def behind(self, count: int) -> int:
         """Position of what follows its first `count` tokens, and those of `protect` behind them."""
         if self.places is None:
@@ -384,6 +394,12 @@ class ObservationWindow:
         """Document tokens that can be judged: all but the tail."""
         return self._layer.num_tokens - self.tail
 
+    @property
+    def _tail_queries(self) -> Tensor:
+        """`[q_heads, tail, D]`: of a layer that is read in chunks, the queries are those of the last tokens alone."""
+        queries = self._layer.all_queries
+        return queries[:, queries.shape[1] - self.tail :]
+
     def attention(self, kv_head: int) -> Tensor:
         """Softmax weights `[group, R, columns]` fp32 of every observing row of one GQA group.
 
@@ -393,7 +409,7 @@ class ObservationWindow:
         keys = layer.keys[kv_head]
         parts = []
         if self.tail:
-            queries = layer.grouped(layer.all_queries)[kv_head, :, -self.tail :]
+            queries = layer.grouped(self._tail_queries)[kv_head]
             parts.append(window_attention(queries, keys, layer.scaling)[..., : self.columns])
         for probed in layer.probes:
             queries = layer.grouped(probed.queries)[kv_head, :, -self._rows :]
@@ -404,7 +420,7 @@ class ObservationWindow:
     def queries(self, kv_head: int) -> Tensor:
         """Queries `[group, R, D]` of the same rows."""
         layer = self._layer
-        tail = layer.grouped(layer.all_queries)[kv_head, :, layer.num_tokens - self.tail :]
+        tail = layer.grouped(self._tail_queries)[kv_head]
         ends = [layer.grouped(probed.queries)[kv_head, :, -self._rows :] for probed in layer.probes]
         return torch.cat([tail, *ends], dim=1)
 
@@ -413,7 +429,7 @@ class ObservationWindow:
         layer = self._layer
         keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
         # Keys of the observing rows themselves, which are not judged: the tail, then a pass.
-        rows = [(layer.all_queries[:, self.columns :], tail)] if self.tail else []
+        rows = [(self._tail_queries, tail)] if self.tail else []
         rows += [
             (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)
             for probed in layer.probes

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.artifact.records import Kept
-from kvshelf.engine.prefill.reducing import Cascade, best_rows, only_rows
+from kvshelf.engine.prefill.reducing import Cascade
 from kvshelf.kernels.select import select
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import Cake
+from kvshelf.methods.policies.chunked import best_rows, only_rows
 from kvshelf.methods.policies.layer_defensivekv import LayerDefensiveKV
 from kvshelf.methods.policies.sharing import GlobalSharing, LayerStats, ProportionalSharing
 from kvshelf.methods.policies.view import DocumentView, LayerView

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
 from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, projected
 from kvshelf.methods.policies.view import LayerView
 
+_ROWS: Final = 256
+"""Whose weights on all tokens read are in memory together."""
+
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
-    """In part, as nothing is dropped while the document is read: keep the tokens to which a small attention over the
-    document gives the highest probability of being kept.
+    """In part, as a budget takes the place of a threshold: keep the tokens to which a small attention over the document
+    gives the highest probability of being kept.
 
     Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
     own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In
     training a token counts where its probability is at least one half, by a straight-through estimate; the loss is the
     KL of predictions from those with the full cache, and the distance of the mean probability from a quarter.
 
+    With `prefill` "chunked" the flags act while the document is read: what goes behind a chunk, no later token sees. A
+    chunk's own tokens still do. The small attention is over all tokens read, dropped ones too, of which it keeps 2 *
+    width numbers a layer.
+
     Departures: the authors' gate reads hidden states, and this one the token's query, key and value. The authors drop
-    below a threshold, and a budget asks for the best of each head. Their flags hide tokens while the document is read;
-    here it is read whole. They train on text with the language model's own loss.
+    below a threshold, and a budget asks for the best of each head. Their flags act from a token's own layer on, and by
+    default here the document is read whole. They train on text with the language model's own loss.
     """
 
     name: ClassVar[str] = "attention_gate"
@@ -52,3 +60,16 @@ class AttentionGate(TokenGate):
             queries[None, None], keys[None, None], values[None, None], is_causal=True
         )
         return (values + near[0, 0]) @ gate["down"].T + gate["bias"]
+
+    def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
+        """The note: what the small attention has of every token read, `[read, 2, width]`."""
+        rows = torch.cat(list(gate_inputs(chunk)))
+        queries, *own = (projected(gate, name, rows) for name in ("query", "key", "value"))
+        seen = torch.stack(own, dim=1)
+        seen = seen if note is None else torch.cat([note, seen])
+        near, first = [], len(seen) - len(rows)
+        for some in torch.split(queries, _ROWS):
+            first += len(some)
+            weights = window_attention(some[None], seen[:first, 0], queries.shape[1] ** -0.5)
+            near.append(weights[0] @ seen[:first, 1])
+        return (own[1] + torch.cat(near)) @ gate["down"].T + gate["bias"], seen

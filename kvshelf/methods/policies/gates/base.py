@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.select import importance_of
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.gate_file import Family, Form, Gates, Geometry, Shapes, Target, find
 from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.sharing import LayerStats
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _TOKENS: Final = 4096
@@ -45,14 +48,14 @@ class GatePolicy(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        found = gates_of(document).digest
-        if self.gates not in (None, found):
+        digest = gates_of(document).digest
+        if self.gates not in (None, digest):
             raise PolicyUnsupported(
-                f"gates {self.gates!r} are not those that are there for this model, {found!r}; leave them out, or put "
+                f"gates {self.gates!r} are not those that are there for this model, {digest!r}; leave them out, or put "
                 "their file back",
                 param="policy_params.gates",
             )
-        return replace(policy, gates=found)
+        return replace(policy, gates=digest)
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         form = Form(self.family, self.gate_revision, lambda width: self.shapes(width, geometry))
@@ -65,9 +68,12 @@ class GatePolicy(Policy):
 
 
 @dataclass(frozen=True)
-class TokenGate(GatePolicy, ScoringPolicy):
+class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
     """Scores a token by a network of one hidden layer, which reads the token's query, key and value of all heads before
     RoPE, and nothing of other tokens. So a score depends on no later token, nor on how a document is cut into passes.
+
+    In chunks a token's output is made in the pass that reads it and stays with its entries; whoever shares a budget
+    decides by the outputs of all that is left.
     """
 
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
@@ -94,11 +100,34 @@ class TokenGate(GatePolicy, ScoringPolicy):
         }
 
     def protected(self, layer: LayerView) -> Tensor:
-        return layer.positions < max(self.sink, layer.protected_prefix)
+        return self.stays(layer.positions, layer.protected_prefix, layer.num_tokens, ended=True)
+
+    def stays(self, positions: Tensor, prefix: int, read: int, *, ended: bool) -> Tensor:  # noqa: ARG002
+        """Which of these tokens stay whatever their score, `[n]` bool, when `read` have been read. ended: these are all
+        of the document."""
+        return positions < max(self.sink, prefix)
 
     def score(self, layer: LayerView) -> Tensor:
         gate = gates_of(layer.document).layer(layer.place, layer.keys.device)
-        return self.judged(layer, self.outputs(gate, layer))
+        first = layer.first_kv_head
+        outputs = self.outputs(gate, layer)[:, first : first + layer.kv_heads].T.contiguous()
+        return self.judged(outputs, layer.positions, layer.num_tokens)
+
+    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+        gate = gates_of(chunk.document).layer(chunk.place, chunk.keys.device)
+        outputs, note = self.continued(gate, chunk, past.note)
+        joined = past.joined(chunk, {"outputs": outputs.T})
+        at = joined.record.entry_positions
+        scores = self.judged(joined.columns["outputs"], at, joined.read)
+        stays = self.stays(at, chunk.protected_prefix, joined.read, ended=joined.ended)
+        return joined.judged(importance_of(scores, stays), note)
+
+    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
+        if self.sharing is None:
+            return super().reduced(pasts, budget)
+        device = pasts[0].importance[0].device
+        counts = self.sharing.counts([LayerStats(past.importance).on(device) for past in pasts], budget, len(pasts))
+        return [past.best(of_layer) for past, of_layer in zip(pasts, counts, strict=True)]
 
     @classmethod
     def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:
@@ -110,10 +139,14 @@ class TokenGate(GatePolicy, ScoringPolicy):
         """The same of tokens `[n, inputs]`: `[n, kv_heads]`."""
         return torch.nn.functional.silu(projected(gate, "up", rows)) @ gate["down"].T + gate["bias"]
 
-    def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
-        """The scores `[kv_heads, N]` of outputs `[N, kv_heads]` of the gate, fp32, which has those of all heads."""
-        first = layer.first_kv_head
-        return outputs[:, first : first + layer.kv_heads].T.contiguous()
+    def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
+        """The outputs of a chunk, as of `outputs`, and what its gate has to know of the tokens before the next. note:
+        the same of those before this one; None for the first."""
+        return self.outputs(gate, chunk), note
+
+    def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:  # noqa: ARG002
+        """The scores of outputs `[..., n]` fp32 of tokens at these places `[n]`, when `read` tokens have been read."""
+        return outputs
 
 
 def projected(gate: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:

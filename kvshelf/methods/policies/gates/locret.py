@@ -12,13 +12,12 @@ from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
 from kvshelf.methods.policies.parameters import require_held
-from kvshelf.methods.policies.view import DocumentView, LayerView
+from kvshelf.methods.policies.view import DocumentView
 
 
 @dataclass(frozen=True)
 class Locret(TokenGate):
-    """In part, as nothing is dropped while the document is read: keep what a gate takes for what answers will attend
-    to.
+    """Keep what a gate takes for what answers will attend to.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
     each channel in its own scale. It is trained on documents with questions and answers: the label of a token is the
@@ -26,9 +25,12 @@ class Locret(TokenGate):
     and 0.0025 times the mean square of the difference between neighbours. Each head keeps its best. The last `recent`
     tokens of the document stay, as the authors leave the last 100 of the prompt.
 
-    Departures: s foretells the logarithm of the label, because labels lie orders of magnitude apart. The document is
-    read in one pass, where the authors read chunks of 3,072 tokens and force the last 2,500 of each into the cache
-    until the next is read: here no token is dropped while others still have to read it.
+    With `prefill` "chunked" the document is read as in the paper, in a cache of fixed size: behind each chunk the best
+    of all that is left stay, and the last `stabilizers` of a chunk until the next has been read. By default these are
+    the authors' 2,500 of 6,000 entries, or the same part of a smaller budget. The authors' chunks have 3,072 tokens.
+
+    Departures: s foretells the logarithm of the label, because labels lie orders of magnitude apart. By default the
+    document is read in one pass, in which no token is dropped while others still have to read it.
     """
 
     name: ClassVar[str] = "locret"
@@ -37,15 +39,25 @@ class Locret(TokenGate):
     family: ClassVar[Family] = "importance"
     target: ClassVar[Target] = "answers"
 
+    in_chunks: ClassVar[frozenset[str]] = frozenset({"chunk", "stabilizers"})
+
     recent: int = parameter(100, "last tokens of the document, always kept", minimum=0)
+    stabilizers: int = parameter(
+        2500, "last tokens of each chunk but the last that stay until the next is read", minimum=0, added=True
+    )
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         largest = budget.tokens - max(policy.sink, document.protected_prefix)
         if "recent" not in given:
-            return replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
-        require_held("recent", self.recent, largest, budget.tokens)
+            policy = replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
+        require_held("recent", policy.recent, largest, budget.tokens)
+        if "stabilizers" in given:
+            require_held("stabilizers", self.stabilizers, largest, budget.tokens)
+        elif policy.chunked:
+            policy = replace(policy, stabilizers=min(self.stabilizers, budget.tokens * 5 // 12, largest))
         return policy
 
-    def protected(self, layer: LayerView) -> Tensor:
-        return super().protected(layer) | (layer.positions >= layer.num_tokens - self.recent)
+    def stays(self, positions: Tensor, prefix: int, read: int, *, ended: bool) -> Tensor:
+        last = self.recent if ended else self.stabilizers
+        return super().stays(positions, prefix, read, ended=ended) | (positions >= read - last)

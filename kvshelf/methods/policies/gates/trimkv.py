@@ -11,12 +11,11 @@ from torch import Tensor
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
-from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
 class TrimKV(TokenGate):
-    """In part, as it drops once, not while it reads and answers: keep what a gate lets fade least: each token has a
+    """In part, as it drops nothing while it answers: keep what a gate lets fade least: each token has a
     rate beta, and at time T what is left of it is beta^(T - p).
 
     log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
@@ -24,6 +23,9 @@ class TrimKV(TokenGate):
     equal, the most recent stay. In training, rows of questions and answers behind a document see its token with the
     logit (t - p) log beta added; the loss is the KL of their predictions from those with the full cache, and what the
     tokens of a head leave at the document's end, beyond a quarter of their number. b begins at 10: nothing fades.
+
+    With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
+    `horizon`: a chunk is what the authors call the buffer.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
@@ -40,6 +42,5 @@ class TrimKV(TokenGate):
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
-    def judged(self, layer: LayerView, outputs: Tensor) -> Tensor:
-        rates = torch.nn.functional.logsigmoid(super().judged(layer, outputs))
-        return (layer.num_tokens + self.horizon - layer.positions) * rates
+    def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:
+        return (read + self.horizon - positions) * torch.nn.functional.logsigmoid(outputs)

@@ -1,0 +1,482 @@
+"""A prefill in which a policy decides again at each chunk, against a prefill by hand in fp64 and each paper's rule in
+loops."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.engine import Engine
+from kvshelf.engine.prefill.chunked import RejudgedLayer
+from kvshelf.errors import CallerError
+from kvshelf.methods.policies import build
+from kvshelf.methods.policies.gate_file import Gates, gate_path
+from tests.methods.policies.gates import GATED, header, random_gates
+
+TOKENS, CHUNK, BUDGET, SINK, HEAD = 158, 64, 44, 3, 8
+SHAPES = [(kind, group) for kind in ("llama", "qwen2") for group in (1, 4, 7)]
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "locret": ("locret", {"sink": SINK, "recent": 5, "stabilizers": 20}),
+    "trimkv": ("trimkv", {"sink": SINK}),
+    "make_each_token_count": ("make_each_token_count", {"sink": SINK, "floor": 0.2}),
+    "attention_gate": ("attention_gate", {"sink": SINK}),
+    "kvzip_gate": ("kvzip_gate", {"sink": SINK}),
+    "snapkv": ("snapkv", {"window": 6}),
+    "tova": ("tova", {}),
+    "keydiff": ("keydiff", {}),
+    "arkv": ("arkv", {"window": 6}),
+    "d2o": ("d2o", {"sink": SINK}),
+    "d2o whole layers": ("d2o", {"sink": SINK, "first": 1, "form": "code"}),
+}
+TOGETHER = ("make_each_token_count", "kvzip_gate", "d2o", "d2o whole layers")
+"""Of which all layers are reduced when the last one has read a chunk."""
+
+
+def small(kind: str, group: int) -> PreTrainedModel:
+    """A random model of two KV heads, each with so many query heads."""
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    sizes = {"hidden_size": 2 * group * HEAD, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 200}
+    heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2, "head_dim": HEAD}
+    torch.manual_seed(group)
+    return model(config(**sizes, **heads, initializer_range=(2 * group * HEAD) ** -0.5)).eval().requires_grad_(False)
+
+
+def gated(engine: Engine, policy: str) -> Gates | None:
+    """Random gates of the policy, whose outputs are of the order of 1."""
+    if policy not in GATED:
+        return None
+    made = random_gates(policy, engine.preparer.geometry, seed=3)
+    tensors = {
+        name: t * (0.2 if name.endswith(("up", "query", "key", "value")) else 1) for name, t in made.tensors.items()
+    }
+    gates = Gates.of(header(policy, weights=engine.identity.weights), tensors)
+    gate_path(engine.identity.weights, policy).write_bytes(gates.to_bytes())
+    return gates
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    return tmp_path
+
+
+def document(count: int = TOKENS) -> list[int]:
+    """No token stands twice: in the first layer, gates would say the same of both."""
+    return torch.randperm(200, generator=torch.Generator().manual_seed(5))[:count].tolist()
+
+
+class ByHand:
+    """The prefill in float64 with transformers' own cache, which drops nothing: what was let go of is hidden.
+
+    A rule is given all that a layer has, and says what stays.
+    """
+
+    def __init__(self, model: Any, policy: str, params: dict[str, Any], gates: Gates | None) -> None:
+        self.model, self.params, self.gates = copy.deepcopy(model).double(), params, gates
+        config = model.config
+        self.theta = float(config.rope_parameters["rope_theta"])
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.visible = torch.ones(self.layers, self.heads, TOKENS, dtype=torch.bool)
+        self.outputs = torch.zeros(self.layers, self.heads, TOKENS, dtype=torch.float64)
+        self.sums = torch.zeros(self.layers, self.heads, TOKENS, dtype=torch.float64)
+        self.small: dict[int, Any] = {}  # of the attention gate, the keys and values of each token
+        self.shares: list[int] = []
+        self.taus: dict[int, float] = {}
+        self.claims = [0.0] * self.layers
+        self.rule = {"kvzip_gate": self.gate, "make_each_token_count": self.gate}.get(policy) or getattr(self, policy)
+        self.policy, self.past, self.states = policy, DynamicCache(), {}
+        AttentionInterface.register("test_again", self.attention)
+        self.model.set_attn_implementation("test_again")
+
+    def attention(self, module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any) -> Any:
+        self.states[module.layer_idx] = query[0]
+        self.scaling = scaling
+        logits = query @ key.repeat_interleave(self.group, 1).transpose(2, 3) * scaling
+        length, width = logits.shape[2:]
+        shown = torch.ones(length, width, dtype=torch.bool).tril(width - length)
+        shown = shown & self.visible[module.layer_idx, :, None, :width].repeat_interleave(self.group, 0)
+        weights = torch.softmax(logits.masked_fill(~shown, -torch.inf), dim=-1)
+        return (weights @ value.repeat_interleave(self.group, 1)).transpose(1, 2).contiguous(), None
+
+    def run(self, ids: list[int], ends: list[int]) -> ByHand:
+        start = 0
+        for end in ends:
+            places = torch.arange(start, end)[None]
+            with torch.no_grad():
+                self.model(torch.tensor([ids[start:end]]), **{CACHE_ARGUMENT: self.past}, position_ids=places)
+            self.start, self.end, self.ended = start, end, end == len(ids)
+            self.rule()
+            start = end
+        return self
+
+    # What a rule looks at
+
+    def keys(self, layer: int, head: int) -> Any:
+        return self.past.layers[layer].keys[0, head]
+
+    def held(self, layer: int, head: int) -> list[int]:
+        """Places of what is left, the chunk's tokens included."""
+        return [j for j in range(self.end) if self.visible[layer, head, j]]
+
+    def weights(self, layer: int, head: int, rows: int) -> Any:
+        """What the last rows of the chunk give to each token that is left: `[group, rows, n]`."""
+        at, keys = self.held(layer, head), self.keys(layer, head)
+        result = torch.zeros(self.group, rows, len(at), dtype=torch.float64)
+        for member in range(self.group):
+            for row in range(rows):
+                place = self.end - rows + row
+                query = self.states[layer][head * self.group + member, place - self.start]
+                seen = [j for j in at if j <= place]
+                powers = (keys[seen] @ query * self.scaling).exp()
+                result[member, row, : len(seen)] = powers / powers.sum()
+        return result
+
+    def keep(self, layer: int, head: int, scores: dict[int, float], must: set[int], count: int) -> None:
+        others = sorted((j for j in scores if j not in must), key=lambda j: (-scores[j], j))
+        stays = must | set(others[: max(0, count - len(must))])
+        for j in self.held(layer, head):
+            self.visible[layer, head, j] = j in stays
+
+    # Gates
+
+    def read(self) -> None:
+        """The outputs of the gates for the chunk's tokens."""
+        for layer in range(self.layers):
+            gate = {name: t.double() for name, t in self.gates.layer(layer, torch.device("cpu")).items()}
+            for place in range(self.start, self.end):
+                turned = [unrotated(q[place - self.start], place, self.theta) for q in self.states[layer]]
+                turned += [unrotated(self.keys(layer, head)[place], place, self.theta) for head in range(self.heads)]
+                values = [self.past.layers[layer].values[0, head, place] for head in range(self.heads)]
+                row = (torch.cat([*turned, *values]) - gate["mean"]) * gate["scale"]
+                if self.policy == "attention_gate":
+                    hidden = self.attended(layer, gate, row)
+                else:
+                    hidden = gate["up"] @ row
+                    hidden = hidden / (1 + (-hidden).exp())
+                self.outputs[layer, :, place] = gate["down"] @ hidden + gate["bias"]
+
+    def attended(self, layer: int, gate: Any, row: Any) -> Any:
+        """The small attention of a token over it and all before it, whether they are left or not."""
+        query, key, value = (gate[name] @ row for name in ("query", "key", "value"))
+        seen = self.small.setdefault(layer, [])
+        seen.append((key, value))
+        keys, values = (torch.stack(states) for states in zip(*seen, strict=True))
+        powers = (keys @ query / math.sqrt(len(query))).exp()
+        return value + powers @ values / powers.sum()
+
+    def locret(self) -> None:
+        self.read()
+        last = self.params["recent"] if self.ended else self.params["stabilizers"]
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                at = self.held(layer, head)
+                must = {j for j in at if j < SINK or j >= self.end - last}
+                self.keep(layer, head, {j: float(self.outputs[layer, head, j]) for j in at}, must, BUDGET)
+
+    def score(self, layer: int, head: int, j: int) -> float:
+        output = float(self.outputs[layer, head, j])
+        if self.policy in ("trimkv", "make_each_token_count"):  # (T - p) log beta
+            return -(self.end - j) * math.log1p(math.exp(-output))
+        return output
+
+    def trimkv(self) -> None:
+        self.read()
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                at = self.held(layer, head)
+                scores = {j: self.score(layer, head, j) for j in at}
+                self.keep(layer, head, scores, {j for j in at if j < SINK}, BUDGET)
+
+    attention_gate = trimkv
+
+    def gate(self) -> None:
+        """All heads of all layers share one budget."""
+        self.read()
+        floor = max(SINK, int(self.params.get("floor", 0) * BUDGET))
+        pairs = [(layer, head) for layer in range(self.layers) for head in range(self.heads)]
+        own, rest = {}, []
+        for layer, head in pairs:
+            at = self.held(layer, head)
+            best = sorted(at, key=lambda j: (j >= SINK, -self.score(layer, head, j), j))
+            own[layer, head] = set(best[:floor])
+            rest += [(-self.score(layer, head, j), layer, head, j) for j in best[floor:]]
+        left = BUDGET * len(pairs) - sum(map(len, own.values()))
+        for _, layer, head, j in sorted(rest)[:left]:
+            own[layer, head].add(j)
+        for layer, head in pairs:
+            self.keep(layer, head, {}, own[layer, head], 0)
+
+    # What the end of a chunk attends to
+
+    def snapkv(self) -> None:
+        rows = self.params["window"]
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                at, weights = self.held(layer, head), self.weights(layer, head, rows)
+                columns = [float(weights[:, :, index].mean()) for index in range(len(at) - rows)]
+                self.keep(layer, head, dict(zip(at, pooled(columns), strict=False)), set(at[-rows:]), BUDGET)
+
+    def tova(self) -> None:
+        for layer in range(self.layers):
+            at = self.held(layer, 0)
+            mean = sum(self.weights(layer, head, 1).mean(dim=0)[0] for head in range(self.heads)) / self.heads
+            for head in range(self.heads):
+                self.keep(layer, head, dict(zip(at[:-1], mean.tolist(), strict=False)), {at[-1]}, BUDGET)
+
+    def keydiff(self) -> None:
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                at = self.held(layer, head)
+                keys = {j: self.keys(layer, head)[j] / self.keys(layer, head)[j].norm() for j in at}
+                anchor = sum(keys.values()) / len(at)
+                self.keep(
+                    layer, head, {j: -float(key @ anchor / anchor.norm()) for j, key in keys.items()}, set(), BUDGET
+                )
+
+    def arkv(self) -> None:
+        rows, policy = self.params["window"], build("arkv", {})
+        for layer in range(self.layers):
+            entropy = shift = peaks = 0.0
+            for head in range(self.heads):
+                at, weights = self.held(layer, head), self.weights(layer, head, rows)
+                judged = weights[:, :, : len(at) - rows]
+                scores = (judged.mean(dim=1) + policy.gamma * judged.var(dim=1)).mean(dim=0).tolist()
+                entropy -= float((judged * (judged + 1e-10).log()).sum())
+                shift += float(judged.var(dim=1).sum())
+                off = judged - judged.mean(dim=2, keepdim=True)
+                peaks += float((off.pow(4).mean(dim=2) / off.pow(2).mean(dim=2).clamp_min(1e-8).pow(2)).sum())
+                self.keep(layer, head, dict(zip(at, pooled(scores), strict=False)), set(at[-rows:]), BUDGET)
+            self.claims[layer] = entropy ** (1 / policy.tau1) * shift ** (1 / policy.tau2) * peaks ** (1 / policy.tau3)
+
+    # Merging
+
+    def d2o(self) -> None:
+        spreads = []
+        for layer in range(self.layers):
+            columns = []
+            for head in range(self.heads):
+                at = self.held(layer, head)
+                of_group = self.weights(layer, head, self.end - self.start).sum(dim=1)  # [group, n]
+                columns += list(of_group)
+                self.sums[layer, head, at] += of_group.mean(dim=0)
+            variances = [float(column.var()) for column in columns]
+            low, high = min(variances), max(variances)
+            spreads.append(sum((v - low) / (high - low + 1e-6) for v in variances) / len(variances))
+        if not self.shares:
+            self.shares = self.shared([math.exp(-spread) for spread in spreads])
+        for layer, share in enumerate(self.shares):
+            self.merge(layer, share)
+
+    def shared(self, claims: list[float]) -> list[int]:
+        """The layers' shares of what their sinks leave, rounded to the total: the largest parts go up."""
+        first = self.params.get("first", 0)
+        paid = BUDGET * self.layers - TOKENS * first - SINK * (self.layers - first)
+        exact = [paid * claim / sum(claims[first:]) for claim in claims[first:]]
+        counts = [math.floor(share) for share in exact]
+        for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: paid - sum(counts)]:
+            counts[i] += 1
+        return [TOKENS] * first + [SINK + count for count in counts]
+
+    def merge(self, layer: int, share: int) -> None:
+        recent = min(share // 2, share - SINK)
+        cosines: list[dict[int, tuple[float, int]]] = []
+        for head in range(self.heads):
+            at, keys = self.held(layer, head), self.keys(layer, head)
+            must = {j for j in at if j < SINK} | set(at[len(at) - recent :])
+            self.keep(layer, head, {j: float(self.sums[layer, head, j]) for j in at}, must, share)
+            stays = self.held(layer, head)
+            cosines.append({})
+            for j in (j for j in at if j not in stays):
+                like = (keys[stays] @ keys[j] / keys[stays].norm(dim=1) / keys[j].norm()).tolist()
+                cosines[-1][j] = max(like), stays[like.index(max(like))]
+        every = [u for of_head in cosines for u, _ in of_head.values()]
+        if not every:
+            return
+        mean = sum(every) / len(every)
+        tau = self.taus[layer] = (self.taus[layer] + mean) / 2 if layer in self.taus else mean
+        for head, of_head in enumerate(cosines):
+            members: dict[int, list[tuple[float, int]]] = {}
+            for j, (u, center) in of_head.items():
+                of_token = [other[j][0] for other in cosines if j in other]
+                if sum(of_token) / len(of_token) >= tau:
+                    members.setdefault(center, []).append((u, j))
+            for states in (self.past.layers[layer].keys[0, head], self.past.layers[layer].values[0, head]):
+                before = states.clone()
+                for center, joined in members.items():
+                    if self.params.get("form") == "code":
+                        total = before[center] + sum(u * before[j] for u, j in joined)
+                        states[center] = total / (1 + len(joined))
+                    else:
+                        total = math.e * before[center] + sum(math.exp(u) * before[j] for u, j in joined)
+                        states[center] = total / (math.e + sum(math.exp(u) for u, _ in joined))
+
+
+def unrotated(x: Any, place: int, theta: float) -> Any:
+    """A query or key before RoPE: each pair of channels turned back by its angle."""
+    half = len(x) // 2
+    angles = place * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = x[:half], x[half:]
+    return torch.cat([first * angles.cos() + second * angles.sin(), second * angles.cos() - first * angles.sin()])
+
+
+def pooled(columns: list[float]) -> list[float]:
+    """Means over five neighbours, zeros beyond the edges."""
+    return [sum(columns[max(0, i - 2) : i + 3]) / 5 for i in range(len(columns))]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(small("qwen2", 4))
+
+
+def compressed(engine: Engine, name: str, **changes: Any) -> CompressedCache:
+    policy, params = SETTINGS[name]
+    gated(engine, policy)
+    given = {"prefill": "chunked", "chunk": CHUNK, "budget_tokens": BUDGET} | params | changes
+    return engine.compress(document(), policy=policy, **given)
+
+
+@pytest.mark.parametrize(("kind", "group"), SHAPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_is_the_rule_of_the_paper_at_each_chunk(
+    name: str, kind: str, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states depend on every choice before them: one wrong entry or position and all later keys are others."""
+    policy, params = SETTINGS[name]
+    if "first" in params:  # the mean of all layers, of which one has the whole document
+        monkeypatch.setitem(globals(), "BUDGET", BUDGET * 3)
+    engine = Engine(small(kind, group))
+    gates = gated(engine, policy)
+    cache = compressed(engine, name, budget_tokens=BUDGET)
+    by_hand = ByHand(engine.model, policy, params, gates).run(document(), [64, 128, TOKENS])
+    assert cache.identity.prefill == f"chunked:chunk={CHUNK}"
+    assert sum(record.entries for record in cache.layers) == BUDGET * 2 * len(cache.layers)
+    for index, record in enumerate(cache.layers):
+        for head, ((keys, values), positions) in enumerate(zip(record.heads(), record.positions, strict=True)):
+            assert positions.tolist() == by_hand.visible[index, head].nonzero()[:, 0].tolist(), (index, head)
+            states = by_hand.past.layers[index]
+            for ours, expected in ((keys, states.keys), (values, states.values)):
+                torch.testing.assert_close(ours.double(), expected[0, head, positions.long()], rtol=1e-3, atol=1e-3)
+    if policy == "arkv":
+        parts = [claim / max(by_hand.claims) for claim in by_hand.claims]
+        window = params["window"]
+        assert [record.precise for record in cache.layers] == [
+            (window + round(part * (BUDGET - window)),) * 2 for part in parts
+        ]
+
+
+def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
+    """Of 132 tokens in chunks of 64 the last would have 4: the one before leaves it as many as it needs."""
+    job = engine.prepare(
+        document(132),
+        policy="snapkv",
+        budget_tokens=BUDGET,
+        policy_params={"prefill": "chunked", "chunk": 64, "window": 6},
+    )
+    assert job.absorber is not None
+    assert job.absorber.chunks == [64, 62, 6]
+    by_hand = ByHand(engine.model, "snapkv", {"window": 6}, None).run(document(132), [64, 126, 132])
+    for index, record in enumerate(engine.run(job).cache.layers):
+        for head, positions in enumerate(record.positions):
+            assert positions.tolist() == by_hand.visible[index, head, :132].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "d2o whole layers"])
+def test_no_more_is_held_than_the_budget_and_a_chunk(
+    engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes, of every tensor that stays of all layers, and in tokens that a layer attends to."""
+    stays: dict[int, int] = {}
+    bytes_held, attended = [], []
+    hold, reduce = RejudgedLayer.hold, RejudgedLayer.reduce
+
+    def counted(self: RejudgedLayer, past: Any) -> None:
+        hold(self, past)
+        record = past.record
+        tensors = [record.keys, record.values, record.entry_positions, record.importance, *past.columns.values()]
+        assert all(tensor.shape[0] == record.entries for tensor in tensors)
+        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        stays[id(self)] = sum(memory.values())
+        bytes_held.append(sum(stays.values()))
+
+    def watched(self: RejudgedLayer, layer: Any, chunk: Any) -> None:
+        attended.append(sum(sum(prefix.lengths) for prefix in self.prefix) / 2 + self.keys.shape[2])
+        reduce(self, layer, chunk)
+
+    monkeypatch.setattr(RejudgedLayer, "hold", counted)
+    monkeypatch.setattr(RejudgedLayer, "reduce", watched)
+    cache = compressed(engine, name)
+    layers, row = len(cache.layers), 2 * (2 * HEAD * 4 + 3 * 4)  # two heads: key, value, position, two numbers
+    most = BUDGET + CHUNK if name in TOGETHER else BUDGET
+    assert max(bytes_held) <= layers * most * row
+    assert bytes_held[-1] <= layers * BUDGET * row
+    if name in TOGETHER:  # a layer may have more than others
+        assert sum(attended) / len(attended) <= BUDGET + CHUNK
+    else:
+        assert max(attended) == BUDGET + CHUNK < TOKENS
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "d2o whole layers"])
+def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> None:
+    whole, full = compressed(engine, name, budget_tokens=TOKENS), engine.compress(document(), policy="full")
+    assert whole.identity.prefill == "whole"
+    for one, other in zip(whole.layers, full.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_protected_tokens_stay_and_are_judged_by_nothing(engine: Engine, name: str) -> None:
+    params = SETTINGS[name][1]
+    budget = BUDGET * 2 if "first" in params else BUDGET
+    cache = compressed(engine, name, protect=["tokens:10-14", "tokens:60-70"], budget_tokens=budget + 14)
+    assert sum(record.entries for record in cache.layers) == (budget + 14) * 2 * len(cache.layers)
+    for record in cache.layers:
+        for positions in record.positions:
+            assert {*range(10, 14), *range(60, 70)} <= {*positions.tolist()}
+            assert positions.diff().min() > 0
+
+
+def test_what_is_of_chunks_is_in_no_id_of_a_cache_that_is_read_whole(engine: Engine) -> None:
+    for name in SETTINGS:
+        gated(engine, SETTINGS[name][0])
+        job = engine.prepare(document(), policy=SETTINGS[name][0], budget_tokens=BUDGET * 2)
+        assert not {"prefill", "chunk", "stabilizers"} & {*job.identity.policy_params}
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "param"),
+    [
+        ("snapkv", {"chunk": 64}, "chunk"),
+        ("snapkv", {"prefill": "chunked", "chunk": 64, "window": 33}, "window"),
+        ("snapkv", {"prefill": "chunked", "probe": ""}, "probe"),
+        ("snapkv", {"prefill": "chunked", "chunk": 63}, "chunk"),
+        ("locret", {"stabilizers": 8}, "stabilizers"),
+        ("locret", {"prefill": "chunked", "stabilizers": BUDGET}, "stabilizers"),
+        ("d2o", {"prefill": "chunked", "store": "slots"}, "store"),
+        ("pyramidkv", {"prefill": "chunked", "chunk": 64}, "prefill"),
+        ("h2o", {"prefill": "chunked"}, "prefill"),
+        ("ada", {"prefill": "chunked"}, "prefill"),
+    ],
+)
+def test_bad_input_is_refused_by_name(engine: Engine, policy: str, params: dict[str, Any], param: str) -> None:
+    gated(engine, policy)
+    with pytest.raises(CallerError) as refused:
+        engine.prepare(document(), policy=policy, budget_tokens=BUDGET, policy_params=params)
+    assert refused.value.param == f"policy_params.{param}"
