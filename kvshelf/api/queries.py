@@ -55,12 +55,18 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
+SuffixScope = Literal["suffix", "cache"]
+"""What a suffix policy chooses among: question and answer, or the document's entries, too."""
+
+
 class SuffixOptions(RequestBody):
     """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
-    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. The
-    documents are not touched."""
+    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. With
+    `scope` "cache" the document's entries count, too, and leave as the policy says, for this answer alone; by default
+    there are as many as the document has. What is stored is not touched."""
 
     policy: Annotated[str, Field(min_length=1, max_length=64)]
+    scope: SuffixScope = "suffix"
     budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     params: AnyFields = Field(default_factory=dict, max_length=64)
 

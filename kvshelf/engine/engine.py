@@ -309,11 +309,19 @@ class Engine:
         return self.asker.start(document, query, sampling or Sampling(), selection, passages=passages, reducer=reducer)
 
     def bound(
-        self, policy: str, *, question_tokens: int, budget: int | None = None, params: Mapping[str, Any] | None = None
+        self,
+        policy: str,
+        *,
+        question_tokens: int,
+        budget: int | None = None,
+        params: Mapping[str, Any] | None = None,
+        document: Attached | None = None,
     ) -> SuffixReducer:
-        """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
-        suffix = SuffixOptions.model_construct(policy=policy, budget=budget, params=dict(params or {}))
-        return self.asker.reducer(suffix, question_tokens)
+        """What bounds the keys and values of one question and its answer: see `Asker.reducer`. document: of which some
+        may leave, too (scope "cache"). Thread-safe."""
+        scope = "suffix" if document is None else "cache"
+        suffix = SuffixOptions.model_construct(policy=policy, scope=scope, budget=budget, params=dict(params or {}))
+        return self.asker.reducer(suffix, question_tokens, document)
 
     def select(
         self,

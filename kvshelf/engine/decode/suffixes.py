@@ -8,6 +8,8 @@ would cost a call per row, layer and step. A row that a suffix policy bounds has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from kvshelf.artifact.records import State
@@ -124,6 +126,15 @@ class SuffixPool:
         assert row.slab is not None
         return row.slab
 
+    def insert(self, row: SuffixRow, place: int, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Put entries before the row's entry `place`: of each layer keys `[kv_heads, K, D]` and values."""
+        count = next(iter(layers.values()))[0].shape[1]
+        slab = self.reserve(row, row.stored + count)
+        for layer, copied in layers.items():
+            for states, new in zip(slab.of_row(layer, row), copied, strict=True):
+                insert(states, place, row.stored, new)
+        row.stored += count
+
     def shrink(self, row: SuffixRow, length: int) -> None:
         """Move a row to a smaller slab, if there is one with room for `length` entries."""
         capacity = capacity_for(length, row.most)
@@ -143,6 +154,14 @@ class SuffixPool:
 
     def _drop_empty(self, kept: int | None) -> None:
         self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+
+
+def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:
+    """Put `new` `[kv_heads, K, ...]` before the entry `place` of `entries` `[kv_heads, capacity, ...]`, of which those
+    before `end` are in use, in place."""
+    behind = place + new.shape[1]
+    entries[:, behind : behind + end - place] = entries[:, place:end].clone()
+    entries[:, place:behind] = new
 
 
 def capacity_for(length: int, most: int | None = None) -> int:

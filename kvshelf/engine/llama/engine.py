@@ -95,9 +95,9 @@ class LlamaAsker(Asker):
         _require(select is None, "a part of a cache", "select")
         return super().selection(document, select, question_tokens)
 
-    def reducer(self, suffix: SuffixOptions, question_tokens: int) -> SuffixReducer:
+    def reducer(self, suffix: SuffixOptions, question_tokens: int, document: Attached | None = None) -> SuffixReducer:
         _require(False, "answers that drop entries", "suffix")
-        return super().reducer(suffix, question_tokens)
+        return super().reducer(suffix, question_tokens, document)
 
     def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
         _require(False, "routes among several caches", "route")
