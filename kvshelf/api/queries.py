@@ -223,7 +223,8 @@ class Usage(ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
     counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
-    held beside the documents at its end, those of the question included; null where nobody told.
+    held at its end beside what it read of the documents, those of the question included, and under suffix.scope "cache"
+    its copies of the document's, which `read_tokens` leaves out; null where nobody told.
     `prefill_token_equivalents`: what question and answer cost, in tokens of a prefill: a step of the answer counts as
     many as could be computed while it reads the stored bytes; null for a device that nobody measured.
     `prefill_token_equivalents_saved`: how many more they would cost without the shelf."""

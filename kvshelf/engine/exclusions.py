@@ -255,7 +255,7 @@ ELSEWHERE: Final = Feature(
 )
 BEHIND: Final = Feature("passes behind the document", lambda c: c.absorber is None and bool(c.passes))
 IN_CHUNKS: Final = Feature("prefill=chunked", lambda c: c.absorber is not None)
-AGAIN: Final = Feature("prefill=chunked, decided again", lambda c: c.absorber is not None and c.absorber.again)
+PROBED_CHUNKS: Final = Feature("prefill=chunked with probes", lambda c: c.absorber is not None and c.absorber.probed)
 TURNING_ROPE: Final = Feature(
     "a LongRoPE that turns among them",
     lambda c: c.turning_point is not None and c.last_position > c.turning_point,
@@ -544,7 +544,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     Exclusion(
-        (RANKS, AGAIN),
+        (RANKS, PROBED_CHUNKS),
         "{model!r} runs in several processes, which reduce whole layers; take prefill=whole",
         "policy_params.prefill",
     ),

@@ -76,6 +76,13 @@ class CompressOptions:
         return Budget.resolve(document.num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
 
 
+class BoundFields(TypedDict, total=False):
+    """What `Engine.bound` takes beside the policy, as `suffix` of `Engine.answer` has it."""
+
+    budget: int | None
+    params: Mapping[str, Any] | None
+
+
 class AnswerFields(AskFields, total=False):
     """The keyword arguments of `Engine.answer` and `Engine.answer_all`."""
 

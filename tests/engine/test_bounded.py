@@ -333,6 +333,7 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "window", "tokens": 3}, "suffix.tokens"),
         ({"policy": "window", "budget": 7}, "suffix.budget"),  # as many as the question has
         ({"policy": "window", "budget": 0}, "suffix.budget"),
+        ({"policy": "window", "scope": "all"}, "suffix.scope"),
         ({"policy": "window", "budget": "many"}, "suffix.budget"),
         ({"policy": "lagkv", "budget": 135}, "suffix.budget"),
         ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),

@@ -50,7 +50,10 @@ def mean(numbers):
 
 
 class Loop:
-    """A policy in lists: `observe` and `reduce` get one head's entries. now: the newest token's position."""
+    """A policy in lists: `observe` and `reduce` get one head's entries. now: the newest token's position. The first
+    `protected` entries stay, those of the question."""
+
+    protected, budget = QUESTION, BUDGET
 
     def __init__(self, interval, **params):
         self.interval = interval
@@ -61,15 +64,15 @@ class Loop:
 
     def kept_best(self, entries, scores, recent):
         """The question, the last ones, and the best of the others; of equal ones the older."""
-        middle = range(QUESTION, len(entries) - recent)
-        count = BUDGET - QUESTION - recent
+        middle = range(self.protected, len(entries) - recent)
+        count = self.budget - self.protected - recent
         chosen = set(sorted(middle, key=lambda i: (-scores[i], i))[:count])
-        return [e for i, e in enumerate(entries) if i < QUESTION or i >= len(entries) - recent or i in chosen]
+        return [e for i, e in enumerate(entries) if i < self.protected or i >= len(entries) - recent or i in chosen]
 
 
 class WindowLoop(Loop):
     def reduce(self, entries, **_):
-        return entries[:QUESTION] + entries[len(entries) - (BUDGET - QUESTION) :]
+        return entries[: self.protected] + entries[len(entries) - (self.budget - self.protected) :]
 
 
 class H2OLoop(Loop):
@@ -78,7 +81,7 @@ class H2OLoop(Loop):
             entry.noted["sum"] = entry.noted.get("sum", 0.0) + mean(given)
 
     def reduce(self, entries, **_):
-        return self.kept_best(entries, [e.noted["sum"] for e in entries], (BUDGET - QUESTION) // 2)
+        return self.kept_best(entries, [e.noted["sum"] for e in entries], (self.budget - self.protected) // 2)
 
 
 class LagKVLoop(Loop):
@@ -240,9 +243,9 @@ class ByHand:
         answered = self.ran - QUESTION
         for layer, heads in enumerate(self.heads):
             for head, entries in enumerate(heads):
-                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > BUDGET:
+                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > self.loop.budget:
                     heads[head] = self.loop.reduce(entries, layer=layer, head=head)
-                    assert len(heads[head]) <= BUDGET
+                    assert len(heads[head]) <= (self.loop.budget or len(entries))
         return logits
 
     def attend(self, module, query, key, value, _mask, scaling, **_):

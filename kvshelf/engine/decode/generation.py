@@ -87,6 +87,7 @@ class Generation:
         if reducer is not None:
             reducer.expect(len(query) + self._room)
             selection = selection or reducer.tail
+        self._copied = 0 if reducer is None else reducer.of_document
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
@@ -245,7 +246,8 @@ class Generation:
     def usage(self) -> Usage:
         """The tokens counted so far."""
         read, decoded = self._read_tokens, len(self.token_ids)
-        share = read / max(1, self.document.read_tokens)
+        # Of copied entries some have left: counted as read, they cost what they did at first.
+        share = min(1.0, (read + self._copied) / max(1, self.document.read_tokens))
         cost, saved = self._equivalents.answered(self.document, share, self._prefill_tokens, decoded)
         return Usage(
             cache_read_tokens=self.document.num_tokens,

@@ -48,8 +48,8 @@ class Shown:
 
 
 class Copied(NamedTuple):
-    """Entries that come before the entry `place` of a row: keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]` of each
-    layer that attends."""
+    """Entries that come before the entry `place` of a row: of each layer that attends, keys `[kv_heads, K, D]` and
+    values `[kv_heads, K, Dv]`."""
 
     place: int
     layers: Mapping[int, tuple[Tensor, Tensor]]
