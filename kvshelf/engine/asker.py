@@ -34,14 +34,17 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import AnswerOptions
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
+from kvshelf.methods.suffixes.base import SuffixPolicy
 from kvshelf.methods.suffixes.registry import build as build_suffix_policy
 from kvshelf.model import calibration
+from kvshelf.model.rope import Rope
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.guide import Guide
@@ -151,7 +154,23 @@ class Asker:
             if len(document.parts) > 1:
                 require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
             tail = DocumentTail(document, policy, attending)
-        return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail)
+        gates = self._gates(policy) if Needs.GATES in policy.needs else None
+        return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
+
+    def _gates(self, policy: SuffixPolicy) -> tuple[Gates, Rope]:
+        """What a suffix policy reads of new tokens. Looked for anew each time, as for a policy."""
+        facts = self._facts
+        if facts.rope is None:
+            raise PolicyUnsupported(
+                f"suffix policy {policy.name!r} reads queries and keys without their rotation, and that of "
+                f"{facts.name!r} is not known; take suffix policy lagkv",
+                param="suffix.policy",
+            )
+        try:
+            gates = policy.gate_file(facts.identity, facts.model.config.name_or_path, self._preparer.geometry)
+        except PolicyUnsupported as error:
+            raise PolicyUnsupported(error.message, param="suffix.policy") from error
+        return gates, facts.rope
 
     def selection(
         self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None

@@ -109,7 +109,7 @@ class Generation:
         self._equivalents = equivalents
         self.sampler = _Sampler(sampling.ask)
         self._text = _TextStream(decoder, sampling.ask.stops)
-        self.row = SuffixRow(None if reducer is None else reducer.most)
+        self.row = SuffixRow(None if reducer is None else reducer.most, document.next_position)
         self._prefill_tokens = 0
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -132,7 +132,7 @@ class Generation:
     @property
     def next_position(self) -> int:
         """Position of the first pending token."""
-        return self.document.next_position + self.row.logical
+        return self.row.first + self.row.logical
 
     @property
     def seen(self) -> Attached | Selection:

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import Reader, Selection, StoredEntries
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
+from kvshelf.model.rope import Rope
 
 _COPY: Final = Reader(
     "suffix.scope",
@@ -68,14 +72,17 @@ class SuffixReducer(RowHook):
         budget: int | None,
         layers: Sequence[int],
         tail: DocumentTail | None = None,
+        gates: tuple[Gates, Rope] | None = None,
     ) -> None:
         """budget: entries of a KV head (default: `DEFAULT_BUDGET` beside those that are protected; with a tail, as many
         as the document has, or what is always kept). layers: those that attend. Raises `InvalidRequest` for a budget
-        below what the policy always keeps, and for any where its parameters say how much stays."""
+        below what the policy always keeps, and for any where its parameters say how much stays. gates: for a policy
+        that needs them, with what takes the rotation off what they read."""
         self._policy = policy
         self._question = question_tokens
         self._protected = question_tokens if policy.protect_question else 0
         self.tail = tail
+        self._gates = gates
         in_place = 0 if tail is None else tail.entries - tail.copied
         least = self._protected + policy.least
         if not policy.bounded and budget is not None:
@@ -116,17 +123,34 @@ class SuffixReducer(RowHook):
             self.tail = None
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
+        if self._gates is not None:
+            return Wants.STATES
         observes = answering and self._policy.observes_at(row.logical + 1 - self._question)
         return Wants.WEIGHTS if observes else Wants.NOTHING
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
-        """Note what the newest token, which the row has by now, gave to each entry, itself included."""
+        """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
+        make of the tokens that ran."""
+        for place, layer in enumerate(self._layers if self._gates is not None else ()):
+            self._note_gated(row, place, shown.states[layer])
         for layer, weights in shown.weights.items():
             assert row.slab is not None
             heads = row.slab.of_row(layer, row)[0].shape[0]
             positions, columns = self._layers[layer].of(row, heads, weights.device)
             by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
             self._policy.observe(columns, by_group, positions, row.logical - self._question)
+
+    def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
+        """place: of the layer, among those that attend."""
+        assert self._gates is not None
+        (gates, rope), device = self._gates, states.keys.device
+        _, heads, count, _ = states.keys.shape
+        _, columns = self._layers[states.layer_idx].of(row, heads, device)
+        end = row.first + row.logical
+        at = torch.arange(end - count, end, device=device)
+        rows = token_inputs(states.queries[0], states.keys[0], states.values[0], at, rope)
+        for name, noted in self._policy.gated(gates.layer(place, device), rows).items():
+            columns[name][:, row.stored - count :] = noted
 
     def copies(self, row: SuffixRow) -> Copied | None:
         if self.tail is None:

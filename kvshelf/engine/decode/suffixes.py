@@ -23,14 +23,16 @@ class SuffixRow:
 
     logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
     them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
+    first: the position of its first token.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, first: int = 0) -> None:
         self.slab: Slab | None = None
         self.slot = -1
         self.logical = 0
         self.stored = 0
         self.most = most
+        self.first = first
         self.states: list[tuple[State, ...]] | None = None
 
 

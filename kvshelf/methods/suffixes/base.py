@@ -17,9 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
+from kvshelf.methods.policies.gate_file import Gates, Geometry
 
 DEFAULT_BUDGET = 512
 """Entries that an answer keeps by default, beside those that are protected."""
@@ -74,7 +76,8 @@ class SuffixPolicy(Method):
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix. columns: the numbers that
+    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix, and one that needs GATES
+    reads what each token has in a layer as it runs, the question's, too. columns: the numbers that
     it notes of each entry, with the value of a new one.
     """
 
@@ -107,6 +110,15 @@ class SuffixPolicy(Method):
             "window, h2o or lagkv",
             param="suffix.scope",
         )
+
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        """The gates that it reads, of one that needs GATES. Raises `PolicyUnsupported` where the model has none."""
+        raise NotImplementedError
+
+    def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
+        """What it notes of new tokens by the gate of a layer, `[kv_heads, T]` fp32. rows: as `token_inputs` makes
+        them."""
+        raise NotImplementedError
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
         """Whether it observes the attention of this token of the answer, counted from 1."""
