@@ -253,6 +253,7 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(name, every):
         ("full", {"policy": "lagkv", "budget": 900, "params": {"r": 0.5}}, "suffix.budget", "leave suffix.budget out"),
         ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
         ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "last 20 tokens"),
+        ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),
         ("ems", {"policy": "window"}, "suffix.scope", "merged tokens"),
         ("think", {"policy": "h2o"}, "suffix.scope", "have lost channels"),
     ],

@@ -14,7 +14,7 @@ from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import Reader, Selection, StoredEntries
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import Prefix
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
@@ -44,6 +44,12 @@ class DocumentTail(Selection):
         self.tokens = document.num_tokens
         self.entries = max(map(len, positions))
         self.copied = policy.tail(positions, self.tokens)
+        if not self.copied:
+            raise PolicyUnsupported(
+                f"suffix policy {policy.name!r} lets no entry of this cache leave; leave suffix.scope out, or give "
+                "other suffix.params",
+                param="suffix.scope",
+            )
         self._rest: dict[int, tuple[Prefix, ...]] = {}
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
@@ -158,7 +164,7 @@ class SuffixReducer(RowHook):
         layers = {}
         for layer, noted in self._layers.items():
             keys, values, positions = self.tail.copy(layer)
-            noted.insert(row, self._protected, positions - self.tail.tokens)
+            noted.insert(row, self._protected, (positions - self.tail.tokens).to(keys.device))
             layers[layer] = keys, values
         return Copied(self._protected, layers)
 
