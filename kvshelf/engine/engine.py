@@ -312,8 +312,8 @@ class Engine:
         self, policy: str, *, question_tokens: int, document: Attached | None = None, **fields: Unpack[BoundFields]
     ) -> SuffixReducer:
         """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
-        given = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
-        return self.asker.reducer(SuffixOptions.model_construct(**given), question_tokens, document)
+        suffix = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
+        return self.asker.reducer(SuffixOptions.model_construct(**suffix), question_tokens, document)
 
     def select(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
-from kvshelf.engine.decode.selection import Reader, Selection, StoredEntries
+from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import Prefix
@@ -21,7 +21,7 @@ from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
 from kvshelf.model.rope import Rope
 
-_COPY: Final = Reader(
+_COPY: Final = EntryReader(
     "suffix.scope",
     "an answer has copies of whole ones",
     "an answer has copies of single entries",

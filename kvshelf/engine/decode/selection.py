@@ -383,7 +383,7 @@ class StoredEntries(NamedTuple):
     positions: list[Tensor]
 
     @classmethod
-    def of(cls, document: Attached, layer: int, reader: Reader) -> StoredEntries:
+    def of(cls, document: Attached, layer: int, reader: EntryReader) -> StoredEntries:
         """Waits until the layer has arrived. Raises as `require_packed`."""
         prefixes = require_packed(document.prefixes(layer), reader)
         orders: list[list[Tensor]] = [[] for _ in prefixes[0].lengths]
@@ -470,7 +470,7 @@ def _fixed(rows: Sequence[Tensor]) -> Chosen:
     return Chosen(table, counts)
 
 
-class Reader(NamedTuple):
+class EntryReader(NamedTuple):
     """Who reads entries of a cache one by one, as refusals say it: the field that asks for it, what it does with keys
     that have lost channels and with others, and what to ask in its place."""
 
@@ -480,7 +480,7 @@ class Reader(NamedTuple):
     instead: str
 
 
-SELECTOR: Final = Reader(
+SELECTOR: Final = EntryReader(
     "select.method",
     "selectors compare queries with whole ones",
     "a selector reads entries in place",
@@ -488,7 +488,7 @@ SELECTOR: Final = Reader(
 )
 
 
-def require_packed(prefixes: Sequence[Prefix], reader: Reader = SELECTOR) -> tuple[PackedPrefix, ...]:
+def require_packed(prefixes: Sequence[Prefix], reader: EntryReader = SELECTOR) -> tuple[PackedPrefix, ...]:
     """Refuse entries that cannot be read in part, and pruned keys: summaries of these and of the whole keys beside them
     have different channels."""
     for prefix in prefixes:

@@ -16,7 +16,7 @@ from kvshelf.methods.policies.gates.make_each_token_count import MakeEachTokenCo
 from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
 
-_TRAINED: dict[str, type[TrimKVPolicy]] = {each.name: each for each in (TrimKVPolicy, MakeEachTokenCount)}
+_TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
 
 
 @dataclass(frozen=True)
