@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
-from kvshelf.api.queries import Route
+from kvshelf.api.queries import Route, SuffixScope
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -190,7 +190,7 @@ class Asker:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
         policy = selector.policy_at(question_tokens)
         ends = [part.sentence_ends for part in document.parts]
-        scope = "suffix" if suffix is None else suffix.scope
+        scope: SuffixScope = "suffix" if suffix is None else suffix.scope
         require_possible(Combination(facts=self._facts, policy=policy, selector=selector, ends=ends, scope=scope))
         budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
         if policy is not None:

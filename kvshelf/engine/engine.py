@@ -312,7 +312,7 @@ class Engine:
         self, policy: str, *, question_tokens: int, document: Attached | None = None, **fields: Unpack[BoundFields]
     ) -> SuffixReducer:
         """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
-        suffix = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
+        suffix: dict[str, Any] = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
         return self.asker.reducer(SuffixOptions.model_construct(**suffix), question_tokens, document)
 
     def select(

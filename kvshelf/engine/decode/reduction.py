@@ -137,8 +137,9 @@ class SuffixReducer(RowHook):
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
         """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
         make of the tokens that ran."""
-        for place, layer in enumerate(self._layers if self._gates is not None else ()):
-            self._note_gated(row, place, shown.states[layer])
+        if self._gates is not None:
+            for place, layer in enumerate(self._layers):
+                self._note_gated(row, place, shown.states[layer])
         for layer, weights in shown.weights.items():
             assert row.slab is not None
             heads = row.slab.of_row(layer, row)[0].shape[0]

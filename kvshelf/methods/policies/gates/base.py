@@ -131,8 +131,8 @@ def gate_inputs(layer: LayerView) -> Iterator[Tensor]:
     assert rope is not None, "the policy says that it observes RoPE"
     for first in range(0, layer.num_tokens, _TOKENS):
         some = slice(first, first + _TOKENS)
-        states = (of_heads[:, some] for of_heads in (layer.all_queries, layer.keys, layer.values))
-        yield token_inputs(*states, layer.rotated_to[some], rope, layer.all_heads)
+        queries, keys, values = (states[:, some] for states in (layer.all_queries, layer.keys, layer.values))
+        yield token_inputs(queries, keys, values, layer.rotated_to[some], rope, layer.all_heads)
 
 
 def token_inputs(
