@@ -254,6 +254,7 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(name, every):
         ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
         ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "last 20 tokens"),
         ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),
+        ("full", {"policy": "lagkv"}, "suffix.scope", "lets no entry of this cache leave"),  # less than a partition
         ("ems", {"policy": "window"}, "suffix.scope", "merged tokens"),
         ("think", {"policy": "h2o"}, "suffix.scope", "have lost channels"),
     ],

@@ -59,9 +59,10 @@ class LagKV(SuffixPolicy):
         return self.r is None
 
     def tail(self, positions: Sequence[Tensor], tokens: int) -> int:
-        behind = max(0, tokens - self.sink)
-        count = behind if behind < 2 * self.lag else self.lag + behind % self.lag
-        if any(len(own) < count or int(own[len(own) - count]) != tokens - count for own in positions if count):
+        if tokens - self.sink < self.lag:
+            return 0
+        count = self.lag + (tokens - self.sink) % self.lag
+        if any(len(own) < count or int(own[-count]) != tokens - count for own in positions):
             raise PolicyUnsupported(
                 f"the cache has not all of the document's last {count} tokens, which are its last partition of "
                 f"{self.lag} tokens behind {self.sink} and the remainder; give suffix.params.lag and sink as the cache "
