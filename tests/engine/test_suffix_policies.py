@@ -452,7 +452,8 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     answer, batch = engine.start(cache, question, Sampling(TOKENS), reducer=reducer), engine.batch()
     while not answer.finished:
         batch.step([answer])
-    of_layers = [{name: t.double() for name, t in gates.layer(layer, torch.device("cpu")).items()} for layer in (0, 1)]
+    tensors = [gates.layer(layer, torch.device("cpu")) for layer in range(len(cache.layers))]
+    of_layers = [{name: tensor.double() for name, tensor in own.items()} for own in tensors]
     prefix = Prefix.spelled_out(cache, frequencies(llama.model))
     by_hand = GatedByHand(of_layers, llama.model, prefix, cache.next_position, loop)
     right = [by_hand.logits(token) for token in [*question, *answer.token_ids[:-1]]][QUESTION - 1 :]
