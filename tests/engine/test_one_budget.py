@@ -250,7 +250,12 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(name, every):
         ("full", {"policy": "cam"}, "suffix.scope", "among question and answer alone"),
         ("full", {"policy": "window", "scope": "all"}, "suffix.scope", "it must be suffix or cache"),
         ("full", {"policy": "window", "budget": 10}, "suffix.budget", "4 of the document, 7 of the question"),
-        ("full", {"policy": "lagkv", "budget": 900, "params": {"r": 0.5}}, "suffix.budget", "leave suffix.budget out"),
+        (
+            "full",
+            {"policy": "lagkv", "budget": 900, "params": {"r": 0.5, "lag": 12}},
+            "suffix.budget",
+            "leave suffix.budget out",
+        ),
         ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
         ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "last 20 tokens"),
         ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),

@@ -20,7 +20,7 @@ def build(name: str, params: Mapping[str, Any]) -> SuffixPolicy:
 
 def untrained() -> list[str]:
     """The names of those that need no gates, which every model can have."""
-    return [name for name, cls in SUFFIX_POLICIES.items() if Needs.GATES not in cls.needs]
+    return [name for name, cls in SUFFIX_POLICIES.items() if Needs.GATES not in cls().needs]
 
 
 def infos() -> list[MethodInfo]:
