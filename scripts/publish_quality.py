@@ -192,8 +192,8 @@ def of_papers() -> str:
         "## Methods",
         "",
         "By what their docstrings begin with; a W is of the rule as a policy, a selector or a suffix policy applies it,"
-        " where the tables above judge the whole paper. A suffix policy judges question and answer; a stored document "
-        "stays.",
+        " where the tables above judge the whole paper. A suffix policy judges question and answer, and with `scope` "
+        '"cache" the document\'s entries, too; what is stored stays.',
         "",
         "| | | paper | |",
         "|---|---|---|---|",

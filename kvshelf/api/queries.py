@@ -55,12 +55,18 @@ class Select(RequestBody):
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
+SuffixScope = Literal["suffix", "cache"]
+"""What a suffix policy chooses among: question and answer, or the document's entries, too."""
+
+
 class SuffixOptions(RequestBody):
     """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
-    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. The
-    documents are not touched."""
+    /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. With
+    `scope` "cache" the document's entries count, too, and leave as the policy says, for this answer alone; by default
+    there are as many as the document has. What is stored is not touched."""
 
     policy: Annotated[str, Field(min_length=1, max_length=64)]
+    scope: SuffixScope = "suffix"
     budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     params: AnyFields = Field(default_factory=dict, max_length=64)
 
@@ -224,7 +230,8 @@ class Usage(ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
     counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
-    held beside the documents at its end, those of the question included; null where nobody told.
+    held at its end beside what it read of the documents, those of the question included, and under suffix.scope "cache"
+    its copies of the document's, which `read_tokens` leaves out; null where nobody told.
     `prefill_token_equivalents`: what question and answer cost, in tokens of a prefill: a step of the answer counts as
     many as could be computed while it reads the stored bytes; null for a device that nobody measured.
     `prefill_token_equivalents_saved`: how many more they would cost without the shelf."""

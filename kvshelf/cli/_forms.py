@@ -109,18 +109,23 @@ def _suffix(
         str | None,
         typer.Option(help="Keep of question and answer what this suffix policy keeps; see `kvshelf suffixes`."),
     ] = None,
+    suffix_scope: Annotated[
+        Literal["suffix", "cache"] | None,
+        typer.Option(help="cache: the document's entries may leave, too, for this answer."),
+    ] = None,
     suffix_budget: Annotated[int | None, typer.Option(min=1, help="Entries of a KV head to keep of them.")] = None,
     suffix_param: Annotated[
         Texts, typer.Option(metavar="NAME=VALUE", help="A parameter of the suffix policy. May be repeated.")
     ] = None,
 ) -> Any:
-    if suffix is None and (suffix_budget is not None or suffix_param):
-        raise typer.BadParameter("--suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix")
-    return (
-        None
-        if suffix is None
-        else {"policy": suffix, "budget": suffix_budget, "params": common.parameters(suffix_param)}
-    )
+    if suffix is None and (suffix_scope or suffix_budget is not None or suffix_param):
+        raise typer.BadParameter(
+            "--suffix-scope, --suffix-budget and --suffix-param need a suffix policy", param_hint="--suffix"
+        )
+    if suffix is None:
+        return None
+    params = common.parameters(suffix_param)
+    return {"policy": suffix, "scope": suffix_scope or "suffix", "budget": suffix_budget, "params": params}
 
 
 def _at_step(text: str | None) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
-from kvshelf.api.queries import Route
+from kvshelf.api.queries import Route, SuffixScope
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -19,7 +19,7 @@ from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Narrowing
-from kvshelf.engine.decode.reduction import SuffixReducer
+from kvshelf.engine.decode.reduction import DocumentTail, SuffixReducer
 from kvshelf.engine.decode.selection import (
     BlockSelection,
     PolicySelection,
@@ -34,14 +34,17 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.engine.inputs.prepare import Preparer
 from kvshelf.engine.options import AnswerOptions
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
+from kvshelf.methods.suffixes.base import SuffixPolicy
 from kvshelf.methods.suffixes.registry import build as build_suffix_policy
 from kvshelf.model import calibration
+from kvshelf.model.rope import Rope
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.guide import Guide
@@ -99,6 +102,7 @@ class Asker:
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
+        assert selection is None or reducer is None or reducer.tail is None, "both say what is read of the document"
         if room < 1:
             raise InvalidRequest(
                 f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
@@ -132,26 +136,52 @@ class Asker:
             raise InvalidRequest("an engine without a tokenizer makes token ids, which have no shape and no text")
         return Guide(text.decoder(), self._facts.end_ids(), text.longest_token)
 
-    def reducer(self, suffix: SuffixOptions, question_tokens: int) -> SuffixReducer:
+    def reducer(self, suffix: SuffixOptions, question_tokens: int, document: Attached | None = None) -> SuffixReducer:
         """What bounds the keys and values of one question and its answer, by the suffix policy of this name.
 
         Its budget: entries of a KV head, those of the question included (default: 512 beside these). question_tokens:
-        of this question. Raises `InvalidRequest` for an unknown policy or parameter and a budget below what is always
-        kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes.
+        of this question. document: under scope "cache", whose entries count, too (default: as many as it has); waits
+        until its layers have arrived. Raises `InvalidRequest` for an unknown policy or parameter and a budget below
+        what is always kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes,
+        and for a scope that policy, model or document cannot have.
         """
         policy = build_suffix_policy(suffix.policy, suffix.params or {})
-        require_possible(Combination(facts=self._facts, verb="suffix"))
+        require_possible(Combination(facts=self._facts, verb="suffix", scope=suffix.scope))
         attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
-        return SuffixReducer(policy, question_tokens, suffix.budget, attending)
+        tail = None
+        if suffix.scope == "cache":
+            assert document is not None, "scope cache is about a document"
+            if len(document.parts) > 1:
+                require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
+            tail = DocumentTail(document, policy, attending)
+        gates = self._gates(policy) if Needs.GATES in policy.needs else None
+        return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
-    def selection(self, document: Attached, select: Select | None, question_tokens: int) -> Selection | None:
+    def _gates(self, policy: SuffixPolicy) -> tuple[Gates, Rope]:
+        """What a suffix policy reads of new tokens. Looked for anew each time, as for a policy."""
+        facts = self._facts
+        if facts.rope is None:
+            raise PolicyUnsupported(
+                f"suffix policy {policy.name!r} reads queries and keys without their rotation, and that of "
+                f"{facts.name!r} is not known; take suffix policy lagkv",
+                param="suffix.policy",
+            )
+        try:
+            gates = policy.gate_file(facts.identity, facts.model.config.name_or_path, self._preparer.geometry)
+        except PolicyUnsupported as error:
+            raise PolicyUnsupported(error.message, param="suffix.policy") from error
+        return gates, facts.rope
+
+    def selection(
+        self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
+    ) -> Selection | None:
         """What one answer will read of a document, by the selector of this name; None: all, because nothing is asked
         for or the budget has room for all. Waits for layers that are arriving.
 
         The question's tokens read all entries, and those of the answer at most `select.tokens` of a KV head, over all
-        documents together (default: the selector's). question_tokens: of this question. Raises `InvalidRequest` for an
-        unknown selector or parameter and a budget below what is always read, `PolicyUnsupported` for a model or cache
-        that cannot be read in part.
+        documents together (default: the selector's). question_tokens: of this question. suffix: of this answer. Raises
+        `InvalidRequest` for an unknown selector or parameter and a budget below what is always read,
+        `PolicyUnsupported` for a model or cache that cannot be read in part, and beside a suffix of scope "cache".
         """
         if select is None:
             return None
@@ -160,7 +190,8 @@ class Asker:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
         policy = selector.policy_at(question_tokens)
         ends = [part.sentence_ends for part in document.parts]
-        require_possible(Combination(facts=self._facts, policy=policy, selector=selector, ends=ends))
+        scope: SuffixScope = "suffix" if suffix is None else suffix.scope
+        require_possible(Combination(facts=self._facts, policy=policy, selector=selector, ends=ends, scope=scope))
         budget = selector.default_tokens(document.read_tokens) if tokens is None else tokens
         if policy is not None:
             return self._by_policy(policy, document, budget, frozenset(select.params))
@@ -249,8 +280,8 @@ class Asker:
             caches = [cache] if isinstance(cache, CompressedCache) else cache
             document = self._attachments.joined([self._attachments.of(part) for part in caches])
             query = self._encoder.behind(document.identity, prompt)
-            selection = self.selection(document, options.select, len(query))
-            reducer = None if options.suffix is None else self.reducer(options.suffix, len(query))
+            selection = self.selection(document, options.select, len(query), options.suffix)
+            reducer = None if options.suffix is None else self.reducer(options.suffix, len(query), document)
             rows.append(self.start(document, query, options.sampling, selection, reducer=reducer))
         return self._stepped(rows)
 

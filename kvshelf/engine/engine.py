@@ -34,7 +34,7 @@ from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import Document, Encoder, EncodingFields, Prompt
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.inputs.prepare import Preparer
-from kvshelf.engine.options import AnswerFields, AnswerOptions, CompressFields, CompressOptions
+from kvshelf.engine.options import AnswerFields, AnswerOptions, BoundFields, CompressFields, CompressOptions
 from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import CUES, Probe
@@ -309,11 +309,11 @@ class Engine:
         return self.asker.start(document, query, sampling or Sampling(), selection, passages=passages, reducer=reducer)
 
     def bound(
-        self, policy: str, *, question_tokens: int, budget: int | None = None, params: Mapping[str, Any] | None = None
+        self, policy: str, *, question_tokens: int, document: Attached | None = None, **fields: Unpack[BoundFields]
     ) -> SuffixReducer:
         """What bounds the keys and values of one question and its answer: see `Asker.reducer`. Thread-safe."""
-        suffix = SuffixOptions.model_construct(policy=policy, budget=budget, params=dict(params or {}))
-        return self.asker.reducer(suffix, question_tokens)
+        suffix: dict[str, Any] = {"policy": policy, "scope": "suffix" if document is None else "cache", **fields}
+        return self.asker.reducer(SuffixOptions.model_construct(**suffix), question_tokens, document)
 
     def select(
         self,

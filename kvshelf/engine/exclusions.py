@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvshelf.api.queries import SuffixScope
 from kvshelf.artifact import codecs
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.codecs import Codec
@@ -38,8 +39,8 @@ class Combination:
 
     sizes: the fields of a request that say how much stays. document, budget, passes, absorber: of a compression; a
     policy without a document chooses at the question. cache: that `verb` is done to. residuals: whether there is one
-    with residuals, whatever is done to it. ends: of the sentences of each document that is asked. appends_images:
-    whether images are to be appended.
+    with residuals, whatever is done to it. ends: of the sentences of each document that is asked. scope: of the suffix
+    policy. appends_images: whether images are to be appended.
     """
 
     facts: ModelFacts | None = None
@@ -53,6 +54,7 @@ class Combination:
     codec: Codec | None = None
     selector: Selector | None = None
     ends: Sequence[Sequence[int]] = ()
+    scope: SuffixScope = "suffix"
     verb: Verb | None = None
     cache: CompressedCache | None = None
     appends_images: bool = False
@@ -294,6 +296,7 @@ INDEXED: Final = Feature(
 )
 SEVERAL: Final = _verb("several documents", "join")
 SUFFIX: Final = _verb("a suffix policy", "suffix")
+SHRINK: Final = Feature("suffix.scope=cache", lambda c: c.scope == "cache")
 STORE: Final = _verb("store", "store")
 SEARCH: Final = _verb("search", "search")
 EXPORT: Final = _verb("export", "export")
@@ -611,6 +614,16 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         ],
         "{model!r} {why}; ask without suffix",
         "suffix.policy",
+    ),
+    *_each(
+        SHRINK,
+        [
+            (STATES, "{model!r} has recurrent states, which remember all of the document"),
+            (SEVERAL, "of several documents no entry is the last"),
+            (SELECT, "a selector chooses anew among all entries of the document, and some leave"),
+        ],
+        "{why}; leave suffix.scope out",
+        "suffix.scope",
     ),
     Exclusion((STORE, RANKS), "{model!r} runs in several processes, which keep no turns; ask without store", "store"),
     Exclusion(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypedDict
+from typing import Any, Self, TypedDict, get_args
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.creation import default_policy
 from kvshelf.api.options import Ask, AskFields
+from kvshelf.api.queries import SuffixScope
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.exclusions import Combination, require_possible
@@ -75,6 +76,13 @@ class CompressOptions:
         return Budget.resolve(document.num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
 
 
+class BoundFields(TypedDict, total=False):
+    """What `Engine.bound` takes beside the policy, as `suffix` of `Engine.answer` has it."""
+
+    budget: int | None
+    params: Mapping[str, Any] | None
+
+
 class AnswerFields(AskFields, total=False):
     """The keyword arguments of `Engine.answer` and `Engine.answer_all`."""
 
@@ -116,13 +124,15 @@ class AnswerOptions:
 
 
 def _suffix_fields(suffix: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what a caller says of a suffix: `policy`, and `budget` and `params` if given. Raises `InvalidRequest`
-    for others, and for a budget that is no number from 1."""
+    """A copy of what a caller says of a suffix: `policy`, and `scope`, `budget` and `params` if given. Raises
+    `InvalidRequest` for others, for another scope, and for a budget that is no number from 1."""
     given = dict(suffix)
-    for name in given.keys() - {"policy", "budget", "params"}:
-        raise InvalidRequest(f"suffix has no {name!r}; it has policy, budget and params", param=f"suffix.{name}")
+    for name in given.keys() - {"policy", "scope", "budget", "params"}:
+        raise InvalidRequest(f"suffix has no {name!r}; it has policy, scope, budget and params", param=f"suffix.{name}")
     if not isinstance(given.get("policy"), str):
         raise InvalidRequest("suffix needs the name of a policy", param="suffix.policy")
+    if (scope := given.get("scope", "suffix")) not in get_args(SuffixScope):
+        raise InvalidRequest(f"suffix.scope is {scope!r}; it must be suffix or cache", param="suffix.scope")
     budget = given.get("budget")
     if budget is not None and (type(budget) is not int or budget < 1):
         raise InvalidRequest(f"suffix.budget is {budget!r}; it must be an integer from 1", param="suffix.budget")

@@ -76,6 +76,7 @@ BUNDLED: Final = {
         "lazy_eviction": "kvshelf.methods.suffixes.lazy_eviction:LazyEviction",
         "cam": "kvshelf.methods.suffixes.cam:CaM",
         "ngc_schedule": "kvshelf.methods.suffixes.ngc_schedule:NGCSchedule",
+        "trimkv": "kvshelf.methods.suffixes.trimkv:TrimKV",
     },
 }
 """By folder, in the order in which they are listed. A new method is a file there and a line here."""

@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import Progress
 from rich.table import Table
 
-from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.store.base import Store
 from kvshelf.store.url import open_store
 from kvshelf_bench.measure import Spread
@@ -269,7 +269,7 @@ def _cold(run: Run) -> list[Cold]:
 
 
 def _suffix(run: Run) -> list[BoundedAnswer]:
-    return bounded_answers(run.subject, progress=run.bar("answering", 1 + len(SUFFIX_POLICIES)))
+    return bounded_answers(run.subject, progress=run.bar("answering", 1 + len(untrained())))
 
 
 def _serving(run: Run) -> Serving:

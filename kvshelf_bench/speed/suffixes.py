@@ -10,7 +10,7 @@ from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.kernels.rates import cost
-from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.suffixes.registry import untrained
 from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
@@ -45,7 +45,7 @@ def bounded_answers(
     subject: Subject,
     tokens: int = ANSWER_TOKENS,
     budget: int = BUDGET,
-    policies: Sequence[str] = tuple(SUFFIX_POLICIES),
+    policies: Sequence[str] = tuple(untrained()),
     progress: Callable[[], None] = lambda: None,
 ) -> list[BoundedAnswer]:
     """The answer with all of its suffix, and that of each policy."""

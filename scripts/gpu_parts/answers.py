@@ -27,7 +27,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.methods.selectors.registry import UNIT_SELECTORS
-from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.samples.suite import make_case
 from kvshelf_bench.models.small import NotBuilt, small_model
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
@@ -140,7 +140,7 @@ def cases(engine: Engine, device: torch.device, *, toy: bool = False) -> Iterato
         yield f"codec {codec}", partial(_codec, engine, text, asked, codec)
     for selector in ("quest", "mpcache") if toy else UNIT_SELECTORS:
         yield f"selector {selector}", partial(_selector, engine, text, asked, selector)
-    for suffix in ("window", "h2o") if toy else SUFFIX_POLICIES:
+    for suffix in ("window", "h2o") if toy else untrained():
         yield f"suffix {suffix}", partial(_suffix, engine, text, asked, suffix)
     yield "joint documents", partial(_joint, engine)
     yield "joint batch", partial(_batch, engine)

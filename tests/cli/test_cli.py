@@ -228,6 +228,14 @@ def test_selectors_are_those_of_this_version() -> None:
     assert "unknown selector 'nothing'" in refused.stderr
 
 
+def test_what_a_suffix_policy_chooses_among_is_one_of_two_and_needs_the_policy() -> None:
+    alone = run("ask", "kvs_1", "Who?", "--suffix-scope", "cache", "--url", NOBODY)
+    assert "need a suffix policy" in " ".join(alone.stderr.split())
+    other = run("ask", "kvs_1", "Who?", "--suffix", "h2o", "--suffix-scope", "all", "--url", NOBODY)
+    assert "'suffix'" in other.stderr
+    assert (alone.exit_code, other.exit_code) == (2, 2)
+
+
 @pytest.mark.slow
 def test_policies_are_those_of_this_version() -> None:
     shown, as_json = run("policies"), run("policies", "--json")

@@ -14,7 +14,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheUnusable, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.rowwise import available
-from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, untrained
 from kvshelf.model.prepacking import prepack
 from kvshelf_bench.models.small import small_model
 from tests.engine.asking import ids
@@ -33,11 +33,11 @@ SMALL = {
 INTERVALS = {"window": 8, "lagkv": 12, "h2o": 8, "ems": 8, "lazy_eviction": 10, "cam": 8, "ngc_schedule": 16}
 BUDGET = 40
 
-NAMES = sorted(SUFFIX_POLICIES)
+NAMES = sorted(untrained())
 
 
 def test_every_policy_is_here():
-    assert set(SMALL) == set(SUFFIX_POLICIES)
+    assert set(SMALL) == set(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +333,7 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "window", "tokens": 3}, "suffix.tokens"),
         ({"policy": "window", "budget": 7}, "suffix.budget"),  # as many as the question has
         ({"policy": "window", "budget": 0}, "suffix.budget"),
+        ({"policy": "window", "scope": "all"}, "suffix.scope"),
         ({"policy": "window", "budget": "many"}, "suffix.budget"),
         ({"policy": "lagkv", "budget": 135}, "suffix.budget"),
         ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),

@@ -256,6 +256,7 @@ OPTIONS: Final = {
     ),
     "several": option(x.SEVERAL),
     "suffix": option(x.SUFFIX),
+    "scope": option(x.SUFFIX, x.SHRINK),
     "store": option(x.STORE),
     "search": option(x.SEARCH),
     "export": option(x.EXPORT, policy="full"),
@@ -268,12 +269,13 @@ UNREAD: Final = (
     ("infllm", "no index", "the cache has no index, which selector infllm chooses by"),
     ("sablock", "apart", "the heads of layer .* keep different tokens, and a policy that reads sentences"),
 )
-"""What selectors cannot read in place, by their names."""
+"""What selectors cannot read in place, by their names, and an answer cannot copy."""
 
 ONE_OF: Final = (
     {"ratio", "budget", "levels"},
     {name for name, one in OPTIONS.items() if one.codec},
     {name for name, one in OPTIONS.items() if one.select},
+    {"suffix", "scope"},
     {name for name in OPTIONS if name == "append" or name.startswith("behind")},
     {"protect", "append", "behind positions=cache", "behind an index"},  # what is appended has no protect
     {"mixed", "behind an index"},  # that cache is a pair of its own
@@ -316,7 +318,7 @@ def tried(model: str) -> list[Tried]:
 
 
 LATER: Final = {x.SELECT, x.SELECT_POLICY, x.SELECT_SENTENCES, x.SELECT_UNROTATED} | {
-    x.SEVERAL, x.SUFFIX, x.STORE, x.SEARCH, x.EXPORT, x.ATTACH,
+    x.SEVERAL, x.SUFFIX, x.SHRINK, x.STORE, x.SEARCH, x.EXPORT, x.ATTACH,
 }  # fmt: skip
 """What is asked of a cache that is there."""
 
@@ -381,6 +383,10 @@ class Maker:
         if "suffix" in options:
             engine.bound("window", question_tokens=len(QUESTION), budget=64)
             more["suffix"] = {"policy": "window", "budget": 64}
+        if "scope" in options:
+            shrunk = engine.joined([engine.attach(cache)])
+            engine.bound("window", question_tokens=len(QUESTION), params={"sink": 0}, document=shrunk)
+            more["suffix"] = {"policy": "window", "scope": "cache", "params": {"sink": 0}}
         if "store" in options:
             engine.turns.require()
         if "search" in options:
@@ -464,7 +470,7 @@ def outcome(maker: Maker, one: Tried) -> tuple[str, CallerError | None]:
 
 def unread(one: Tried) -> list[str]:
     """Patterns of what a selector says of the entries of this cache."""
-    asked = [OPTIONS[name].select for name in one.options if OPTIONS[name].select]
+    asked = [OPTIONS[name].select or name for name in one.options if OPTIONS[name].select or name == "scope"]
     entries = CHOSEN[one.chosen].entries
     return [said for part, word, said in UNREAD for name in asked if part in name and word in entries]
 

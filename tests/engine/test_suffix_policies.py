@@ -14,14 +14,16 @@ import torch
 from transformers import AttentionInterface
 
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.draws import uniform
 from kvshelf.methods.policies.budgets import LayerBudget
+from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import Suffix
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
-from tests.by_hand import Prefix, drawn, frequencies
+from tests.by_hand import Prefix, drawn, frequencies, turned
+from tests.methods.policies.gates import random_gates
 from tests.views import random_layer
 
 QUESTION, BUDGET, TOKENS = 7, 40, 110
@@ -50,7 +52,10 @@ def mean(numbers):
 
 
 class Loop:
-    """A policy in lists: `observe` and `reduce` get one head's entries. now: the newest token's position."""
+    """A policy in lists: `observe` and `reduce` get one head's entries. now: the newest token's position. The first
+    `protected` entries stay, those of the question."""
+
+    protected, budget = QUESTION, BUDGET
 
     def __init__(self, interval, **params):
         self.interval = interval
@@ -61,15 +66,15 @@ class Loop:
 
     def kept_best(self, entries, scores, recent):
         """The question, the last ones, and the best of the others; of equal ones the older."""
-        middle = range(QUESTION, len(entries) - recent)
-        count = BUDGET - QUESTION - recent
+        middle = range(self.protected, len(entries) - recent)
+        count = self.budget - self.protected - recent
         chosen = set(sorted(middle, key=lambda i: (-scores[i], i))[:count])
-        return [e for i, e in enumerate(entries) if i < QUESTION or i >= len(entries) - recent or i in chosen]
+        return [e for i, e in enumerate(entries) if i < self.protected or i >= len(entries) - recent or i in chosen]
 
 
 class WindowLoop(Loop):
     def reduce(self, entries, **_):
-        return entries[:QUESTION] + entries[len(entries) - (BUDGET - QUESTION) :]
+        return entries[: self.protected] + entries[len(entries) - (self.budget - self.protected) :]
 
 
 class H2OLoop(Loop):
@@ -78,7 +83,7 @@ class H2OLoop(Loop):
             entry.noted["sum"] = entry.noted.get("sum", 0.0) + mean(given)
 
     def reduce(self, entries, **_):
-        return self.kept_best(entries, [e.noted["sum"] for e in entries], (BUDGET - QUESTION) // 2)
+        return self.kept_best(entries, [e.noted["sum"] for e in entries], (self.budget - self.protected) // 2)
 
 
 class LagKVLoop(Loop):
@@ -240,9 +245,9 @@ class ByHand:
         answered = self.ran - QUESTION
         for layer, heads in enumerate(self.heads):
             for head, entries in enumerate(heads):
-                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > BUDGET:
+                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > self.loop.budget:
                     heads[head] = self.loop.reduce(entries, layer=layer, head=head)
-                    assert len(heads[head]) <= BUDGET
+                    assert len(heads[head]) <= (self.loop.budget or len(entries))
         return logits
 
     def attend(self, module, query, key, value, _mask, scaling, **_):
@@ -393,3 +398,71 @@ def test_the_name_that_a_policy_once_had_still_finds_it(llama):
     for name in ("", "ngcs"):
         with pytest.raises(InvalidRequest, match="unknown suffix policy"):
             build(name, {})
+
+
+class TrimKVLoop(Loop):
+    """A token's rate is read from its query, key and value without their rotation, as it runs."""
+
+    def gated(self, entries, rate):
+        entries[-1].noted["rate"] = rate
+
+    def reduce(self, entries, **_):
+        now = entries[-1].position + 1
+        return self.kept_best(entries, [(now - e.position) * e.noted["rate"] for e in entries], 0)
+
+
+class GatedByHand(ByHand):
+    """With gates: fp64 `{name: tensor}` of each layer."""
+
+    def __init__(self, gates, *given):
+        super().__init__(*given)
+        self.gates, self.inv_freq = gates, frequencies(self.model)
+
+    def attend(self, module, query, key, value, *given, **more):
+        out = super().attend(module, query, key, value, *given, **more)
+        back = torch.tensor([-(self.first + self.ran)])
+        states = [turned(head, back, self.inv_freq) for of in (query, key) for head in of[0]] + [*value[0]]
+        gate = self.gates[module.layer_idx]
+        inputs = (torch.cat([state.flatten() for state in states]) - gate["mean"]) * gate["scale"]
+        hidden = gate["up"] @ inputs
+        outputs = gate["down"] @ (hidden * torch.sigmoid(hidden)) + gate["bias"]
+        for entries, number in zip(self.heads[module.layer_idx], outputs.tolist(), strict=True):
+            self.loop.gated(entries, -math.log1p(math.exp(-number)))
+        return out
+
+
+@pytest.mark.parametrize("every", [1, 8])
+@pytest.mark.parametrize("trained", ["trimkv", "make_each_token_count"])
+def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, every):
+    """By random gates: the logits of each token, and that it was asked of a model that has none is told first."""
+    engine, loop = llama.engine, TrimKVLoop(every)
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    params = {"every": every, "gates": trained}
+    with pytest.raises(PolicyUnsupported, match="needs gates trained") as refused:
+        engine.bound("trimkv", question_tokens=QUESTION, params=params)
+    assert refused.value.param == "suffix.policy"
+    weights = engine.identity.weights
+    gates = random_gates(trained, engine.preparer.geometry, weights=weights)
+    for name, tensor in gates.tensors.items():
+        if name.endswith("up"):  # or most rates would be 1 in fp32
+            tensor.mul_(0.01)
+    gates = Gates.of(gates.header, gates.tensors)
+    gate_path(weights, trained).write_bytes(gates.to_bytes())
+    cache = engine.compress(llama.ids[:150], policy="keydiff", compression_ratio=0.7)
+    question, found, passed = llama.ids[30 : 30 + QUESTION], [], engine.passes.continuing
+    monkeypatch.setattr(engine.facts, "end_ids", frozenset)
+    monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
+    reducer = engine.bound("trimkv", question_tokens=QUESTION, budget=BUDGET, params=params)
+    answer, batch = engine.start(cache, question, Sampling(TOKENS), reducer=reducer), engine.batch()
+    while not answer.finished:
+        batch.step([answer])
+    tensors = [gates.layer(layer, torch.device("cpu")) for layer in range(len(cache.layers))]
+    of_layers = [{name: tensor.double() for name, tensor in own.items()} for own in tensors]
+    prefix = Prefix.spelled_out(cache, frequencies(llama.model))
+    by_hand = GatedByHand(of_layers, llama.model, prefix, cache.next_position, loop)
+    right = [by_hand.logits(token) for token in [*question, *answer.token_ids[:-1]]][QUESTION - 1 :]
+    scale = right[0].abs().max()
+    errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
+    assert max(errors) < 1e-4, errors
+    with pytest.raises(PolicyUnsupported, match="question and answer alone"):
+        engine.bound("trimkv", question_tokens=QUESTION, params=params, document=engine.attach(cache))

@@ -156,7 +156,11 @@ class DecodeBatch:
                 continue
             try:
                 told[id(generation)] = out.choices.taken(generation, row)
-                if not generation.finished and (length := generation.reduced()) is not None:
+                if generation.finished:
+                    continue
+                if (copied := generation.copies()) is not None:
+                    self._pool.insert(generation.row, copied.place, copied.layers)
+                if (length := generation.reduced()) is not None:
                     self._pool.shrink(generation.row, length)
             except Exception as exc:
                 told[id(generation)] = exc

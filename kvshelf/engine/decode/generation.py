@@ -21,7 +21,7 @@ from kvshelf.engine.attention.attachment import Attached, Wait
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
-from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
+from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Passages, QuestionLikelihood, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
@@ -83,6 +83,11 @@ class Generation:
         whether to count what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may
         come; None: all. logprobs: takes what the model gives the tokens. likelihood: whether to tell what it gives
         those of the question."""
+        self._room = min(sampling.max_tokens, room)
+        if reducer is not None:
+            reducer.expect(len(query) + self._room)
+            selection = selection or reducer.tail
+        self._copied = 0 if reducer is None else reducer.of_document
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
@@ -100,12 +105,11 @@ class Generation:
         """Question and answer, or why they could not be kept; None if nobody asked for it."""
         self.constraint = constraint
         self.logprobs = logprobs
-        self.row = SuffixRow(None if reducer is None else reducer.most)
         self._end_ids = end_ids
         self._equivalents = equivalents
         self.sampler = _Sampler(sampling.ask)
         self._text = _TextStream(decoder, sampling.ask.stops)
-        self._room = min(sampling.max_tokens, room)
+        self.row = SuffixRow(None if reducer is None else reducer.most, document.next_position)
         self._prefill_tokens = 0
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -128,7 +132,7 @@ class Generation:
     @property
     def next_position(self) -> int:
         """Position of the first pending token."""
-        return self.document.next_position + self.row.logical
+        return self.row.first + self.row.logical
 
     @property
     def seen(self) -> Attached | Selection:
@@ -171,6 +175,12 @@ class Generation:
             self._prefill_tokens = self.row.logical
         for hook in () if self.closing else self._hooks:
             hook.after(self.row, shown, answering=answering)
+
+    def copies(self) -> Copied | None:
+        """The entries of the document that its hooks have it own a copy of from now on; None: no more."""
+        if len(self.token_ids) > 1:
+            return None
+        return next((copied for hook in self._hooks if (copied := hook.copies(self.row)) is not None), None)
 
     def reduced(self) -> int | None:
         """Have its hooks reduce the suffix. Returns how many entries need room from now on; None: as many as before."""
@@ -236,7 +246,8 @@ class Generation:
     def usage(self) -> Usage:
         """The tokens counted so far."""
         read, decoded = self._read_tokens, len(self.token_ids)
-        share = read / max(1, self.document.read_tokens)
+        # Of copied entries some have left: counted as read, they cost what they did at first.
+        share = min(1.0, (read + self._copied) / max(1, self.document.read_tokens))
         cost, saved = self._equivalents.answered(self.document, share, self._prefill_tokens, decoded)
         return Usage(
             cache_read_tokens=self.document.num_tokens,

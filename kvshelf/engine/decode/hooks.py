@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,6 +47,14 @@ class Shown:
     log_probs: Tensor | None = None
 
 
+class Copied(NamedTuple):
+    """Entries that come before the entry `place` of a row: of each layer that attends, keys `[kv_heads, K, D]` and
+    values `[kv_heads, K, Dv]`."""
+
+    place: int
+    layers: Mapping[int, tuple[Tensor, Tensor]]
+
+
 NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
 """For rows whose hooks want nothing: most of them, at each step."""
 
@@ -66,6 +75,11 @@ class RowHook:
 
     def took(self, answer: Sequence[int]) -> None:
         """All tokens but the last of the answer so far have run, and this one runs next."""
+
+    def copies(self, row: SuffixRow) -> Copied | None:  # noqa: ARG002
+        """Entries of the document that the row has a copy of from now on; asked once, behind the question, before
+        `reduced`."""
+        return None
 
     def reduced(self, row: SuffixRow) -> int | None:  # noqa: ARG002
         """Drop entries of the suffix, if it is time; after `took`. Returns how many entries need room from now on."""

@@ -1,54 +1,173 @@
-"""A suffix policy at work on one answer: what it noted of each layer, and which entries are left."""
+"""A suffix policy at work on one answer: what it noted of each layer, and which entries are left. Under scope "cache"
+the answer has a copy of the document's last entries, which leave as its own do; those before them it reads in place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from kvshelf.engine.decode.hooks import RowHook, Shown, Wants
-from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for
-from kvshelf.errors import InvalidRequest
+from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.function import Attended
+from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
+from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries
+from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
+from kvshelf.model.rope import Rope
+
+_COPY: Final = EntryReader(
+    "suffix.scope",
+    "an answer has copies of whole ones",
+    "an answer has copies of single entries",
+    "ask with scope suffix",
+)
+
+
+class DocumentTail(Selection):
+    """The document of one answer that has a copy of its last entries: what the answer reads in place are those before.
+
+    entries: of a KV head, at most. copied: of these, in the copy.
+    """
+
+    def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int]) -> None:
+        """layers: those that attend. Waits for layers that are arriving. Raises `PolicyUnsupported` for entries that
+        cannot be copied one by one, and as `SuffixPolicy.tail`."""
+        super().__init__(document)
+        self._stored = {layer: StoredEntries.of(document, layer, _COPY) for layer in layers}
+        positions = [own for stored in self._stored.values() for own in stored.positions]
+        self.tokens = document.num_tokens
+        self.entries = max(map(len, positions))
+        self.copied = policy.tail(positions, self.tokens)
+        if not self.copied:
+            raise PolicyUnsupported(
+                f"suffix policy {policy.name!r} lets no entry of this cache leave; leave suffix.scope out, or give "
+                "other suffix.params",
+                param="suffix.scope",
+            )
+        self._rest: dict[int, tuple[Prefix, ...]] = {}
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._rest.get(layer, ())
+
+    def copy(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys `[kv_heads, K, D]`, values and positions `[kv_heads, K]` of the tail of a layer, which is no longer read
+        in place."""
+        stored = self._stored.pop(layer)
+        if any(len(own) > self.copied for own in stored.order):
+            kept = [torch.arange(len(own) - self.copied, device=own.device) for own in stored.order]
+            self._rest[layer] = stored.selected(kept)
+        return *stored.dense(self.copied), torch.stack([own[-self.copied :] for own in stored.positions])
 
 
 class SuffixReducer(RowHook):
     """One row of a batch uses it. Layers share no state, and rows none.
 
-    most: the most entries of a KV head that the row ever has.
+    tail: the document, where the policy chooses among its last entries, too; else None.
     """
 
-    def __init__(self, policy: SuffixPolicy, question_tokens: int, budget: int | None, layers: Sequence[int]) -> None:
-        """budget: entries of a KV head (default: `DEFAULT_BUDGET` beside those that are protected). layers: those that
-        attend. Raises `InvalidRequest` for a budget below what the policy always keeps."""
+    def __init__(
+        self,
+        policy: SuffixPolicy,
+        question_tokens: int,
+        budget: int | None,
+        layers: Sequence[int],
+        tail: DocumentTail | None = None,
+        gates: tuple[Gates, Rope] | None = None,
+    ) -> None:
+        """budget: entries of a KV head (default: `DEFAULT_BUDGET` beside those that are protected; with a tail, as many
+        as the document has, or what is always kept). layers: those that attend. Raises `InvalidRequest` for a budget
+        below what the policy always keeps, and for any where its parameters say how much stays. gates: for a policy
+        that needs them, with what takes the rotation off what they read."""
         self._policy = policy
         self._question = question_tokens
         self._protected = question_tokens if policy.protect_question else 0
-        self._budget = self._protected + max(DEFAULT_BUDGET, policy.least) if budget is None else budget
+        self.tail = tail
+        self._gates = gates
+        in_place = 0 if tail is None else tail.entries - tail.copied
         least = self._protected + policy.least
-        if self._budget < least:
-            of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
+        if not policy.bounded and budget is not None:
             raise InvalidRequest(
-                f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {least} entries here: "
-                f"{of_question}{policy.least} by its parameters; give more, or change these",
+                f"the parameters of policy {policy.name!r} say how much stays; leave suffix.budget out",
                 param="suffix.budget",
             )
-        self.most = max(self._budget, question_tokens) + policy.interval
+        if budget is None:
+            budget = self._protected + max(DEFAULT_BUDGET, policy.least) if tail is None else tail.entries
+            budget = max(budget, in_place + least)
+        self._budget = budget - in_place if policy.bounded else 0
+        if policy.bounded and self._budget < least:
+            of_document = f"{in_place} of the document, " if in_place else ""
+            of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
+            raise InvalidRequest(
+                f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {in_place + least} entries here: "
+                f"{of_document}{of_question}{policy.least} by its parameters; give more, or change these",
+                param="suffix.budget",
+            )
         self._layers = {layer: _Noted(policy, self.most) for layer in layers}
 
+    @property
+    def of_document(self) -> int:
+        """Entries of a KV head of the document that the row has a copy of."""
+        return 0 if self.tail is None else self.tail.copied
+
+    @property
+    def most(self) -> int | None:
+        """The most entries of a KV head that the row ever has; None: without a bound."""
+        if not self._policy.bounded:
+            return None
+        return max(self._budget, self._question + self.of_document) + self._policy.interval
+
+    def expect(self, tokens: int) -> None:
+        """Told before the row begins that at most so many tokens come behind the document: where the budget has room
+        for all, the document is read as by any other answer."""
+        if tokens + self.of_document <= self._budget:
+            self.tail = None
+
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
+        if self._gates is not None:
+            return Wants.STATES
         observes = answering and self._policy.observes_at(row.logical + 1 - self._question)
         return Wants.WEIGHTS if observes else Wants.NOTHING
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
-        """Note what the newest token, which the row has by now, gave to each entry, itself included."""
+        """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
+        make of the tokens that ran."""
+        if self._gates is not None:
+            for place, layer in enumerate(self._layers):
+                self._note_gated(row, place, shown.states[layer])
         for layer, weights in shown.weights.items():
             assert row.slab is not None
             heads = row.slab.of_row(layer, row)[0].shape[0]
             positions, columns = self._layers[layer].of(row, heads, weights.device)
             by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
             self._policy.observe(columns, by_group, positions, row.logical - self._question)
+
+    def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
+        """place: of the layer, among those that attend."""
+        assert self._gates is not None
+        (gates, rope), device = self._gates, states.keys.device
+        _, heads, count, _ = states.keys.shape
+        _, columns = self._layers[states.layer_idx].of(row, heads, device)
+        end = row.first + row.logical
+        at = torch.arange(end - count, end, device=device)
+        rows = token_inputs(states.queries[0], states.keys[0], states.values[0], at, rope)
+        for name, noted in self._policy.gated(gates.layer(place, device), rows).items():
+            columns[name][:, row.stored - count :] = noted
+
+    def copies(self, row: SuffixRow) -> Copied | None:
+        if self.tail is None:
+            return None
+        layers = {}
+        for layer, noted in self._layers.items():
+            keys, values, positions = self.tail.copy(layer)
+            noted.insert(row, self._protected, (positions - self.tail.tokens).to(keys.device))
+            layers[layer] = keys, values
+        return Copied(self._protected, layers)
 
     def reduced(self, row: SuffixRow) -> int | None:
         """Move the entries that stay to the front of the row's slot, if it is time. Returns how many entries it has
@@ -68,6 +187,7 @@ class SuffixReducer(RowHook):
                 self._protected,
                 row.logical,
                 self._budget,
+                self.of_document,
             )
             reduction = self._policy.reduce(suffix)
             left = reduction.kept.shape[1]
@@ -90,7 +210,7 @@ class _Noted:
     value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
     the caller's, and may be far beyond what the answer will ever have."""
 
-    def __init__(self, policy: SuffixPolicy, most: int) -> None:
+    def __init__(self, policy: SuffixPolicy, most: int | None) -> None:
         self._first = policy.columns
         self._most = most
         self._positions = torch.empty(0, 0, dtype=torch.int64)
@@ -108,6 +228,16 @@ class _Noted:
             self._tokens = row.logical
         columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
         return self._positions[:, : row.stored], columns
+
+    def insert(self, row: SuffixRow, place: int, positions: Tensor) -> None:
+        """Put entries of which nothing is noted before the row's entry `place`. positions: `[kv_heads, K]`."""
+        heads, count = positions.shape
+        self.of(row, heads, positions.device)
+        if row.stored + count > self._positions.shape[1]:
+            self._grow(heads, capacity_for(row.stored + count, self._most), positions.device)
+        insert(self._positions, place, row.stored, positions)
+        for name, column in self._columns.items():
+            insert(column, place, row.stored, column.new_full(positions.shape, self._first[name]))
 
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
         had = self._positions.shape[1]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -313,7 +313,7 @@ class PolicySelection(Selection):
         """view: all entries of a KV head as if they were a document, see `stored_view`. Raises `PolicyUnsupported` for
         entries that the policy cannot judge, and what `Policy.fitted` raises."""
         super().__init__(document)
-        self._stored = [_Stored.of(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
+        self._stored = [_alike(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
         self._ends: dict[int, list[bool]] = {}
         if Needs.TEXT in policy.needs:
             self._ends = {layer: _sentence_ends(document, layer) for layer, of in enumerate(self._stored) if of}
@@ -374,37 +374,36 @@ class PolicySelection(Selection):
         )
 
 
-class _Stored(NamedTuple):
+class StoredEntries(NamedTuple):
     """The entries of one layer, over all documents. order: of each head, its rows of all prefixes, one prefix after the
-    other, by document and position."""
+    other, by document and position. positions: theirs in their document, int32."""
 
     prefixes: tuple[PackedPrefix, ...]
     order: list[Tensor]
+    positions: list[Tensor]
 
     @classmethod
-    def of(cls, document: Attached, layer: int) -> _Stored:
-        prefixes = require_packed(document.prefixes(layer))
-        lengths = [sum(lengths) for lengths in zip(*(prefix.lengths for prefix in prefixes), strict=True)]
-        if len(set(lengths)) > 1:
-            raise PolicyUnsupported(
-                f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at "
-                "the question where all keep equally many; take selector quest",
-                param="select.method",
-            )
-        orders: list[list[Tensor]] = [[] for _ in lengths]
-        first = [0] * len(lengths)
+    def of(cls, document: Attached, layer: int, reader: EntryReader) -> StoredEntries:
+        """Waits until the layer has arrived. Raises as `require_packed`."""
+        prefixes = require_packed(document.prefixes(layer), reader)
+        orders: list[list[Tensor]] = [[] for _ in prefixes[0].lengths]
+        placed: list[list[Tensor]] = [[] for _ in orders]
+        first = [0] * len(orders)
         for part in document.parts:
             for head, positions in enumerate(zip(*(each.positions for each in part.entries(layer)), strict=True)):
-                orders[head].append(torch.cat(positions).argsort() + first[head])
-                first[head] += sum(map(len, positions))
-        return cls(prefixes, [torch.cat(order) for order in orders])
+                ascending = torch.cat(positions).sort()
+                orders[head].append(ascending.indices + first[head])
+                placed[head].append(ascending.values)
+                first[head] += len(ascending.values)
+        return cls(prefixes, list(map(torch.cat, orders)), list(map(torch.cat, placed)))
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized."""
+    def dense(self, last: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized. last: of so many last entries of each
+        head; 0: of all, where all heads have equally many."""
         both = []
         for kind in (0, 1):
             heads = [torch.cat([p.heads[head][kind][:] for p in self.prefixes]) for head in range(len(self.order))]
-            both.append(torch.stack([rows[order] for rows, order in zip(heads, self.order, strict=True)]))
+            both.append(torch.stack([rows[order[-last:]] for rows, order in zip(heads, self.order, strict=True)]))
         return both[0], both[1]
 
     def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
@@ -423,9 +422,22 @@ class _Stored(NamedTuple):
         return tuple(found)
 
 
+def _alike(document: Attached, layer: int) -> StoredEntries:
+    """The entries of a layer whose heads keep equally many. Raises `PolicyUnsupported` for others."""
+    stored = StoredEntries.of(document, layer, SELECTOR)
+    lengths = [len(order) for order in stored.order]
+    if len(set(lengths)) > 1:
+        raise PolicyUnsupported(
+            f"the heads of layer {layer} keep {min(lengths)} to {max(lengths)} entries, and a policy chooses at the "
+            "question where all keep equally many; take selector quest",
+            param="select.method",
+        )
+    return stored
+
+
 def _sentence_ends(document: Attached, layer: int) -> list[bool]:
-    """Which entries of a KV head are the last of their sentence, in the order of `_Stored`. Raises `PolicyUnsupported`
-    where heads have entries of different tokens."""
+    """Which entries of a KV head are the last of their sentence, in the order of `StoredEntries`. Raises
+    `PolicyUnsupported` where heads have entries of different tokens."""
     last: list[bool] = []
     for part in document.parts:
         first, *others = (
@@ -458,20 +470,38 @@ def _fixed(rows: Sequence[Tensor]) -> Chosen:
     return Chosen(table, counts)
 
 
-def require_packed(prefixes: Sequence[Prefix]) -> tuple[PackedPrefix, ...]:
+class EntryReader(NamedTuple):
+    """Who reads entries of a cache one by one, as refusals say it: the field that asks for it, what it does with keys
+    that have lost channels and with others, and what to ask in its place."""
+
+    param: str
+    of_channels: str
+    of_entries: str
+    instead: str
+
+
+SELECTOR: Final = EntryReader(
+    "select.method",
+    "selectors compare queries with whole ones",
+    "a selector reads entries in place",
+    "ask without select",
+)
+
+
+def require_packed(prefixes: Sequence[Prefix], reader: EntryReader = SELECTOR) -> tuple[PackedPrefix, ...]:
     """Refuse entries that cannot be read in part, and pruned keys: summaries of these and of the whole keys beside them
     have different channels."""
     for prefix in prefixes:
         if channels_of(prefix) is not None:
             raise PolicyUnsupported(
-                "the keys of this cache have lost channels (policy think), and selectors compare queries with whole "
-                "ones; ask without select, or compress by another policy",
-                param="select.method",
+                f"the keys of this cache have lost channels (policy think), and {reader.of_channels}; "
+                f"{reader.instead}, or compress by another policy",
+                param=reader.param,
             )
         if not isinstance(prefix, PackedPrefix):
             raise PolicyUnsupported(
-                "the cache has merged tokens or keys without their rotation, and a selector reads entries in place; "
-                "ask without select, or compress by a policy that keeps tokens as they are",
-                param="select.method",
+                f"the cache has merged tokens or keys without their rotation, and {reader.of_entries}; "
+                f"{reader.instead}, or compress by a policy that keeps tokens as they are",
+                param=reader.param,
             )
     return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))

@@ -8,6 +8,8 @@ would cost a call per row, layer and step. A row that a suffix policy bounds has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from kvshelf.artifact.records import State
@@ -21,14 +23,16 @@ class SuffixRow:
 
     logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
     them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
+    first: the position of its first token.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, first: int = 0) -> None:
         self.slab: Slab | None = None
         self.slot = -1
         self.logical = 0
         self.stored = 0
         self.most = most
+        self.first = first
         self.states: list[tuple[State, ...]] | None = None
 
 
@@ -124,6 +128,15 @@ class SuffixPool:
         assert row.slab is not None
         return row.slab
 
+    def insert(self, row: SuffixRow, place: int, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Put entries before the row's entry `place`: of each layer keys `[kv_heads, K, D]` and values."""
+        count = next(iter(layers.values()))[0].shape[1]
+        slab = self.reserve(row, row.stored + count)
+        for layer, copied in layers.items():
+            for states, new in zip(slab.of_row(layer, row), copied, strict=True):
+                insert(states, place, row.stored, new)
+        row.stored += count
+
     def shrink(self, row: SuffixRow, length: int) -> None:
         """Move a row to a smaller slab, if there is one with room for `length` entries."""
         capacity = capacity_for(length, row.most)
@@ -143,6 +156,14 @@ class SuffixPool:
 
     def _drop_empty(self, kept: int | None) -> None:
         self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+
+
+def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:
+    """Put `new` `[kv_heads, K, ...]` before the entry `place` of `entries` `[kv_heads, capacity, ...]`, of which those
+    before `end` are in use, in place."""
+    behind = place + new.shape[1]
+    entries[:, behind : behind + end - place] = entries[:, place:end].clone()
+    entries[:, place:behind] = new
 
 
 def capacity_for(length: int, most: int | None = None) -> int:

@@ -91,13 +91,15 @@ class LlamaAsker(Asker):
         _require(not likelihood, "how likely a question is", "route")
         return super().start(document, query, sampling, selection, reducer=reducer)
 
-    def selection(self, document: Attached, select: Select | None, question_tokens: int) -> Selection | None:
+    def selection(
+        self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
+    ) -> Selection | None:
         _require(select is None, "a part of a cache", "select")
-        return super().selection(document, select, question_tokens)
+        return super().selection(document, select, question_tokens, suffix)
 
-    def reducer(self, suffix: SuffixOptions, question_tokens: int) -> SuffixReducer:
+    def reducer(self, suffix: SuffixOptions, question_tokens: int, document: Attached | None = None) -> SuffixReducer:
         _require(False, "answers that drop entries", "suffix")
-        return super().reducer(suffix, question_tokens)
+        return super().reducer(suffix, question_tokens, document)
 
     def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
         _require(False, "routes among several caches", "route")

@@ -26,6 +26,11 @@ from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
+def retained(r: float, lag: int) -> int:
+    """Entries that stay of a partition of `lag` tokens, rounded down."""
+    return math.floor(r * lag + 1e-9)  # 0.29 * 100 is 28.99...; the small term makes it the 29 that was meant
+
+
 @dataclass(frozen=True)
 class PartitionCut:
     """A document of `num_tokens`: `sink` tokens, partitions of `lag`, and a remainder shorter than `lag`. All
@@ -46,9 +51,8 @@ class PartitionCut:
         return self.num_tokens - self.reduced * self.lag
 
     def retained(self, r: float) -> int:
-        """Entries that stay where each reduced partition keeps `r` of its tokens, rounded down (eq. 12)."""
-        # 0.29 * 100 is 28.99...; the small term makes it the 29 that was meant.
-        return self.whole + self.reduced * math.floor(r * self.lag + 1e-9)
+        """Entries that stay where each reduced partition keeps `r` of its tokens (eq. 12)."""
+        return self.whole + self.reduced * retained(r, self.lag)
 
     def shares(self, entries: int) -> list[int]:
         """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If

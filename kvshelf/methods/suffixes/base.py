@@ -1,23 +1,27 @@
 """Base classes of suffix policies: which entries of a question and its answer stay behind the shared document.
 
 A policy decides about a document once, before anybody asks; a suffix policy bounds what one answer adds to it while it
-is decoded. It never touches the document, so a method that in its paper shrinks the whole cache is applied here to the
-suffix alone. A suffix policy is a frozen dataclass in a file of its own. Its fields are its parameters, as those of a
-policy.
+is decoded. It never touches the stored document. Under scope "suffix" it judges question and answer alone; under scope
+"cache" the answer has a copy of the document's last entries, its tail, among which the policy chooses, too, as a paper
+does that shrinks the whole cache while it answers. A suffix policy is a frozen dataclass in a file of its own. Its
+fields are its parameters, as those of a policy.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
+from kvshelf.methods.policies.gate_file import Gates, Geometry
 
 DEFAULT_BUDGET = 512
 """Entries that an answer keeps by default, beside those that are protected."""
@@ -28,11 +32,14 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Suffix:
-    """The S stored entries of one row at one layer, oldest first. The last one is the newest token.
+    """The S stored entries of one row at one layer, the protected ones and then the others, oldest first. The last one
+    is the newest token.
 
     keys: `[kv_heads, S, D]`, values: `[kv_heads, S, Dv]`. positions: `[kv_heads, S]` int64, the place of each entry
-    among all tokens behind the document. columns: what the policy noted of each entry. protected: so many first entries
-    stay. tokens: behind the document, stored or not. budget: entries that may stay, protected ones included.
+    among all tokens behind the document; below 0 it is one of the document's, whose last token is -1. columns: what the
+    policy noted of each entry. protected: so many first entries stay. tokens: behind the document, stored or not.
+    budget: entries that may stay, protected ones included. copied: entries of the document that were there before the
+    first reduction.
     """
 
     layer: int
@@ -43,6 +50,7 @@ class Suffix:
     protected: int
     tokens: int
     budget: int
+    copied: int = 0
 
     @property
     def stored(self) -> int:
@@ -68,7 +76,8 @@ class SuffixPolicy(Method):
     Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
     cut into steps depends on the other rows of a batch, and an answer must not.
 
-    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix. columns: the numbers that
+    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix, and one that needs GATES
+    reads what each token has in a layer as it runs, the question's, too. columns: the numbers that
     it notes of each entry, with the value of a new one.
     """
 
@@ -86,6 +95,30 @@ class SuffixPolicy(Method):
     def least(self) -> int:
         """The smallest budget beside protected entries."""
         return 1
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a budget says how much stays, and not its parameters."""
+        return True
+
+    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
+        """Of how many last entries of each KV head an answer has a copy under scope "cache", to choose among them.
+        positions: of the document's entries, ascending, of each head of each layer. tokens: of the document. Raises
+        `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
+        raise PolicyUnsupported(
+            f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
+            "window, h2o or lagkv",
+            param="suffix.scope",
+        )
+
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        """The gates that it reads, of one that needs GATES. Raises `PolicyUnsupported` where the model has none."""
+        raise NotImplementedError
+
+    def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
+        """What it notes of new tokens by the gate of a layer, `[kv_heads, T]` fp32. rows: as `token_inputs` makes
+        them."""
+        raise NotImplementedError
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
         """Whether it observes the attention of this token of the answer, counted from 1."""
@@ -111,6 +144,19 @@ class PeriodicPolicy(SuffixPolicy):
     @property
     def interval(self) -> int:
         return self.every
+
+
+def whole_heads(positions: Sequence[Tensor], policy: str) -> int:
+    """The entries of a KV head, all of which may leave. Raises `PolicyUnsupported` where heads or layers differ."""
+    lengths = {len(own) for own in positions}
+    if len(lengths) > 1:
+        raise PolicyUnsupported(
+            f"the KV heads of this cache keep {min(lengths)} to {max(lengths)} entries, and under scope cache suffix "
+            f"policy {policy!r} leaves all of them equally many; leave suffix.scope out, or compress by a policy that "
+            "gives each head and layer the same",
+            param="suffix.scope",
+        )
+    return lengths.pop()
 
 
 def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:

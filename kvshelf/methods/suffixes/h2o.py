@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class H2O(PeriodicPolicy):
     """Keep the entries to which all tokens of the answer together attended most, and the most recent ones.
 
     The score of an entry is the running sum of the weights that it received, each a share of the attention to document
-    and suffix together: what the document takes is no one's in the suffix. Heavy hitters and recent entries each get
-    half of what the question leaves, as in the paper's experiments. Departures: the mean over a GQA group; a reduction
-    after every 32nd token, not after each.
+    and suffix together: under scope "suffix", what the document takes is no one's. Under scope "cache" every entry of
+    the document competes with those of the answer. Heavy hitters and recent entries each get half of what the question
+    leaves, as in the paper's experiments. Departures: sums begin with the answer, as a stored cache has none of its
+    prefill; the mean over a GQA group; a reduction after every 32nd token, not after each, unless `every` is 1.
     """
 
     name: ClassVar[str] = "h2o"
@@ -32,6 +34,9 @@ class H2O(PeriodicPolicy):
     @property
     def least(self) -> int:
         return max(1, self.recent or 0)
+
+    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
+        return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         columns["sum"] += weights.mean(1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.partitions import PartitionCut
+from kvshelf.methods.policies.partitions import PartitionCut, retained
 from kvshelf.methods.suffixes.base import Reduction, Suffix, SuffixPolicy, numbers_of
 
 
@@ -23,8 +25,13 @@ class LagKV(SuffixPolicy):
     policy `lagkv` would keep of the same keys and values, had they come at once, with the question as its sink. Where
     the answer has more partitions than entries to share, the oldest keep one each and the others none.
 
-    Departures: the budget is given and the share follows from it, while the paper's suffix grows without bound at a
-    fixed share; `lag` is 128, not 1024, because answers are shorter than documents.
+    With `r`, the paper's retention, each judged partition keeps r * lag entries for good, rounded down, in place of a
+    budget: the answer grows, slower. Under scope "cache" the recursion goes on where the document's ended: its last
+    full partition and the remainder, cut by `sink` and `lag` as its policy cut it, are the first that the answer
+    completes and judges. What was judged before stays.
+
+    Departures: without `r` the share follows from the budget; the question is in no partition unless
+    `protect_question` is false; `lag` is 128, not 1024, because answers are shorter than documents.
     """
 
     name: ClassVar[str] = "lagkv"
@@ -33,6 +40,10 @@ class LagKV(SuffixPolicy):
     columns: ClassVar[dict[str, float]] = {"score": torch.inf}
 
     lag: int = parameter(128, "tokens per partition", minimum=2)
+    sink: int = parameter(4, "tokens of the document before its first partition", minimum=0)
+    r: float | None = parameter(
+        None, "part of a partition that stays; null: what the budget leaves", minimum=1e-6, maximum=1
+    )
 
     @property
     def interval(self) -> int:
@@ -43,19 +54,38 @@ class LagKV(SuffixPolicy):
         # The last full partition and what a question that is not protected leaves of another one stay whole.
         return self.lag + 1 if self.protect_question else 2 * self.lag
 
+    @property
+    def bounded(self) -> bool:
+        return self.r is None
+
+    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:
+        if tokens - self.sink < self.lag:
+            return 0
+        count = self.lag + (tokens - self.sink) % self.lag
+        if any(len(own) < count or int(own[-count]) != tokens - count for own in positions):
+            raise PolicyUnsupported(
+                f"the cache has not all of the document's last {count} tokens, which are its last partition of "
+                f"{self.lag} tokens behind {self.sink} and the remainder; give suffix.params.lag and sink as the cache "
+                "was made with, or ask a cache of policy lagkv or full",
+                param="suffix.scope",
+            )
+        return count
+
     def reduce(self, suffix: Suffix) -> Reduction:
-        cut = PartitionCut(suffix.tokens, suffix.protected, self.lag)
-        whole = self.lag + (suffix.tokens - suffix.protected) % self.lag
-        shared = slice(suffix.protected, suffix.stored - whole)
+        cut = PartitionCut(suffix.copied + suffix.tokens, suffix.protected, self.lag)
+        whole = self.lag + (cut.num_tokens - suffix.protected) % self.lag
+        shared = slice(suffix.protected, max(suffix.protected, suffix.stored - whole))
         scores = self._judged(suffix, cut, shared)
-        partition = (suffix.positions[:, shared] - suffix.protected) // self.lag
+        places = suffix.positions[:, shared]
+        partition = (places + suffix.copied - (places >= 0) * suffix.protected) // self.lag
         # By partition, then by score, the best first; of equal scores the smaller position wins, as in `select`.
         order = scores[:, shared].argsort(dim=1, descending=True, stable=True)
         order = order.gather(1, partition.gather(1, order).argsort(dim=1, stable=True))
         partition = partition.gather(1, order)
         rank = torch.arange(order.shape[1], device=order.device) - torch.searchsorted(partition, partition)
         # Shares never grow, so nothing that has gone would have to come back.
-        shares = torch.tensor(cut.shares(suffix.budget), device=order.device)
+        counts = cut.shares(suffix.budget) if self.r is None else cut.reduced * [retained(self.r, self.lag)]
+        shares = torch.tensor(counts, device=order.device)
         stays = torch.ones(scores.shape, dtype=torch.bool, device=order.device)
         stays[:, shared] = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, rank < shares[partition])
         kept = numbers_of(stays)
@@ -64,7 +94,7 @@ class LagKV(SuffixPolicy):
     def _judged(self, suffix: Suffix, cut: PartitionCut, shared: slice) -> Tensor:
         """The scores, once those partitions have some whose next one is full: at the first reduction all of them, and
         later the one before the last."""
-        new = cut.reduced if suffix.stored == suffix.tokens else 1
+        new = cut.reduced if suffix.stored == cut.num_tokens else 1
         begin, end = shared.stop - new * self.lag, shared.stop + self.lag
         scores = suffix.columns["score"].clone()
         found = lag_scores(suffix.keys[:, begin:end], suffix.values[:, begin:end], self.lag)

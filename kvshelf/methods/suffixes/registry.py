@@ -7,6 +7,7 @@ from typing import Any
 
 from kvshelf.methods import registry
 from kvshelf.methods.info import MethodInfo
+from kvshelf.methods.method import Needs
 from kvshelf.methods.suffixes.base import SuffixPolicy
 
 SUFFIX_POLICIES = registry.Registry(SuffixPolicy)  # type: ignore[type-abstract]
@@ -15,6 +16,11 @@ SUFFIX_POLICIES = registry.Registry(SuffixPolicy)  # type: ignore[type-abstract]
 def build(name: str, params: Mapping[str, Any]) -> SuffixPolicy:
     """The suffix policy of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     return SUFFIX_POLICIES.build(name, params)
+
+
+def untrained() -> list[str]:
+    """The names of those that need no gates, which every model can have."""
+    return [name for name, cls in SUFFIX_POLICIES.items() if Needs.GATES not in cls().needs]
 
 
 def infos() -> list[MethodInfo]:

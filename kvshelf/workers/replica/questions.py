@@ -340,10 +340,12 @@ class Questions:
             "program": query.program,
             "deadline_s": caller.deadline_s if loaded.narrowing is None else loaded.left_s(caller),
             "passages": passages,
-            "reducer": None if query.suffix is None else self.engine.asker.reducer(query.suffix, len(ids)),
         }
-        # On a thread: it waits for all layers of a cache that is arriving.
-        selection = await self.threads.run(self.engine.asker.selection, document, query.select, len(ids))
+        # On a thread: they wait for all layers of a cache that is arriving.
+        asker = self.engine.asker
+        if query.suffix is not None:
+            options["reducer"] = await self.threads.run(asker.reducer, query.suffix, len(ids), document)
+        selection = await self.threads.run(asker.selection, document, query.select, len(ids), query.suffix)
         if query.store:
             assert isinstance(document, Attachment)
             options["turn_of"] = partial(self._turn_ids, document, loaded)

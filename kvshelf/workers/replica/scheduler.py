@@ -140,9 +140,8 @@ class Scheduler:
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
         """
-        most = None if reducer is None else reducer.most
-        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, most)
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
+        suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, reducer)
         work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch, program)
         self._queues.add_question(work)
         return work.ticket
@@ -156,9 +155,11 @@ class Scheduler:
         self._queues.add_pass(Passing(ticket, run, tenant))
         return ticket
 
-    def _suffix_bytes(self, tokens: int, most: int | None) -> int:
-        """most: entries that there will be at most, where a suffix policy bounds them."""
-        entries = min(tokens, self._engine.max_tokens, most or tokens)
+    def _suffix_bytes(self, tokens: int, reducer: SuffixReducer | None) -> int:
+        """tokens: of question and answer."""
+        most = None if reducer is None else reducer.most
+        entries = min(tokens, self._engine.max_tokens) + (0 if reducer is None else reducer.of_document)
+        entries = min(entries, most or entries)
         needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes:

@@ -88,6 +88,42 @@ def test_the_asynchronous_client(http: httpx.Client, service_url: str, cache: di
     asyncio.run(ask())
 
 
+SCOPED = {"policy": "h2o", "scope": "cache", "budget": 64, "params": {"every": 4}}
+
+
+def test_document_and_answer_shrink_together(
+    http: httpx.Client, service_url: str, cache: dict[str, Any], other: dict[str, Any], tiny_folder: Path
+) -> None:
+    """Over HTTP, in streams, chats and both clients as in the engine; the stored cache keeps its bytes."""
+    blob = http.get(f"/v1/caches/{cache['id']}/blob").content
+    plain, one = post(http, cache).json(), post(http, cache, suffix=SCOPED).json()
+    stored = CompressedCache.from_bytes(blob)
+    here = Engine.load(str(tiny_folder), device="cpu").answer(
+        stored, "Who lit it?", max_new_tokens=MAX_TOKENS, suffix=SCOPED
+    )
+    assert (one["text"], one["usage"]) == (here.text, here.usage.model_dump())
+    assert one["usage"]["read_tokens"] == 0
+    assert one["usage"]["suffix_tokens"] <= 64 + 4 < plain["usage"]["read_tokens"]
+    *_, last = events(post(http, cache, suffix=SCOPED, stream=True))
+    body = {"messages": [{"role": "user", "content": "Who lit it?"}], "max_tokens": MAX_TOKENS, "suffix": SCOPED}
+    chat = http.post("/v1/chat/completions", json=body | {"cache_id": cache["id"]}).json()
+    asked: Any = {"max_tokens": MAX_TOKENS, "suffix": SCOPED}
+
+    async def ask() -> str:
+        async with AsyncClient(service_url) as client:
+            return (await client.caches.query(cache["id"], "Who lit it?", **asked)).text
+
+    with Client(service_url) as client:
+        texts = [client.caches.query(cache["id"], "Who lit it?", **asked).text, asyncio.run(ask())]
+    assert [last["text"], chat["choices"][0]["message"]["content"], *texts] == [one["text"]] * 4
+    assert http.get(f"/v1/caches/{cache['id']}/blob").content == blob
+    assert post(http, cache).json()["text"] == plain["text"]
+    joint = {"cache_ids": [cache["id"], other["id"]], "prompt": "tide", "suffix": SCOPED}
+    assert refused(http.post("/v1/query", json=joint), 422, "policy_unsupported")["param"] == "suffix.scope"
+    kept = refused(post(http, cache, suffix=SCOPED, store=True), 400, "invalid_request")
+    assert kept["param"] == "store"
+
+
 @pytest.mark.parametrize(
     ("suffix", "param", "words"),
     [
@@ -98,6 +134,8 @@ def test_the_asynchronous_client(http: httpx.Client, service_url: str, cache: di
         ({"policy": "lagkv", "budget": 64}, "suffix.budget", "always keeps"),
         ({"policy": "lazy_eviction", "budget": 100}, "suffix.budget", "always keeps"),
         ({"policy": "window", "budget": 2}, "suffix.budget", "of the question"),
+        ({"policy": "window", "scope": "all"}, "suffix.scope", "'suffix' or 'cache'"),
+        ({"policy": "window", "scope": "cache", "budget": 2}, "suffix.budget", "of the document"),
         ({"policy": "lagkv", "params": {"lagg": 3}}, "suffix.params.lagg", "did you mean 'lag'"),
         ({"policy": "lagkv", "params": {"lag": 1}}, "suffix.params.lag", "from 2"),
         ({"policy": "lagkv", "tokens": 3}, "suffix.tokens", "unknown field"),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -22,6 +22,7 @@ from kvshelf.methods.policies.gate_file import Family, Form, Gates, Geometry, Sh
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import LayerStats
 from kvshelf.methods.policies.view import DocumentView, LayerView
+from kvshelf.model.rope import Rope
 
 _TOKENS: Final = 4096
 """Tokens that are read at a time: with a hundred heads of 128 channels their inputs have 200 MiB."""
@@ -163,10 +164,22 @@ def gate_inputs(layer: LayerView) -> Iterator[Tensor]:
     assert rope is not None, "the policy says that it observes RoPE"
     for first in range(0, layer.num_tokens, _TOKENS):
         some = slice(first, first + _TOKENS)
-        at = layer.rotated_to[some]
-        turned = (rope.unrotate(states[:, some], at) for states in (layer.all_queries, layer.keys))
-        states = (*turned, layer.values[:, some].float())
-        yield torch.cat([layer.all_heads(of_heads).transpose(0, 1).flatten(1) for of_heads in states], dim=1)
+        queries, keys, values = (states[:, some] for states in (layer.all_queries, layer.keys, layer.values))
+        yield token_inputs(queries, keys, values, layer.rotated_to[some], rope, layer.all_heads)
+
+
+def token_inputs(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rotated_to: Tensor,
+    rope: Rope,
+    all_heads: Callable[[Tensor], Tensor] = lambda states: states,
+) -> Tensor:
+    """What gates read of n tokens, `[n, inputs]` fp32. queries: `[q_heads, n, D]`, keys and values `[kv_heads, n, D]`,
+    rotated to positions `[n]`. all_heads: adds the heads that other processes have."""
+    states = rope.unrotate(queries, rotated_to), rope.unrotate(keys, rotated_to), values.float()
+    return torch.cat([all_heads(of_heads).transpose(0, 1).flatten(1) for of_heads in states], dim=1)
 
 
 def gates_of(document: DocumentView) -> Gates:

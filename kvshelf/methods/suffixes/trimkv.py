@@ -1,0 +1,52 @@
+"""TRIM-KV while decoding: what a gate lets fade least stays (Bui et al., 2025, arXiv 2512.03324)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.policies.gate_file import Gates, Geometry
+from kvshelf.methods.policies.gates.make_each_token_count import MakeEachTokenCount
+from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+
+_TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
+
+
+@dataclass(frozen=True)
+class TrimKV(PeriodicPolicy):
+    """Keep the entries that a gate lets fade least: each has a rate beta, and at time T what is left of it is
+    beta^(T - p).
+
+    Gates and rates are those of policy `trimkv`: a gate reads a token's query, key and value as the token is made, the
+    question's, too, and nothing later. Whenever there are more entries than the budget, those of the least beta^(T - p)
+    go. With `gates` "make_each_token_count" the rates are of that policy's gates, and each head keeps its own best:
+    heads and layers share no budget here.
+
+    Departures: as for policy `trimkv`; a reduction after every 32nd token, not after each, unless `every` is 1. The
+    document's entries do not compete, as a stored cache has no rates.
+    """
+
+    name: ClassVar[str] = "trimkv"
+    source: ClassVar[str] = "TRIM-KV, arXiv 2512.03324"
+    advice: ClassVar[str] = "for a model whose gates were trained, where answers are long chains of thought."
+    needs: ClassVar[Needs] = Needs.GATES
+    columns: ClassVar[dict[str, float]] = {"rate": 0.0}
+
+    gates: str = parameter("trimkv", "the policy whose gates are read", choices=(*_TRAINED,))
+
+    def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
+        return _TRAINED[self.gates]().gate_file(model, folder, geometry)
+
+    def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
+        return {"rate": torch.nn.functional.logsigmoid(_TRAINED[self.gates].gated(gate, rows)).T}
+
+    def reduce(self, suffix: Suffix) -> Reduction:
+        scores = (suffix.tokens - suffix.positions) * suffix.columns["rate"]
+        return Reduction(numbers_of(best(suffix, scores, 0)))

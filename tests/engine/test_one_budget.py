@@ -1,0 +1,285 @@
+"""Document and answer under one budget (suffix `scope` "cache"): each policy against a loop over lists in fp64, written
+from its paper, in which every token runs alone; and that no other answer and nothing that is stored sees any of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.suffixes import capacity_for
+from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from tests.by_hand import Prefix, frequencies
+from tests.engine.asking import ids
+from tests.engine.test_suffix_policies import QUESTION, ByHand, Entry, H2OLoop, LagKVLoop, WindowLoop
+
+DOCUMENT, TOKENS = 120, 70
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+
+
+def engine_of(name, group):
+    """Two layers of two KV heads, each with so many query heads, with weights that attend to something."""
+    config, model = MODELS[name]
+    torch.manual_seed(group)
+    sizes = {"vocab_size": 512, "hidden_size": 16 * group, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2}
+    made = model(config(**sizes, **heads, max_position_embeddings=8192)).eval().requires_grad_(False)
+    for layer in made.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.mul_(12)
+    engine = Engine(made, name="m")
+    engine.facts.end_ids = frozenset  # endless
+    return engine
+
+
+class WholeCache(ByHand):
+    """By hand, where behind the question the last `tail` entries of the document become entries as the answer's own:
+    behind those of a question that stays, before those of one that need not."""
+
+    def __init__(self, model, cache, loop, tail):
+        super().__init__(model, Prefix.spelled_out(cache, frequencies(model)), cache.next_position, loop)
+        self.cache, self.tail, self.kept = cache, tail, []
+        self.loop, reduce = copy.copy(loop), loop.reduce
+        self.loop.reduce = lambda entries, **place: self.noted(reduce(entries, **place))
+
+    def noted(self, entries):
+        self.kept.append([entry.position for entry in entries])
+        return entries
+
+    def logits(self, token):
+        if self.ran == QUESTION:
+            for layer, record in enumerate(self.cache.layers):
+                for head, positions in enumerate(record.positions):
+                    self.copy(layer, head, positions.tolist()[-self.tail :])
+        return super().logits(token)
+
+    def copy(self, layer, head, positions):
+        visible, entries = self.prefix.visible[layer][head], self.heads[layer][head]
+        places = visible.nonzero()[:, 0].tolist()[-self.tail :]
+        copied = []
+        for position, place in zip(positions, places, strict=True):
+            key, value = (states[head, place].tolist() for states in self.prefix.layers[layer])
+            copied.append(Entry(position - self.cache.num_tokens, key, value))
+            visible[place] = False
+        entries[:] = entries + copied if self.loop.protected else copied + entries
+
+
+class RecursionLoop(LagKVLoop):
+    """Figure 1 of LagKV: of two full partitions the first keeps its best r * lag by the scale of the second, for good.
+    copied: tokens of the document that are in no judged partition."""
+
+    budget = 0
+
+    def reduce(self, entries, **_):
+        stays, behind = entries[: self.protected], entries[self.protected :]
+        fresh = [e for e in behind if "judged" not in e.noted]
+        done = [e for e in behind if "judged" in e.noted]
+        while len(fresh) >= 2 * self.interval:
+            own, following = fresh[: self.interval], fresh[self.interval : 2 * self.interval]
+            both = zip(self.scores(own, following, "key"), self.scores(own, following, "value"), strict=True)
+            ranked = sorted(zip(own, map(sum, both), strict=True), key=lambda pair: -pair[1])
+            for entry, _ in ranked[: int(self.r * self.interval)]:
+                entry.noted["judged"] = True
+            done += [e for e in own if "judged" in e.noted]
+            fresh = fresh[self.interval :]
+        return stays + done + fresh
+
+
+def of(loop, **own):
+    loop.__dict__.update(own)
+    return loop
+
+
+SAGE = {"policy": "sage", "budget_tokens": 48}
+LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
+CASES = {
+    # SAGE-KV, step 4: R has 12 of 48 entries, and each new token, the question's included, takes the oldest's place.
+    "sage": (SAGE, "window", {"every": 1, "recent": 12, "protect_question": False}, 12, of(WindowLoop(1), budget=12)),
+    "sage, question kept": (SAGE, "window", {"every": 4, "recent": 12}, 12, of(WindowLoop(4), budget=12)),
+    "streaming": ({"policy": "full"}, "window", {"every": 8}, 116, of(WindowLoop(8), budget=116)),
+    "h2o": ({"policy": "h2o", "budget_tokens": 48}, "h2o", {"every": 1}, 48, of(H2OLoop(1), budget=48)),
+    "h2o, every 8th": ({"policy": "snapkv", "budget_tokens": 48}, "h2o", {"every": 8}, 48, of(H2OLoop(8), budget=48)),
+    # LagKV: 116 tokens behind the sink are 8 partitions, the last of 12, and a remainder of 8.
+    "lagkv": (LAG, "lagkv", {"lag": 12, "r": 0.25}, 20, RecursionLoop(12, r=0.25)),
+    "lagkv, no question": (
+        LAG,
+        "lagkv",
+        {"lag": 12, "r": 0.25, "protect_question": False},
+        20,
+        of(RecursionLoop(12, r=0.25), protected=0),
+    ),
+}
+CASES["sage"][-1].protected = 0
+SMALL = {"window": {"every": 8, "recent": 12}, "h2o": {"every": 8}, "lagkv": {"lag": 12}}
+SCOPED = list(SMALL)
+
+
+def stepped(engine, answers):
+    batch = engine.batch()
+    while going := [answer for answer in answers if not answer.finished]:
+        for told in batch.step(going):
+            assert isinstance(told, str), told
+
+
+def begun(engine, cache, policy, params, tokens=TOKENS, budget=None, question=None):
+    question, document = question or ids(QUESTION, seed=2), engine.attach(cache)
+    reducer = engine.bound(policy, question_tokens=len(question), params=params, document=document, budget=budget)
+    return engine.start(document, question, Sampling(tokens), reducer=reducer)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, model, group):
+    """The logits of each token, and what every reduction leaves of each head, by position."""
+    made, name, params, tail, loop = CASES[case]
+    engine, found, kept = engine_of(model, group), [], []
+    cache = engine.compress(ids(DOCUMENT), **made)
+    passed, reduce = engine.passes.continuing, SUFFIX_POLICIES[name].reduce
+
+    def reduced(policy, suffix):
+        reduction = reduce(policy, suffix)
+        kept.extend(suffix.positions.gather(1, reduction.kept).tolist())
+        return reduction
+
+    monkeypatch.setattr(SUFFIX_POLICIES[name], "reduce", reduced)
+    monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
+    answer = begun(engine, cache, name, params)
+    stepped(engine, [answer])
+    by_hand = WholeCache(engine.model, cache, loop, tail)
+    right = [by_hand.logits(token) for token in [*ids(QUESTION, seed=2), *answer.token_ids[:-1]]][QUESTION - 1 :]
+    scale = right[0].abs().max()
+    errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
+    assert max(errors) < 1e-4, errors
+    last = 4 * (len(found) % loop.interval == 0)  # behind the last token the engine reduces no more
+    assert kept == by_hand.kept[: len(by_hand.kept) - last] != []
+
+
+def bits(cache):
+    return [tensor.clone() for record in cache.layers for tensor in (record.keys, record.values)]
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_a_budget_for_all_changes_no_bit(name):
+    engine = engine_of("llama", 2)
+    cache, room = engine.compress(ids(DOCUMENT), policy="full"), DOCUMENT + QUESTION + TOKENS
+    plain = engine.start(cache, ids(QUESTION, seed=2), Sampling(TOKENS))
+    scoped = begun(engine, cache, name, SMALL[name], budget=room)
+    tight = begun(engine, cache, name, SMALL[name], budget=room - 2)  # the last token is in no cache
+    for answer in (plain, scoped, tight):
+        stepped(engine, [answer])
+    assert scoped.answer() == plain.answer()
+    assert tight.seen is not scoped.seen is plain.seen
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_other_answers_and_what_is_stored_see_nothing_of_it(name):
+    """In one batch, with and without a scope, streams of steps as they come; the stored cache keeps its bits."""
+    engine = engine_of("qwen2", 4)
+    cache = engine.compress(ids(DOCUMENT), **(LAG if name == "lagkv" else {"policy": "h2o", "budget_tokens": 48}))
+    before, question = bits(cache), ids(QUESTION + 4, seed=5)
+
+    def answers():
+        return [
+            engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(TOKENS)),
+            begun(engine, cache, name, SMALL[name]),
+            begun(engine, cache, name, SMALL[name], question=question),
+            begun(engine, cache, name, SMALL[name], tokens=TOKENS // 2),
+        ]
+
+    together, alone = answers(), answers()
+    stepped(engine, together)
+    for answer in alone:
+        stepped(engine, [answer])
+    assert [answer.answer() for answer in together] == [answer.answer() for answer in alone]
+    assert all(map(torch.equal, bits(cache), before))
+
+
+@pytest.mark.parametrize("codec", ["int4:group=32,residual=16", "int8"])
+def test_quantized_entries_are_copied_as_they_are_read(codec):
+    """The budget has room for all but one token, so that until then all is seen, in another order."""
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), policy="full").encoded(codec)
+    plain = engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(TOKENS))
+    scoped = begun(engine, cache, "h2o", {"every": TOKENS - 1}, budget=DOCUMENT + QUESTION + TOKENS - 2)
+    for answer in (plain, scoped):
+        stepped(engine, [answer])
+    assert scoped.token_ids == plain.token_ids
+
+
+def test_heads_may_keep_different_tokens_where_few_leave():
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), policy="ada", budget_tokens=60)
+    lengths = {len(own) for record in cache.layers for own in record.positions}
+    answer = begun(engine, cache, "window", {"every": 8, "recent": 12})
+    stepped(engine, [answer])
+    usage = answer.answer().usage
+    assert len(lengths) > 1
+    assert usage.suffix_tokens <= 12 + 8
+    assert usage.read_tokens == 60 - 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "every"), [("window", 1), ("h2o", 32)])
+def test_over_4000_tokens_the_total_stays_at_the_budget(name, every):
+    """After each token, and in bytes of keys and values that the batch holds."""
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(400), policy="sage", budget_tokens=128)
+    answer, batch, most = begun(engine, cache, name, {"every": every}, tokens=4000), engine.batch(), 0
+    with kvshelf_attention(engine.model):
+        while not answer.finished:
+            batch.step([answer])
+            total = answer.row.stored + answer.seen.read_tokens * (len(answer.token_ids) > 1)
+            if len(answer.token_ids) > every:
+                assert total <= 128 + every - 1 + answer.finished
+            most = max(most, batch.nbytes)
+    entry = 2 * 2 * 2 * engine.model.config.head_dim * 4
+    assert most <= 192 * entry  # capacities are multiples of 64
+    assert batch.nbytes == capacity_for(answer.row.stored, answer.row.most) * entry
+
+
+@pytest.mark.parametrize(
+    ("policy", "suffix", "param", "words"),
+    [
+        ("full", {"policy": "cam"}, "suffix.scope", "among question and answer alone"),
+        ("full", {"policy": "window", "scope": "all"}, "suffix.scope", "it must be suffix or cache"),
+        ("full", {"policy": "window", "budget": 10}, "suffix.budget", "4 of the document, 7 of the question"),
+        (
+            "full",
+            {"policy": "lagkv", "budget": 900, "params": {"r": 0.5, "lag": 12}},
+            "suffix.budget",
+            "leave suffix.budget out",
+        ),
+        ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
+        ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "last 20 tokens"),
+        ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),
+        ("full", {"policy": "lagkv"}, "suffix.scope", "lets no entry of this cache leave"),  # less than a partition
+        ("ems", {"policy": "window"}, "suffix.scope", "merged tokens"),
+        ("think", {"policy": "h2o"}, "suffix.scope", "have lost channels"),
+    ],
+)
+def test_a_scope_that_cannot_be_is_refused_before_any_work(monkeypatch, policy, suffix, param, words):
+    engine = engine_of("llama", 2)
+    size = {} if policy in ("full", "think") else {"budget_tokens": 60}
+    cache = engine.compress(ids(DOCUMENT), policy=policy, **size)
+    monkeypatch.setattr(engine.passes, "continuing", None)
+    with pytest.raises((InvalidRequest, PolicyUnsupported), match=words) as refused:
+        engine.answer(cache, ids(QUESTION), suffix={"scope": "cache", **suffix})
+    assert refused.value.param == param
+
+
+def test_beside_several_documents_and_selectors_it_is_refused(monkeypatch):
+    engine = engine_of("llama", 2)
+    caches = [engine.compress(ids(DOCUMENT, seed=seed), policy="full") for seed in (0, 1)]
+    monkeypatch.setattr(engine.passes, "continuing", None)
+    suffix = {"policy": "window", "scope": "cache"}
+    for asked, more in ((caches, {}), (caches[0], {"select": "quest", "select_tokens": 64})):
+        with pytest.raises(PolicyUnsupported) as refused:
+            engine.answer(asked, ids(QUESTION), suffix=suffix, **more)
+        assert refused.value.param == "suffix.scope"
