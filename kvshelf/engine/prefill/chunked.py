@@ -178,15 +178,14 @@ class ProbedLayer(ReadLayer):
             )
             for h, head in enumerate(old)
         ]
-        self._kept = self._best(old, block, importance)
+        self._kept = self._best(old, block, importance, self._absorber.counts(importance, attended.layer_idx))
         self.prefix = (*self._kept.prefixes(), *self._aside)
         del self.keys, self.values
         self.start += block
         self._length = 0
 
-    def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor]) -> Kept:
+    def _best(self, old: Sequence[_Head], block: int, importance: Sequence[Tensor], counts: Sequence[int]) -> Kept:
         """The most important of the kept entries and the block's; equal ones by the smaller position."""
-        counts = self._absorber.counts(importance)
         positions = torch.arange(self.judged, self.judged + block, dtype=torch.int32, device=self.keys.device)
         chosen = []
         for h, (head, scores, count) in enumerate(zip(old, importance, counts, strict=True)):

@@ -63,8 +63,6 @@ class BlockPolicy(ScoringPolicy):
     that is dropped is dropped for good. The probe's own states are not stored.
     """
 
-    needs: ClassVar[Needs] = Needs.QUERIES
-
     chunk: int = parameter(2048, "document tokens of a block", minimum=64)
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
     across: str = parameter("layer", "who shares a budget", choices=("layer", "head"))
@@ -75,14 +73,23 @@ class BlockPolicy(ScoringPolicy):
     )
 
     @property
+    def needs(self) -> Needs:
+        return Needs.QUERIES
+
+    @property
     def sharing(self) -> Sharing | None:
         return GlobalSharing() if self.across == "cache" else None
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        if self.across != "layer":
-            return budget.per_head
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         heads = list(importance_of(scores, protected))
-        return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
+        tokens = self.tokens_of(layer.layer_idx, layer.document, budget.total // len(heads))
+        if self.across != "layer":
+            return (tokens,) * len(heads)
+        return flat_counts(heads, tokens * len(heads), [int(protected.sum())] * len(heads))
+
+    def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:  # noqa: ARG002
+        """The mean number of entries that the heads of a layer keep, of that over all layers."""
+        return mean
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
@@ -148,12 +155,13 @@ class BlockAbsorber:
             self.policy.judged(past), torch.arange(len(past.keys), device=past.keys.device) < past.sinks
         )
 
-    def counts(self, heads: Sequence[Tensor]) -> list[int]:
-        """Entries that each head keeps, of its importance `[n]`: all, as long as the budget holds them."""
+    def counts(self, heads: Sequence[Tensor], layer_idx: int) -> list[int]:
+        """Entries that each head of a layer keeps, of its importance `[n]`: all, as long as the budget holds them."""
+        tokens = self.policy.tokens_of(layer_idx, self.document, self.budget_tokens)
         if self.policy.across == "head":
-            return [min(self.budget_tokens, len(head)) for head in heads]
+            return [min(tokens, len(head)) for head in heads]
         floor = self.policy.sinks(self.document)
-        return flat_counts(heads, self.budget_tokens * len(heads), [floor] * len(heads))
+        return flat_counts(heads, tokens * len(heads), [floor] * len(heads))
 
 
 def largest_weights(queries: Tensor, keys: Tensor, own_keys: Tensor | None, scaling: float) -> Tensor:
