@@ -116,7 +116,7 @@ def _round_to_bf16(x: Tensor, up: bool) -> Tensor:
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[R, C]` uint8, one per byte, to `[R, ceil(C * bits / 8)]`."""
     if bits == 3:  # eight codes to three bytes
-        eights = functional.pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8)).int()
+        eights = torch.unflatten(functional.pad(codes, (0, -codes.shape[1] % 8)), 1, (-1, 8)).int()
         words = (eights << _shifts(3, 8, codes.device)).sum(dim=2, keepdim=True, dtype=torch.int32)
         packed = (words >> _shifts(8, 3, codes.device)).to(torch.uint8).flatten(1)
         return packed[:, : -(-codes.shape[1] * bits // 8)]
@@ -146,7 +146,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     if bits == 3:
-        threes = functional.pad(packed, (0, -packed.shape[1] % 3)).unflatten(1, (-1, 3)).int()
+        threes = torch.unflatten(functional.pad(packed, (0, -packed.shape[1] % 3)), 1, (-1, 3)).int()
         words = (threes << _shifts(8, 3, packed.device)).sum(dim=2, keepdim=True, dtype=torch.int32)
         return ((words >> _shifts(3, 8, packed.device)) & 7).to(torch.uint8).flatten(1)
     words = packed.to(torch.int16 if bits == 4 else torch.int32)
