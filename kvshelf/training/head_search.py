@@ -171,11 +171,11 @@ def _key_similarities(
     engine: Engine, samples: Sequence[_Sample], progress: Callable[[], None], kept: SearchJournal
 ) -> tuple[float, ...]:
     """The mean of the samples' documents."""
-    found = []
+    cosines = []
     for sample in samples:
-        found.append(kept.step(partial(key_similarities, engine, sample.job.document.token_ids)))
+        cosines.append(kept.step(partial(key_similarities, engine, sample.job.document.token_ids)))
         progress()
-    return tuple(torch.tensor(found, dtype=torch.float64).mean(dim=0).tolist())
+    return tuple(torch.tensor(cosines, dtype=torch.float64).mean(dim=0).tolist())
 
 
 def _output(layer: LayerView, kept: Tensor) -> Tensor:

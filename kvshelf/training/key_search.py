@@ -56,5 +56,6 @@ def _keys(engine: Engine, ids: Sequence[int], positions: Sequence[int]) -> list[
         "position_ids": torch.tensor([list(positions)]),
         "attention_mask": torch.ones_like(tokens),  # or a gap in the positions would separate two sequences
     }
-    engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, seen)
+    device = engine.passes.devices.inputs
+    engine.passes.causal({name: tensor.to(device) for name, tensor in inputs.items()}, seen)
     return seen.of_layers

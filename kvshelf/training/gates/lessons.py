@@ -77,8 +77,8 @@ def self_answered(engine: Engine, lesson: Lesson) -> Observed:
     """The document, and each question behind it with what the model itself answers from the full cache, greedily, and
     the token that ends it."""
     cache = engine.compress(lesson.document, policy="full")
-    asked = [(cache, question) for question, _ in lesson.asked]
-    answers = engine.answer_all(asked, max_new_tokens=OWN_TOKENS)
+    questions = [(cache, question) for question, _ in lesson.asked]
+    answers = engine.answer_all(questions, max_new_tokens=OWN_TOKENS)
     return _behind(engine, lesson, [answer.token_ids for answer in answers])
 
 
