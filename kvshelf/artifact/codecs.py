@@ -20,10 +20,10 @@ from typing import Any, Final, Literal
 from kvshelf.errors import InvalidRequest, nearest
 
 Name = Literal["none", "int8", "int4", "int2", "mixed", "klt", "lossless"]
-Precision = Literal["none", "int8", "int4", "int2", "klt", "lossless"]
+Precision = Literal["none", "int8", "int4", "int3", "int2", "klt", "lossless"]
 """How the rows of one record are stored."""
 
-BITS: Final[Mapping[Precision, int]] = {"int8": 8, "int4": 4, "int2": 2}
+BITS: Final[Mapping[Precision, int]] = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 CODED: Final = frozenset({"klt", "lossless"})
 """Those of which rows are streams of bytes: they are decoded before attention reads them, and are not cut into runs."""
@@ -39,7 +39,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "high": ("none", "int8"),
-    "low": ("int2", "int4"),
+    "low": ("int2", "int3", "int4"),
     "heads": ("joint", "each"),
     "steps": ("even", "kl"),
 }
@@ -89,7 +89,7 @@ class Codec:
     group: int = 32
     residual: int = 32
     high: Literal["none", "int8"] = "int8"
-    low: Literal["int2", "int4"] = "int2"
+    low: Literal["int2", "int3", "int4"] = "int2"
     share: float | Literal["policy"] = 0.5
     step: float = 1.5
     heads: Literal["", "joint", "each"] = ""

@@ -47,8 +47,8 @@ def calibrate(
     only: Annotated[
         Literal["heads", "transforms", "chunks"] | None,
         typer.Option(
-            help="heads: for policies compresskv, headkv, duo_attention. transforms: for codec klt. chunks: for "
-            "selector fasa.  [default: all]"
+            help="heads: for policies compresskv, headkv, duo_attention, epicache. transforms: for codec klt. chunks: "
+            "for selector fasa.  [default: all]"
         ),
     ] = None,
     output: Annotated[
@@ -107,7 +107,7 @@ def _heads(engine: Engine, path: Path, documents: int, tokens: int) -> None:
         heads = head_search.calibrate(
             engine,
             list(needles(documents, tokens, count)),
-            lambda: report(next(done), 2 * documents),
+            lambda: report(next(done), 3 * documents),
             journal=_unfinished(path),
         )
     calibration.save(heads, path)

@@ -1,4 +1,4 @@
-/* Rows that are stored as codes of 2, 4 or 8 bits: what they stand for, as `kvshelf.kernels.quantize` says. */
+/* Rows that are stored as codes of 2, 3, 4 or 8 bits: what they stand for, as `kvshelf.kernels.quantize` says. */
 
 #ifndef KVSHELF_CODES_H
 #define KVSHELF_CODES_H
@@ -21,10 +21,29 @@ typedef struct {
     const uint16_t *scales, *zeros;
 } HeadRows;
 
+/* A vector of codes of 3 bits, from bit `start` of a byte on: 0 or 4, as 4 lanes end within a byte. */
+INLINE Floats codes_of_three(const uint8_t *from, const int start) {
+    typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+    uint32_t low = 0;
+    memcpy(&low, from, LANES == 16 ? 4 : LANES == 8 ? 3 : 2);
+#if LANES == 16
+    uint32_t high; /* from bit 16 on, for the upper 8 lanes */
+    memcpy(&high, from + 2, sizeof high);
+    const Words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, upper = (Words)(lane >= 8);
+    const Words word = (((Words){0} + low) & ~upper) | (((Words){0} + high) & upper), bit = lane * 3 - (upper & 16);
+#elif LANES == 4
+    const Words lane = {0, 1, 2, 3}, word = (Words){0} + low, bit = lane * 3 + (uint32_t)start;
+#else
+    const Words lane = {0, 1, 2, 3, 4, 5, 6, 7}, word = (Words){0} + low, bit = lane * 3;
+#endif
+    return __builtin_convertvector((Ints)((word >> bit) & 7), Floats);
+}
+
 /* A vector of codes from channel `c` on, a multiple of LANES. A lane takes its code out of 4 bytes. */
 INLINE Floats codes_of(const uint8_t *row, const int64_t c, const int bits) {
     typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
     const uint8_t *from = row + c * bits / 8;
+    if (bits == 3) return codes_of_three(from, c * bits & 7);
     if (bits == 8 && LANES > 4) {
 #if defined(__AVX512F__)
         return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
@@ -63,15 +82,19 @@ INLINE Floats nearest_bf16(const Floats x) {
     return choose(x == x, (Floats)nearest, x);
 }
 
-/* The last channels of a row whose groups are by tokens, fewer than a vector has; zeros behind them. What follows in
-   memory is another row, or no memory. */
-static Floats last_codes(const uint8_t *row, const uint16_t *scales, const uint16_t *zeros, int64_t left, int bits) {
+/* The last channels of a row whose groups are by tokens, fewer than a vector has, from bit `start` of the first byte on;
+   zeros behind them. What follows in memory is another row, or no memory. */
+static Floats last_codes(const uint8_t *row, const uint16_t *scales, const uint16_t *zeros, int64_t left, int bits,
+                         int start) {
     uint8_t codes[LANES] = {0};
     uint16_t both[2][LANES] = {{0}};
-    memcpy(codes, row, (left * bits + 7) / 8);
+    memcpy(codes, row, (start + left * bits + 7) / 8);
     memcpy(both[0], scales, left * sizeof *scales);
     memcpy(both[1], zeros, left * sizeof *zeros);
-    const Floats made = bits == 8 ? codes_of(codes, 0, 8) : bits == 4 ? codes_of(codes, 0, 4) : codes_of(codes, 0, 2);
+    const Floats made = bits == 8   ? codes_of(codes, 0, 8)
+                        : bits == 4 ? codes_of(codes, 0, 4)
+                        : bits == 3 ? codes_of_three(codes, start)
+                                    : codes_of(codes, 0, 2);
     return made * load(both[0], 0, BF16) + load(both[1], 0, BF16);
 }
 
@@ -84,7 +107,8 @@ INLINE void dequantize_as(const HeadRows *rows, const Layout *layout, const int6
         for (int64_t c = 0; c < dim; c += LANES) {
             const int64_t g = at + (by_tokens ? c : c / layout->group);
             if (by_tokens && c + LANES > dim) {
-                const Floats x = last_codes(row + c * bits / 8, rows->scales + g, rows->zeros + g, dim - c, bits);
+                const Floats x = last_codes(row + c * bits / 8, rows->scales + g, rows->zeros + g, dim - c, bits,
+                                            c * bits & 7);
                 *(FloatsAnywhere *)(out + c) = type == FP32 ? x : nearest_bf16(x);
                 continue;
             }
@@ -102,7 +126,7 @@ static void dequantize(const HeadRows *rows, const Layout *layout, int64_t first
 #define FORM(BITS, BY_TOKENS)                                   \
     if (layout->bits == BITS && layout->by_tokens == BY_TOKENS) \
         return dequantize_as(rows, layout, first, count, type, out, BITS, BY_TOKENS);
-    FORM(2, 0) FORM(2, 1) FORM(4, 0) FORM(4, 1) FORM(8, 0) FORM(8, 1)
+    FORM(2, 0) FORM(2, 1) FORM(3, 0) FORM(3, 1) FORM(4, 0) FORM(4, 1) FORM(8, 0) FORM(8, 1)
 #undef FORM
 }
 

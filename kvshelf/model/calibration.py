@@ -38,6 +38,8 @@ _LARGEST_FILE = 16 * 2**20
 
 Score = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Cosine = Annotated[float, Field(ge=-1.001, le=1.001)]
+"""With room for rounding."""
 
 
 class _Origin(BaseModel):
@@ -60,7 +62,9 @@ class Origin(_Origin):
 class Calibration(BaseModel):
     """Scores of the query heads, `head_scores[layer][head]`, and the layers' shares of the error, which add up to 1.
 
-    `weights` is the digest of the weights it was made with, as in `ModelIdentity`.
+    `key_similarities`: of each layer, the mean cosine between its keys and those of the same tokens where each block is
+    read without the ones before it; None in files of earlier versions. `weights` is the digest of the weights it was
+    made with, as in `ModelIdentity`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -71,6 +75,7 @@ class Calibration(BaseModel):
     weights: str = Field(min_length=1)
     head_scores: tuple[tuple[Score, ...], ...] = Field(min_length=1)
     layer_errors: tuple[Score, ...]
+    key_similarities: tuple[Cosine, ...] | None = None
     origin: Origin
 
     @model_validator(mode="after")
@@ -79,6 +84,8 @@ class Calibration(BaseModel):
             raise ValueError("head_scores must have the same number of heads in every layer, at least one")
         if len(self.layer_errors) != len(self.head_scores):
             raise ValueError(f"{len(self.layer_errors)} layer_errors for {len(self.head_scores)} layers of head_scores")
+        if self.key_similarities is not None and len(self.key_similarities) != len(self.head_scores):
+            raise ValueError(f"{len(self.key_similarities)} key_similarities for {len(self.head_scores)} layers")
         if abs(sum(self.layer_errors) - 1) > 1e-6:
             raise ValueError(f"layer_errors add up to {sum(self.layer_errors)}, not to 1")
         return self
@@ -91,7 +98,8 @@ class Calibration(BaseModel):
     @property
     def digest(self) -> str:
         """Hex digest of the fields that policies read: part of the identity of every cache made with it."""
-        content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
+        fields = {"weights", "head_scores", "layer_errors", "key_similarities"}
+        content = self.model_dump(mode="json", include=fields, exclude_none=True)
         return digest("kvshelf.calibration", canonical_json(content))
 
     def best_heads(self, layer_idx: int, count: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""The search behind `kvshelf calibrate`: which query heads retrieve, and which layers suffer from compression.
+"""The search behind `kvshelf calibrate`: which query heads retrieve, which layers suffer from compression, and whose
+keys do.
 
 After CompressKV (arXiv 2508.02401). The model reads documents with a sentence to find and answers questions about it;
 each head is scored by how much it attends to the sentence while the answer is written.
@@ -26,6 +27,7 @@ from kvshelf.methods.policies.compresskv import CompressKV
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.training.journal import SearchJournal
+from kvshelf.training.key_search import key_similarities
 from kvshelf.training.observing import observe
 
 ANSWER_TOKENS = 32
@@ -68,8 +70,8 @@ def calibrate(
     progress: Callable[[], None] = lambda: None,
     journal: Path | None = None,
 ) -> Calibration:
-    """Score every query head and every layer of the model. `progress` is called twice per needle. journal: the file
-    from which a search that was interrupted goes on; it is gone in the end.
+    """Score every query head and every layer of the model. `progress` is called three times per needle. journal: the
+    file from which a search that was interrupted goes on; it is gone in the end.
 
     Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
     """
@@ -96,7 +98,10 @@ def calibrate(
         origin=_origin(engine, samples),
     )
     even = made(layer_errors=(1 / layers,) * layers)
-    found = made(layer_errors=_layer_errors(engine, samples, even, progress, kept))
+    found = made(
+        layer_errors=_layer_errors(engine, samples, even, progress, kept),
+        key_similarities=_key_similarities(engine, samples, progress, kept),
+    )
     kept.remove()
     return found
 
@@ -160,6 +165,17 @@ def _layer_errors(
         progress()
     shares = torch.stack([total / total.sum() for total in sums.values()]).mean(dim=0)
     return tuple(shares.tolist())
+
+
+def _key_similarities(
+    engine: Engine, samples: Sequence[_Sample], progress: Callable[[], None], kept: SearchJournal
+) -> tuple[float, ...]:
+    """The mean of the samples' documents."""
+    cosines = []
+    for sample in samples:
+        cosines.append(kept.step(partial(key_similarities, engine, sample.job.document.token_ids)))
+        progress()
+    return tuple(torch.tensor(cosines, dtype=torch.float64).mean(dim=0).tolist())
 
 
 def _output(layer: LayerView, kept: Tensor) -> Tensor:

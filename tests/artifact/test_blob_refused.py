@@ -32,6 +32,7 @@ from tests.store.hostile import (
     runs_blob,
     some_blob,
     state_blob,
+    threes_blob,
     two_layers,
     whole_blob,
     window_blob,
@@ -42,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 SOME = [
     some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, indexed_blob,
-    latents_blob, pruned_blob, residuals_blob, state_blob,
+    latents_blob, pruned_blob, residuals_blob, state_blob, threes_blob,
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ codecs = st.one_of(
         st.just("mixed"),
         group=st.sampled_from([8 << n for n in range(8)]),
         high=st.sampled_from(["none", "int8"]),
-        low=st.sampled_from(["int2", "int4"]),
+        low=st.sampled_from(["int2", "int3", "int4"]),
         share=st.one_of(st.just("policy"), st.integers(1, 9999).map(lambda n: n / 10_000)),
     ),
     st.builds(
@@ -105,7 +105,7 @@ def test_every_codec_comes_back_from_its_text(codec: Codec) -> None:
         ("int4:residual=1.5", "not '1.5'"),
         ("int4:residual=٣", "not '٣'"),
         ("mixed:high=int4", "high must be one of none, int8, not 'int4'"),
-        ("mixed:low=int8", "low must be one of int2, int4, not 'int8'"),
+        ("mixed:low=int8", "low must be one of int2, int3, int4, not 'int8'"),
         ("mixed:share=1", "share must be policy, or from 0.0001 to 0.9999"),
         ("mixed:share=0.0", "share must be"),
         ("mixed:share=0.00001", "share must be"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.model import calibration
+from kvshelf.model.calibration import Calibration, Origin
 from kvshelf_bench.models.small import small_model
 from tests.engine.asking import ids
 from tests.engine.attention.test_latents import OLD
@@ -43,9 +46,12 @@ class ByHand:
     the others, seen by all that follows, and judged by nothing.
     """
 
-    def __init__(self, model: Any, policy: str, across: str, protected: list[int]) -> None:
+    def __init__(
+        self, model: Any, policy: str, across: str, protected: list[int], budgets: list[int] | None = None
+    ) -> None:
         self.model, self.policy, self.across = copy.deepcopy(model).double(), policy, across
         config, self.protected = model.config, protected
+        self.budgets = budgets or [BUDGET] * config.num_hidden_layers
         self.num_tokens = TOKENS + len(protected)
         self.others = torch.tensor([at for at in range(self.num_tokens) if at not in protected])
         shape = config.num_hidden_layers, config.num_key_value_heads, self.num_tokens
@@ -101,7 +107,7 @@ class ByHand:
         scores = self.scores[layer, :, read].masked_fill(~self.visible[layer, :, read], -1)
         scores[:, :SINK] = torch.inf
         together = scores.reshape(1, -1) if self.across == "layer" else scores
-        most = BUDGET * (heads if self.across == "layer" else 1)
+        most = self.budgets[layer] * (heads if self.across == "layer" else 1)
         stays = torch.zeros_like(together, dtype=torch.bool)
         for row, kept in zip(together, stays, strict=True):
             best = row.sort(descending=True, stable=True).indices[:most]
@@ -128,6 +134,81 @@ def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str, protec
             torch.testing.assert_close(record.plain_heads()[0][head].double(), keys, rtol=1e-3, atol=1e-4)
     if across == "layer" and len(cache.layers[0].lengths) > 1:
         assert any(len(set(record.lengths)) > 1 for record in cache.layers)
+
+
+def shares_by_hand(similarities: list[float], sharpness: float, total: int, floor: int, cap: int) -> list[int]:
+    """Budgets in proportion to the weights of epicache, but at least `floor` and at most `cap`, by bisection."""
+    low, high = min(similarities), max(similarities)
+    weights = [(1 - (each - low) / (high - low)) ** sharpness for each in similarities]
+    least, most = 0.0, 1e9
+    for _ in range(200):
+        level = (least + most) / 2
+        shares = [min(cap, max(floor, level * weight)) for weight in weights]
+        least, most = (level, most) if sum(shares) < total else (least, level)
+    counts = [int(share + 1e-6) for share in shares]
+    for i in sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+@pytest.fixture
+def calibrated(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How alike the keys of each layer are, in a calibration of the recorded model."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    config, weights = oracle.model.config, oracle.engine.identity.weights
+    layers, similarities = config.num_hidden_layers, [0.995, 0.72, 0.91, 0.83]
+    similarities = (similarities * layers)[:layers]
+    origin = Origin(model="recorded", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
+    found = Calibration(
+        weights=weights,
+        head_scores=((1.0,) * config.num_attention_heads,) * layers,
+        layer_errors=(1 / layers,) * layers,
+        key_similarities=tuple(similarities),
+        origin=origin,
+    )
+    path = calibration.paths(weights).heads
+    path.parent.mkdir(parents=True)
+    calibration.save(found, path)
+    return similarities
+
+
+@pytest.mark.parametrize("prefill", ["chunked", "whole"])
+@pytest.mark.parametrize(("across", "sharpness"), [("layer", 1.1), ("head", 3.0), ("layer", 0.0)])
+def test_layers_keep_by_how_much_their_keys_change(
+    oracle: Any, calibrated: list[float], across: str, sharpness: float, prefill: str
+) -> None:
+    mean = 2 * BUDGET  # or the layer at the floor keeps no more than those whose weight is 1.0 in fp32
+    budgets = shares_by_hand(calibrated, sharpness, mean * len(calibrated), mean // 4, TOKENS)
+    assert (len(set(budgets)) > 1) == (sharpness > 0)
+    more: dict[str, Any] = {"layers": "sensitivity", "sharpness": sharpness, "across": across, "prefill": prefill}
+    cache = chunked(oracle.engine, oracle.ids[:TOKENS], "epicache", budget_tokens=mean, **more)
+    assert [record.entries for record in cache.layers] == [each * len(cache.layers[0].lengths) for each in budgets]
+    if prefill == "chunked":
+        by_hand = ByHand(oracle.model, "epicache", across, [], budgets).run(oracle.ids[:TOKENS])
+        for index, record in enumerate(cache.layers):
+            for head, positions in enumerate(record.positions):
+                assert positions.tolist() == by_hand.visible[index, head].nonzero().flatten().tolist()
+
+
+def test_a_calibration_without_similarities_is_refused_and_equal_layers_need_none(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    plain = chunked(llama.engine, llama.ids[:TOKENS], "epicache")
+    assert not {"layers", "sharpness", "calibration"} & set(plain.identity.policy_params)
+    with pytest.raises(PolicyUnsupported, match="kvshelf calibrate"):
+        chunked(llama.engine, llama.ids[:TOKENS], "epicache", layers="sensitivity")
+    config, weights = llama.model.config, llama.engine.identity.weights
+    layers = config.num_hidden_layers
+    origin = Origin(model="recorded", documents=1, tokens=1, answered=1.0, compression_ratio=0.5)
+    heads = ((1.0,) * config.num_attention_heads,) * layers
+    old = Calibration(weights=weights, head_scores=heads, layer_errors=(1 / layers,) * layers, origin=origin)
+    path = calibration.paths(weights).heads
+    path.parent.mkdir(parents=True)
+    calibration.save(old, path)
+    with pytest.raises(PolicyUnsupported, match="no key_similarities") as refused:
+        chunked(llama.engine, llama.ids[:TOKENS], "epicache", layers="sensitivity")
+    assert refused.value.param == "policy_params.layers"
 
 
 @pytest.mark.parametrize("protect", [[], ["first:9", "chars:700-801", "chars:2500-2600"]])

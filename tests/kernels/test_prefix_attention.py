@@ -222,7 +222,7 @@ def test_merged_prefix_makes_nothing_of_slots_times_head_size():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_quantized_prefix(dtype, bits):
     """Ragged heads, groups that do not divide them, classes under a codec, and plain entries beside them."""
     q = random(6, 4, 24, dtype=dtype, seed=1)
@@ -237,7 +237,7 @@ def test_quantized_prefix(dtype, bits):
 @pairwise(
     {
         "dtype": TOLERANCE,
-        "bits": [2, 4, 8],
+        "bits": [2, 3, 4, 8],
         "dim, group": [(16, 16), (64, 32), (80, 48), (128, 64), (256, 160)],
         "tokens": [1, 3, 17],
     }
@@ -252,7 +252,7 @@ def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
 @pairwise(
     {
         "dtype": TOLERANCE,
-        "bits": [None, 2, 4, 8],
+        "bits": [None, 2, 3, 4, 8],
         "dim, kept": [(64, 39), (64, 48), (64, 64), (16, 1), (128, 77), (256, 155), (24, 15), (80, 33)],
         "tokens": [1, 3, 17],
         "form": ["chosen", "eager"],
@@ -312,7 +312,7 @@ def guarded():
         assert libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(memory)), 3) == 0
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_quantized_rows_are_attended_to_a_block_at_a_time(bits):
     part, q = packed([3000], 64, 64, bits=bits, group=32), random(1, 1, 4, 64, seed=1)
     with LargestTensor() as largest:
@@ -342,10 +342,10 @@ def batches(draw):
             case "packed":
                 return packed(draw(sizes), dim, value_dim, seed=seed)
             case "pruned":
-                kept, bits = draw(st.integers(1, dim)), draw(st.sampled_from([None, 2, 4, 8]))
+                kept, bits = draw(st.integers(1, dim)), draw(st.sampled_from([None, 2, 3, 4, 8]))
                 return pruned(draw(sizes), dim, value_dim, kept, seed=seed, bits=bits)
             case "quantized":
-                bits, group_size = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([8, 16]))
+                bits, group_size = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([8, 16]))
                 return packed(draw(sizes), dim, value_dim, seed=seed, bits=bits, group=group_size)
             case "streamed":
                 return streamed(draw(sizes), dim, value_dim, seed=seed)

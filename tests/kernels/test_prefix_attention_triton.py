@@ -75,6 +75,7 @@ KINDS = {
     "streamed": lambda d, dv, t: streamed([5, 0], d, dv, t),
     "int8": lambda d, dv, t: packed([70, 5], d, dv, t, bits=8, group=64),
     "int4": lambda d, dv, t: packed([70, 5], d, dv, t, bits=4, group=32),
+    "int3": lambda d, dv, t: packed([70, 5], d, dv, t, bits=3, group=8),
     "int2": lambda d, dv, t: packed([70, 5], d, dv, t, bits=2, group=8),
     "groups of 12": lambda d, dv, t: packed([70, 5], d, dv, t, bits=4, group=12),
     "merged": lambda d, dv, t: merged([5, 66], [70, 70], d, dv, t),

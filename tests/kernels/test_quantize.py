@@ -14,7 +14,7 @@ from tests.amounts import amount, pairwise
 from tests.kernels.references import quantize as reference
 from tests.kernels.tensors import random
 
-BITS = [2, 4, 8]
+BITS = [2, 3, 4, 8]
 AXES = ["tokens", "channels"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,7 +12,7 @@ from tests.kernels.tensors import random
 
 pytestmark = pytest.mark.usefixtures("forced_triton")
 
-BITS = [2, 4, 8]
+BITS = [2, 3, 4, 8]
 AXES = ["tokens", "channels"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(64, 16, 32), (33, 7, 8), (1, 1, 8), (5, 33, 32), (40, 40, 12), (70, 128, 64)]

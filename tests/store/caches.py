@@ -293,6 +293,7 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
             "int2:group=16,residual=1"
         ),
         "mixed-bfloat16": replace(ragged, layers=ranked).encoded("mixed:low=int4,share=0.25,group=8"),
+        "mixed-int3": replace(ragged, layers=ranked).encoded("mixed:low=int3,share=0.25,group=8"),
         "lossless-bfloat16": ragged.encoded("lossless"),
         "residual-only": sparse.encoded("int4"),
         "merged": merged_layers,

@@ -27,6 +27,7 @@ from tests.store.hostile import (
     some_blob,
     sorted_fields,
     state_blob,
+    threes_blob,
     two_layers,
     whole_blob,
     window_blob,
@@ -426,7 +427,8 @@ for name, value, reason in (
     ("kind", "channels", "unknown_kind"),
     ("kind", None, "field_malformed"),
     ("kind", ["kept"], "field_malformed"),
-    ("codec", "int3", "unknown_codec"),
+    ("codec", "int5", "unknown_codec"),
+    ("codec", "int3", "inconsistent"),
     ("codec", "none", "inconsistent"),
     ("codec", "int8", "inconsistent"),
     ("group", 16, "inconsistent"),
@@ -552,6 +554,21 @@ def scale_whose_codes_reach_infinity(p: Parts) -> None:
 @case("nonzero_padding", encoded_blob)
 def unused_bits_of_keys(p: Parts) -> None:
     p.array(0, "keys codes")[1] |= 0x10
+
+
+@case("nonzero_padding", threes_blob)
+def unused_bits_of_keys_of_three_bits(p: Parts) -> None:
+    p.array(1, "keys codes")[2] |= 0x04
+
+
+@case("nonzero_padding", threes_blob)
+def unused_bits_of_values_of_three_bits(p: Parts) -> None:
+    p.array(1, "values codes")[-1] |= 0x10
+
+
+@case("inconsistent", threes_blob)
+def three_bits_under_a_codec_of_four(p: Parts) -> None:
+    p.fields["codec"] = "mixed:low=int4,share=0.25,group=8"
 
 
 @case("nonzero_padding", encoded_blob)

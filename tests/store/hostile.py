@@ -20,6 +20,7 @@ from kvshelf.errors import BlobError
 from tests.store.bounds import memory_bounded
 from tests.store.caches import (
     from_heads,
+    golden_caches,
     golden_pruned,
     golden_residuals,
     make_cache,
@@ -171,6 +172,11 @@ def encoded_blob() -> bytes:
     layer = make_merged((12, 9), 40, dims=(3, 5), generator=generator)
     cache = replace(make_cache(), layers=(layer,))
     return cache.to_bytes("int4:group=8,residual=4")
+
+
+def threes_blob() -> bytes:
+    # A second record under int3, whose rows of 6 and 4 codes leave six and four bits of their last byte unused.
+    return golden_caches()["mixed-int3"].to_bytes()
 
 
 def kept_blob() -> bytes:

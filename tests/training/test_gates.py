@@ -19,7 +19,7 @@ from kvshelf.samples.suite import HELD_OUT, LESSONS, lesson_case
 from kvshelf.training.gates import trainer
 from kvshelf.training.gates.behind import ReadBehind
 from kvshelf.training.gates.distill import SHARE, excess, gating, kept
-from kvshelf.training.gates.lessons import Lesson, answered
+from kvshelf.training.gates.lessons import Lesson, answered, self_answered
 from kvshelf.training.gates.lookahead import divergence
 from kvshelf.training.gates.objectives import objective, trained_policy
 from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings, rank_correlation
@@ -160,6 +160,36 @@ def test_the_label_of_an_answer_is_its_largest_attention(tiny):
             expected[layer] = torch.maximum(expected[layer], largest)
     tiny.model.set_attn_implementation("sdpa")
     torch.testing.assert_close(torch.stack([found[layer] for layer in range(4)]), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_learned_tokens_learn_from_what_the_model_answers(tiny):
+    """The label against transformers alone: what it writes greedily, and the mean weight of the rows that write it."""
+    lesson = lessons(tiny)(0)
+    observed = self_answered(tiny, lesson)
+    labels = objective(POLICIES["lookaheadkv"], tiny, 4).labels(observed)
+    ids, n, ends = list(observed.job.document.token_ids), observed.job.num_tokens, tiny.facts.end_ids()
+    asked = answered(tiny, lesson)
+    rows = [[[] for _ in range(4)] for _ in range(4)]
+    tiny.model.set_attn_implementation("eager")
+    passes = zip(asked.passes, asked.answering, observed.passes, observed.answering, strict=True)
+    for other, length, probe, count in passes:
+        question = list(other.token_ids[: len(other.token_ids) - length + 1])  # without the answer of the lesson
+        written = [*ids, *question]
+        while True:
+            with torch.no_grad():
+                made = tiny.model(torch.tensor([written]), output_attentions=True)
+            for layer, weights in enumerate(made.attentions):
+                for head in range(4):
+                    rows[layer][head].append(weights[0, head, -1, :n].double())
+            written.append(int(made.logits[0, -1].argmax()))
+            if written[-1] in ends:
+                break
+        assert [*ids, *probe.token_ids] == written[:-1]
+        assert count == len(written) - n - len(question)
+    tiny.model.set_attn_implementation("sdpa")
+    for layer in range(4):
+        expected = torch.stack([torch.stack(rows[layer][head]).mean(dim=0) for head in range(4)]).float()
+        torch.testing.assert_close(labels[layer], expected, rtol=1e-3, atol=1e-6)
 
 
 def test_rank_correlation_is_spearmans():

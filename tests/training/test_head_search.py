@@ -141,7 +141,9 @@ def test_a_search_is_repeatable_and_tells_its_progress(tiny):
     calls = []
     made = [calibrate(tiny, list(needles(2, 300, tiny.text.count_tokens)), lambda: calls.append(1)) for _ in range(2)]
     assert made[0] == made[1]
-    assert len(calls) == 8
+    assert len(calls) == 12
+    assert max(made[0].key_similarities) <= 1.001
+    assert made[0].key_similarities[0] == pytest.approx(1, abs=1e-5)
     assert made[0].weights == tiny.identity.weights
     assert made[0].origin.documents == 2
     assert 0 < made[0].origin.answered <= 1

@@ -202,7 +202,7 @@ class RejudgedLayer(ReadLayer):
         layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
         past = policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer)
         if policy.phase == "during":
-            (past,) = policy.reduced([past], self._absorber.budget)
+            (past,) = policy.reduced([past], self._absorber.layer_budget(layer.layer_idx))
         self.start += layer.num_tokens
         self._length = 0
         del self.keys, self.values

@@ -181,14 +181,20 @@ def _codes(
     data, rows, inside,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Codes `[BLOCK_N, BLOCK_D]` fp32. A byte is read once, and taken apart in registers."""
-    PER_BYTE: tl.constexpr = 8 // BITS
+    """Codes `[BLOCK_N, BLOCK_D]` fp32. A byte is read once, and taken apart in registers; with 3 bits each code reads
+    the two bytes that it may lie in."""
+    PER_BYTE: tl.constexpr = 8 // BITS if BITS != 3 else 1
     columns = tl.arange(0, BLOCK_D // PER_BYTE)
     mask = inside[:, None] & (columns < (DIM + PER_BYTE - 1) // PER_BYTE)[None, :]
     data = data.to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-    packed = tl.load(data + rows[:, None] * STRIDE + columns[None, :], mask=mask, other=0)
+    byte = columns * BITS // 8 if BITS == 3 else columns
+    packed = tl.load(data + rows[:, None] * STRIDE + byte[None, :], mask=mask, other=0)
+    if BITS == 3:
+        more = mask & (byte + 1 < (DIM * BITS + 7) // 8)[None, :]
+        high = tl.load(data + rows[:, None] * STRIDE + byte[None, :] + 1, mask=more, other=0)
+        packed = ((packed.to(tl.int32) | (high.to(tl.int32) << 8)) >> (columns * BITS % 8)[None, :]) & 7
     if BITS == 4:
         packed = tl.interleave(packed & 15, packed >> 4)
     if BITS == 2:

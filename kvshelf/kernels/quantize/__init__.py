@@ -1,4 +1,4 @@
-"""Asymmetric round-to-nearest quantization of `[R, C]` rows to 2, 4 or 8 bits, packed into bytes (KIVI,
+"""Asymmetric round-to-nearest quantization of `[R, C]` rows to 2, 3, 4 or 8 bits, packed into bytes (KIVI,
 arXiv:2402.02750).
 
 For the elements x of a group, all in fp32:
@@ -13,7 +13,8 @@ fp32 rounding although scales are kept in bf16; rounding them to nearest would c
 constant group has an error below its bf16 rounding step. x must be finite, and below 1.6e38 in magnitude, so that its
 range is too. Every form on every device gives the same codes, scales and zeros, bit by bit.
 
-A code takes `bits` bits of a byte, the first channel in the lowest ones; the unused bits of a row's last byte are 0.
+A code takes `bits` bits of a row's bytes, the first channel in the lowest ones: with 3 bits some lie in two bytes. The
+unused bits of a row's last byte are 0.
 "tokens": a group is `group` consecutive rows of one channel, as for keys, whose outliers sit in fixed channels.
 "channels": a group is `group` consecutive channels of one row, as for values. The last group may be short.
 Bytes per element: bits / 8 + 4 / group stored, besides those of x or of the dequantized rows. FLOPs: about 8 per
@@ -33,13 +34,13 @@ from kvshelf.kernels.groups import Axis, scales_shape
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize rows `[R, C]` of any strides in groups of `group` elements along `axis`.
 
-    bits: 2, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros bf16: `[ceil(R / group), C]` along
-    "tokens", `[R, ceil(C / group)]` along "channels". Raises `InvalidTensor` for anything else.
+    bits: 2, 3, 4 or 8. Returns codes `[R, ceil(C * bits / 8)]` uint8, scales and zeros bf16: `[ceil(R / group), C]`
+    along "tokens", `[R, ceil(C / group)]` along "channels". Raises `InvalidTensor` for anything else.
     """
     require(
-        x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATING and bits in (2, 4, 8) and group > 0,
+        x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATING and bits in (2, 3, 4, 8) and group > 0,
         "quantize",
-        f"x must be [R, C] float32, bfloat16 or float16, C and group from 1, bits 2, 4 or 8 (given {bits} bits in "
+        f"x must be [R, C] float32, bfloat16 or float16, C and group from 1, bits 2, 3, 4 or 8 (given {bits} bits in "
         f"groups of {group} {axis})",
         x=x,
     )
@@ -67,7 +68,7 @@ def dequantize(
     row_bytes = -(-num_channels * bits // 8)
     shape = scales_shape(axis, max(group, 1), codes.shape[:1], num_channels)
     require(
-        bits in (2, 4, 8)
+        bits in (2, 3, 4, 8)
         and group > 0
         and dtype in FLOATING
         and codes.dtype == torch.uint8

@@ -115,6 +115,11 @@ def _round_to_bf16(x: Tensor, up: bool) -> Tensor:
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[R, C]` uint8, one per byte, to `[R, ceil(C * bits / 8)]`."""
+    if bits == 3:  # eight codes to three bytes
+        eights = torch.unflatten(functional.pad(codes, (0, -codes.shape[1] % 8)), 1, (-1, 8)).int()
+        words = (eights << _shifts(3, 8, codes.device)).sum(dim=2, keepdim=True, dtype=torch.int32)
+        packed = (words >> _shifts(8, 3, codes.device)).to(torch.uint8).flatten(1)
+        return packed[:, : -(-codes.shape[1] * bits // 8)]
     per_byte = 8 // bits
     if per_byte == 1:
         return codes
@@ -130,11 +135,20 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return packed.to(torch.uint8).view(codes.shape[0], -1 if codes.shape[0] else 0)  # the lowest byte of each
 
 
+def _shifts(bits: int, count: int, device: torch.device) -> Tensor:
+    """Where each of `count` codes of `bits` bits begins in a word, `[count]` int32."""
+    return torch.arange(0, bits * count, bits, dtype=torch.int32, device=device)
+
+
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Bytes `[R, B]` to codes `[R, B * 8 / bits]` uint8, one per byte: the codes of a byte are spread over one
-    little-endian integer. (A table of 256 such integers takes half as long again.)"""
+    """Bytes `[R, B]` to codes `[R, B * 8 / bits]` uint8, or a few more behind them, one per byte: the codes of a byte
+    are spread over one little-endian integer. (A table of 256 such integers takes half as long again.)"""
     if bits == 8:
         return packed
+    if bits == 3:
+        threes = torch.unflatten(functional.pad(packed, (0, -packed.shape[1] % 3)), 1, (-1, 3)).int()
+        words = (threes << _shifts(8, 3, packed.device)).sum(dim=2, keepdim=True, dtype=torch.int32)
+        return ((words >> _shifts(3, 8, packed.device)) & 7).to(torch.uint8).flatten(1)
     words = packed.to(torch.int16 if bits == 4 else torch.int32)
     if bits == 2:
         words = words.bitwise_or_(words << 12).bitwise_and_(0x000F000F)

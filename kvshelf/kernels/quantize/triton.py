@@ -27,7 +27,7 @@ _FEWEST_CHANNELS = 16
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.quantize.quantize`."""
-    if axis == "channels" and group * bits % 8:  # two groups share a byte; no codec does this
+    if bits == 3 or (axis == "channels" and group * bits % 8):  # a code or a byte would be of two programs
         return eager.quantize(x, bits, group, axis)
     num_rows, num_channels = x.shape
     codes, scales, zeros = eager.empty(x, bits, group, axis)
@@ -61,6 +61,8 @@ def dequantize(
     stop: int,
 ) -> Tensor:
     """See `kvshelf.kernels.quantize.dequantize`."""
+    if bits == 3:
+        return eager.dequantize(codes, scales, zeros, bits, group, axis, num_channels, dtype, start, stop)
     out = codes.new_empty(stop - start, num_channels, dtype=dtype)
     if out.numel():
         row_bytes = triton.next_power_of_2(codes.shape[1])

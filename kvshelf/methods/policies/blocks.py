@@ -63,7 +63,6 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     that is dropped is dropped for good. The probe's own states are not stored.
     """
 
-    needs: ClassVar[Needs] = Needs.QUERIES
     in_chunks: ClassVar[frozenset[str]] = frozenset()
 
     chunk: int = parameter(2048, "document tokens of a block", minimum=64)
@@ -76,14 +75,23 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     )
 
     @property
+    def needs(self) -> Needs:
+        return Needs.QUERIES
+
+    @property
     def sharing(self) -> Sharing | None:
         return GlobalSharing() if self.across == "cache" else None
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        if self.across != "layer":
-            return budget.per_head
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
         heads = list(importance_of(scores, protected))
-        return flat_counts(heads, budget.total, [int(protected.sum())] * len(heads))
+        tokens = self.tokens_of(layer.layer_idx, layer.document, budget.total // len(heads))
+        if self.across != "layer":
+            return (tokens,) * len(heads)
+        return flat_counts(heads, tokens * len(heads), [int(protected.sum())] * len(heads))
+
+    def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:  # noqa: ARG002
+        """The mean number of entries that the heads of a layer keep, of that over all layers."""
+        return mean
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
@@ -124,6 +132,9 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
             )
         ]
         return joined.judged(torch.cat(importance))
+
+    def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:
+        return replace(budget, tokens=self.tokens_of(layer_idx, document, budget.tokens))
 
     def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         """All entries stay as long as the budget holds them."""

@@ -26,13 +26,18 @@ class CalibratedPolicy(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        own = calibration_of(document)
-        if self.calibration not in (None, own.digest):
-            raise PolicyUnsupported(
-                f"calibration {self.calibration!r} is not this model's, which is {own.digest!r}; leave it out",
-                param="policy_params.calibration",
-            )
-        return replace(policy, calibration=own.digest)
+        return replace(policy, calibration=digest_of(document, self.calibration))
+
+
+def digest_of(document: DocumentView, named: str | None) -> str:
+    """That of the calibration of the document's model. Raises `PolicyUnsupported` where a request named another."""
+    own = calibration_of(document).digest
+    if named not in (None, own):
+        raise PolicyUnsupported(
+            f"calibration {named!r} is not this model's, which is {own!r}; leave it out",
+            param="policy_params.calibration",
+        )
+    return own
 
 
 def calibration_of(document: DocumentView) -> Calibration:

@@ -194,6 +194,10 @@ class ChunkedPolicy(Policy):
         layer = joined.layer(chunk)
         return joined.judged(self.scorer.importance(layer).flatten(), self.noted(layer))
 
+    def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:  # noqa: ARG002
+        """The part of the budget that one layer has, as a mean of its heads."""
+        return budget
+
     def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
         """What stays of one layer, or of all of them where `phase` is not "during"."""
         return [past.best([min(budget.tokens, length) for length in past.record.lengths]) for past in pasts]
@@ -216,6 +220,9 @@ class ChunkAbsorber:
     @property
     def chunks(self) -> list[int]:
         return [end - start for start, end in pairwise([0, *self.policy.ends(self.document)])]
+
+    def layer_budget(self, layer_idx: int) -> Budget:
+        return self.policy.layer_budget(layer_idx, self.document, self.budget)
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
 
 import torch
 from torch import Tensor
 
-from kvshelf.methods.method import parameter
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import encoded
 from kvshelf.methods.policies.blocks import BlockPast, BlockPolicy, largest_weights
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.calibrated import calibration_of, digest_of
 from kvshelf.methods.policies.centroids import unpacked
+from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 _INSTRUCTION: Final = "\n\nFind what the text above says about the following."
 _OWN_END: Final = 64
 """Tokens at the end of the document that stand for the episode where nothing else does."""
+_FLOOR: Final = 4
+"""A layer keeps this part of an even share at least."""
 
 
 @dataclass(frozen=True)
 class EpiCache(BlockPolicy):
-    """In part, as layers have equal budgets: keep what the text of one episode attends to: one of several caches of a
-    long conversation, each for its episode.
+    """Keep what the text of one episode attends to: one of several caches of a long conversation, each for its episode.
 
     Behind the document, or behind each chunk of it with `prefill` "chunked", runs a pass: an instruction, the chat
     template's text before the answer, and `probe`, the episode's text. The score of an entry is the largest weight that
@@ -33,14 +37,21 @@ class EpiCache(BlockPolicy):
     that is left is scored anew at each, and the KV cache of a layer never has more entries than budget, chunk and pass
     together.
 
+    With `layers` "sensitivity", layers whose keys change more where a document is read in blocks keep more.
+    `kvshelf calibrate` measures once per model the mean cosine s_l between a layer's keys and those of the same tokens
+    when each sees the first tokens and its own block alone. The weight of a layer is (1 - t_l) ^ `sharpness`, where t_l
+    is s_l with the lowest of all layers at 0 and the highest at 1; shares of the budget are proportional to it, and a
+    quarter of an even share at least.
+
     A creation with `episodes` finds the episodes and makes the caches, with `prefill` "chunked"
     (docs/internals/answers.md). Their `centroid` says what each is about: a question is sent to the nearest. It changes
     nothing of what stays.
 
     Departures: the first `sink` tokens and the chat template's always stay. The authors' code starts the pass one
-    position early, within the chunk's last token, and weighs the layers' budgets by how much their keys change under a
-    blocked prefill, measured beforehand; here the pass starts behind the chunk, and layers have equal budgets. Without
-    `probe` the instruction is the pass; without a tokenizer, the document's last 64 tokens.
+    position early, within the chunk's last token; here it starts behind the chunk. Their floor of a layer adds to the
+    budget; here the others pay for it, and what a layer cannot hold goes to them, so that the total is exact. Layers
+    have equal budgets by default, which needs no calibration. Episodes are found by words, not by a sentence encoder.
+    Without `probe` the instruction is the pass; without a tokenizer, the document's last 64 tokens.
     """
 
     name: ClassVar[str] = "epicache"
@@ -49,11 +60,40 @@ class EpiCache(BlockPolicy):
 
     probe: str | None = parameter(None, "the episode's text; null: the instruction alone")
     centroid: str | None = parameter(None, "what the episode is about, for route=nearest; made by `episodes`")
+    layers: str = parameter(
+        "equal", "budgets of layers: equal, or by sensitivity", choices=("equal", "sensitivity"), added=True
+    )
+    sharpness: float = parameter(1.1, "power of a layer's weight", minimum=0, maximum=8, added=True)
+    calibration: str | None = parameter(
+        None, "for layers=sensitivity: digest of the calibration to use; null: the one that is there", added=True
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | (Needs.CALIBRATION if self.layers == "sensitivity" else Needs.NOTHING)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         if self.centroid is not None:
             unpacked(self.centroid)
-        return super().fitted(document, budget, given)
+        policy = super().fitted(document, budget, given)
+        if self.layers == "equal":
+            return policy
+        if calibration_of(document).key_similarities is None:
+            raise PolicyUnsupported(
+                "the model's calibration is of an earlier version and has no key_similarities, by which "
+                "layers=sensitivity shares the budget; make it again with kvshelf calibrate --only heads",
+                param="policy_params.layers",
+            )
+        return replace(policy, calibration=digest_of(document, self.calibration))
+
+    def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:
+        if self.layers == "equal":
+            return mean
+        similarities = calibration_of(document).key_similarities
+        assert similarities is not None, "the policy was fitted"
+        floor = max(mean // _FLOOR, min(mean, self.sinks(document) + 1))
+        weights = sensitivities(similarities, self.sharpness)
+        return floored(weights, mean * len(weights), floor, document.num_tokens)[layer_idx]
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         ids = self._pass(document)
@@ -77,3 +117,11 @@ class EpiCache(BlockPolicy):
         if document.text is None:
             return tuple(document.token_ids[-_OWN_END:])
         return (*document.text.encode(_INSTRUCTION), *document.suffix, *episode)
+
+
+def sensitivities(similarities: Sequence[float], sharpness: float) -> list[float]:
+    """The layers' weights, 1 for the one whose keys change most; all 1 where all change alike."""
+    lowest, highest = min(similarities), max(similarities)
+    if lowest == highest:
+        return [1.0] * len(similarities)
+    return [((highest - similarity) / (highest - lowest)) ** sharpness for similarity in similarities]

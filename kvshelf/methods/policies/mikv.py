@@ -44,15 +44,16 @@ class _LayerClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class MiKV(Around):
-    """In part, as no codec has 3 bits: keep every entry, and let another policy say which of them have more bits: those
-    that it would keep of a budget of `high`.
+    """Keep every entry, and let another policy say which of them have more bits: those that it would keep of a budget
+    of `high`.
 
-    It takes effect under the codec `mixed:share=policy` (`high=none` for the paper's 16 bits, `low=int2` or `int4`).
+    It takes effect under the codec `mixed:share=policy` (`high=none` for the paper's 16 bits, `low=int2`, `int3` or
+    `int4`).
     Where the base's layers and heads share one budget (kvzip), they share the precise entries. Under `mixed` with a
     number, each head's most important entries by the base have more bits. Other codecs treat all entries alike.
 
-    Departures: the important entries are those of a base that is chosen, in the paper H2O's; 3 bits do not exist here.
-    The paper's balancer multiplies each channel of a key and divides that of the query, so that outliers do not spoil
+    Departures: the important entries are those of a base that is chosen, in the paper H2O's. The paper quantizes by
+    token. Its balancer multiplies each channel of a key and divides that of the query, so that outliers do not spoil
     the steps of their token. kvshelf quantizes keys by channel, where such a factor moves a channel's scale and zero
     with it and changes no code; it is left out.
     """

@@ -147,6 +147,20 @@ def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
     return shares
 
 
+def floored(weights: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
+    """Share `total` in proportion to `weights`, no share below `floor` nor above `cap`; the others pay for a floor.
+    Adds up to `total`, which must lie within what both allow."""
+    above = list(range(len(weights)))
+    while True:
+        shares = dict.fromkeys(range(len(weights)), Fraction(floor))
+        rest = total - floor * (len(weights) - len(above))
+        shares |= zip(above, fill([weights[i] for i in above], rest, cap), strict=True)
+        left = [i for i in above if shares[i] >= floor]
+        if left == above:
+            return largest_remainders([shares[i] for i in range(len(weights))])
+        above = left
+
+
 def largest_remainders(shares: Sequence[Fraction]) -> list[int]:
     """Each share rounded down or up so that their total, a whole number, stays. The largest fractions are rounded up,
     the earlier one among equals. A whole number stays."""

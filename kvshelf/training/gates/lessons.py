@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
 _LEAST = 1e-6  # a weight below is as good as none: logarithms start here
+
+
+OWN_TOKENS: Final = 128
+"""Most tokens of an answer that the model writes for itself."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,24 @@ def repeated(engine: Engine, lesson: Lesson) -> Observed:
 
 def answered(engine: Engine, lesson: Lesson) -> Observed:
     """The document, and each question behind it with its answer."""
+    text = engine.encoder.require_text("model")
+    return _behind(engine, lesson, [text.encode(answer) for _, answer in lesson.asked])
+
+
+def self_answered(engine: Engine, lesson: Lesson) -> Observed:
+    """The document, and each question behind it with what the model itself answers from the full cache, greedily, and
+    the token that ends it."""
+    cache = engine.compress(lesson.document, policy="full")
+    questions = [(cache, question) for question, _ in lesson.asked]
+    answers = engine.answer_all(questions, max_new_tokens=OWN_TOKENS)
+    return _behind(engine, lesson, [answer.token_ids for answer in answers])
+
+
+def _behind(engine: Engine, lesson: Lesson, answers: Sequence[Sequence[int]]) -> Observed:
+    """With these answers, one for each question."""
     job = engine.prepare(
         lesson.document, policy=SnapKV.name, expected_questions=[question for question, _ in lesson.asked]
     )
-    text = engine.encoder.require_text("model")
-    answers = [text.encode(answer) for _, answer in lesson.asked]
     passes = tuple(
         replace(probe, token_ids=(*probe.token_ids, *answer[:-1]))
         for probe, answer in zip(job.passes, answers, strict=True)

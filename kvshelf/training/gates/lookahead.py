@@ -11,14 +11,15 @@ from torch import Tensor
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.training.gates.behind import ReadBehind, softmax
-from kvshelf.training.gates.lessons import Lesson, Observed, answered
+from kvshelf.training.gates.lessons import Lesson, Observed, self_answered
 from kvshelf.training.gates.trainer import Objective, rank_correlation
 
 
 @dataclass(eq=False)
 class Lookahead(Objective):
-    """The loss is the KL from the attention of answers to that of the learned rows, the mean over layers and heads. A
-    step goes back through these rows alone, as the document's keys and values do not depend on them."""
+    """The loss is the KL from the attention of the model's own answers to that of the learned rows, the mean over
+    layers and heads. A step goes back through these rows alone, as the document's keys and values do not depend on
+    them."""
 
     def begin(self, lesson: Lesson) -> None:  # noqa: ARG002
         spread = float(self.engine.model.get_input_embeddings().weight.detach().float().std())
@@ -27,8 +28,8 @@ class Lookahead(Objective):
             self.state[name] = (scale * torch.randn(shape)).requires_grad_()
 
     def learn(self, lesson: Lesson) -> tuple[float, str]:
-        observed = answered(self.engine, lesson)
-        labels = self._labels(observed)
+        observed = self_answered(self.engine, lesson)
+        labels = self.labels(observed)
         with torch.enable_grad():
             found = self._attention(observed)
             losses = [divergence(labels[layer], found[layer]) for layer in found]
@@ -37,13 +38,13 @@ class Lookahead(Objective):
         return loss.item(), observed.job.identity.document
 
     def agreement(self, lesson: Lesson) -> float:
-        observed = answered(self.engine, lesson)
-        labels = self._labels(observed)
+        observed = self_answered(self.engine, lesson)
+        labels = self.labels(observed)
         with torch.no_grad():
             found = self._attention(observed)
         return rank_correlation(torch.stack(list(found.values())), torch.stack([labels[layer] for layer in found]))
 
-    def _labels(self, observed: Observed) -> dict[int, Tensor]:
+    def labels(self, observed: Observed) -> dict[int, Tensor]:
         """What answers attend to: the mean weight of all rows that write one, `[q_heads, N]`, by layer."""
         found: dict[int, Tensor] = {}
 

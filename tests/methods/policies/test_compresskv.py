@@ -236,7 +236,7 @@ def test_a_calibration_for_another_number_of_layers_cannot_slip_in(folder):
     path = folder / "kvshelf" / "compresskv.json"
     data = json.loads(path.read_text())
     data["head_scores"] = data["head_scores"][:2]
-    data["layer_errors"] = [0.5, 0.5]
+    data["layer_errors"] = data["key_similarities"] = [0.5, 0.5]
     path.write_text(json.dumps(data))
     engine = Engine.load(str(folder), device="cpu")
     with pytest.raises(PolicyUnsupported, match="2 layers of 4 query heads"):

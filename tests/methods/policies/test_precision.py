@@ -65,6 +65,58 @@ def test_what_the_base_would_keep_has_more_bits(high, tokens, protected, seed):
     assert high_positions(record) == [set(head.tolist()) for head in kept.positions]
 
 
+def step_of(numbers, bits):
+    """The distance of two codes of a group, with room for the rounding of its least number and step to bf16."""
+    least, most = min(numbers), max(numbers)
+    return (most - least + max(abs(least), abs(most)) * 2**-7) / (2**bits - 1) * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_what_is_not_important_has_fewer_bits_and_nothing_is_lost(group, bits):
+    """Every entry, in loops: whole where the base would keep it, else within half a step of its group: of 8 tokens of a
+    key's channel, of 8 channels of a value."""
+    layer = random_layer(43, group=group, seed=bits)
+    policy, (record,) = reduced("mikv", [layer], 43, high=0.4, base="h2o")
+    important = [set(head.tolist()) for head in policy.inner.reduce(layer, LayerBudget.uniform(2, 17)).positions]
+    stored = encode(Codec.parse(f"mixed:high=none,low=int{bits},share=policy,group=8"), record)
+    found = {}
+    for part in parts_of(stored):
+        keys, values = part.plain_heads()
+        for head, positions in enumerate(part.positions):
+            for row, at in enumerate(positions.tolist()):
+                found[head, at] = keys[head][row].tolist(), values[head][row].tolist()
+    assert len(found) == 2 * 43
+    for head in range(2):
+        low = [at for at in range(43) if at not in important[head]]
+        for at in important[head]:
+            assert found[head, at] == (layer.keys[head, at].tolist(), layer.values[head, at].tolist())
+        keys, values = layer.keys[head].double().tolist(), layer.values[head].double().tolist()
+        for first in range(0, len(low), 8):
+            tokens = low[first : first + 8]
+            for channel in range(len(keys[0])):
+                step = step_of([keys[at][channel] for at in tokens], bits)
+                for at in tokens:
+                    assert abs(found[head, at][0][channel] - keys[at][channel]) <= step / 2
+        for at in low:
+            for first in range(0, len(values[at]), 8):
+                step = step_of(values[at][first : first + 8], bits)
+                for channel in range(first, min(first + 8, len(values[at]))):
+                    assert abs(found[head, at][1][channel] - values[at][channel]) <= step / 2
+
+
+def test_a_factor_of_a_channel_changes_no_code_of_keys():
+    """Why there is no balancer: it matters where a token's channels share a step."""
+    keys = torch.randn(2 * 40, 16, generator=torch.Generator().manual_seed(3))
+    factors = 2.0 ** torch.arange(-8, 8)
+    for bits in (2, 3, 4):
+        one, other = (
+            QuantizedRows.quantize(rows, [40, 40], bits=bits, group=8, axis="tokens") for rows in (keys, keys * factors)
+        )
+        assert torch.equal(one.codes, other.codes)
+        torch.testing.assert_close(other.dequantize() / factors, one.dequantize(), rtol=0, atol=0)
+
+
 def test_layers_that_share_a_budget_share_the_precise_entries():
     layers = [random_layer(60, index=i, num_layers=3, seed=4) for i in range(3)]
     layers = [replace(layer, queries=layer.queries * 2.0**i) for i, layer in enumerate(layers)]
@@ -76,7 +128,7 @@ def test_layers_that_share_a_budget_share_the_precise_entries():
     assert len({n for layer in counts for n in layer}) > 1
 
 
-@pytest.mark.parametrize("codec", ["int2", "int4"])
+@pytest.mark.parametrize("codec", ["int2", "int3", "int4"])
 def test_the_most_important_token_has_more_bits_whatever_the_codec(codec):
     layer = random_layer(50, seed=1)
     _, (record,) = reduced("mikv", [layer], 50, high=0.1, base="keydiff")

@@ -21,16 +21,16 @@ TOKENS: Final = 32
 
 @dataclass(frozen=True)
 class LookaheadKV(GatePolicy, ScoringPolicy):
-    """In part, as it learns from given answers: keep what learned tokens behind the document attend to, which were
-    trained to look where answers look.
+    """Keep what learned tokens behind the document attend to, which were trained to look where answers look.
 
     32 embeddings stand in place of tokens. For their rows alone each linear layer of the model has a low-rank addition
     (LoRA, alpha 32); the document's keys and values are those without it. The score of a token is the mean weight of
     these rows, over the GQA group, pooled over neighbours (average). The training loss is the KL from the mean
     attention of the rows that write an answer to that of the learned rows, both over the document, in each query head.
+    The model writes these answers itself, greedily, to the questions of the training documents.
 
-    Departures: answers are those of the training documents, where the authors let the model write them. The last tokens
-    of the document are not kept for standing there.
+    Departures: an answer of the training has 128 tokens at most. The last tokens of the document are not kept for
+    standing there.
     """
 
     name: ClassVar[str] = "lookaheadkv"
