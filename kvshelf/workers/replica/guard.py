@@ -223,8 +223,9 @@ class Guard:
         """The group is that of all caches, if they are of one."""
         groups = {self.group(manifest) for manifest in manifests}
         group = groups.pop() if len(groups) == 1 else ""
-        amounts = {"guarded_joint": 1, "guard_joint_differed": int(result.differs)}
-        self._meter.add(manifests[0].tenant, guard_group=group or None, **amounts)
+        self._meter.add(
+            manifests[0].tenant, guard_group=group or None, guarded_joint=1, guard_joint_differed=int(result.differs)
+        )
         self._told.append(Guarded(JOINT, group, result.differs, result.kl, below=False, drifts=False))
 
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
