@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -76,13 +77,17 @@ class HeadPages:
             torch.where(shared, number % heads, torch.arange(heads)[:, None]),
         )
 
+    @cached_property
+    def stored(self) -> Spread:
+        """As `spread`, of the cache alone."""
+        return self.spread(self.stand_ins)
+
     def page_of(self, layer: int) -> Tensor:
         """The page of the request on which each entry of a layer lies, one head behind the other."""
-        return self._of_entries(layer, self.spread(self.stand_ins).pages)[0]
+        return self._of_entries(layer, self.stored.pages)[0]
 
     def slots(self, layer: int, numbers: Tensor) -> Tensor:
-        """The slot of each entry of a layer among the places of all head pages. numbers: those of `spread`, for the
-        stand-ins alone."""
+        """The slot of each entry of a layer among the places of all head pages. numbers: those of `stored`."""
         pages, places = self._of_entries(layer, numbers)
         return pages * self.page + places
 
@@ -148,7 +153,7 @@ class HeadRows:
 
     def slots(self, head_pages: HeadPages, layer: int, pages: Sequence[int]) -> Tensor:
         """The slot of each entry of a cache's layer in `storage.rows`. pages: of the request."""
-        numbers = self.storage.numbers(head_pages.spread(head_pages.stand_ins), torch.tensor(pages))
+        numbers = self.storage.numbers(head_pages.stored, torch.tensor(pages))
         return head_pages.slots(layer, numbers)
 
     def of(self, metadata: Any) -> StepRows | None:
