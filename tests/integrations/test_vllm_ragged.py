@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshelf.integrations.vllm.ragged import HeadPages, HeadRows, Storage, full_pages, stand_ins
+from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables, Storage, full_pages, stand_ins
 
 LAYERS, HEADS, PAGE, WIDTH, PAGES = 3, 2, 8, 4, 64
 
@@ -40,7 +40,7 @@ def test_each_entry_has_its_place_on_the_requests_pages(caches, seed: int) -> No
     layers = caches()
     storage = Storage.of(layers)
     assert storage is not None
-    rows = HeadRows(storage, list(map(str, range(LAYERS))))
+    rows = HeadTables(storage, list(map(str, range(LAYERS))))
     plans = [plan(seed), None, plan(seed + 100)]
     totals = [21 + (each.stand_ins if each else 30) for each in plans]
     pages, free = [], random.Random(seed).sample(range(1, PAGES), PAGES - 1)
@@ -49,7 +49,7 @@ def test_each_entry_has_its_place_on_the_requests_pages(caches, seed: int) -> No
     table = torch.zeros(3, max(map(len, pages)), dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own)
-    rows.asked = {own[0]: each for own, each in zip(pages, plans, strict=True) if each is not None}
+    rows.requests = {own[0]: each for own, each in zip(pages, plans, strict=True) if each is not None}
     starts = torch.tensor([0, 21, 42, 63], dtype=torch.int32)
     step = rows.of(SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(totals), block_table=table))
     assert step is not None
@@ -97,8 +97,8 @@ def test_pages_that_are_not_of_one_allocation_have_no_rows() -> None:
 
 
 def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
-    rows = HeadRows(Storage(layer_outermost()), ["0", "1", "2"])
-    rows.asked = {7: plan(0)}
+    rows = HeadTables(Storage(layer_outermost()), ["0", "1", "2"])
+    rows.requests = {7: plan(0)}
     one = SimpleNamespace(
         query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([1]), block_table=torch.tensor([[5]])
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvshelf.integrations.vllm.ragged import stand_ins
+from kvshelf.integrations.vllm.ragged.pages import stand_ins
 from kvshelf.store.manifest import Manifest
 from tests.integrations_vllm.conftest import Serving, document
 

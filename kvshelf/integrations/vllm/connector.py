@@ -18,7 +18,7 @@ from kvshelf.errors import MissingExtra
 from kvshelf.integrations.vllm.loading import ShelfWorker
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.pages import require_read_back
-from kvshelf.integrations.vllm.ragged import rows_of
+from kvshelf.integrations.vllm.ragged.pages import rows_of
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
 from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings, is_tested, require_supported
 from kvshelf.integrations.vllm.step import ConnectorStep

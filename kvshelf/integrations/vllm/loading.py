@@ -15,7 +15,7 @@ from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import InternalError, KvshelfError, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.pages import write_rows
-from kvshelf.integrations.vllm.ragged import HeadPages, HeadRows
+from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tails import Rows, Tails
@@ -30,7 +30,7 @@ class ShelfWorker:
     """Writes the entries of its own KV heads. rank: of this worker among the `workers` that share the heads. page:
     entries of a page of vLLM. rows: what gives heads page tables of their own, where vLLM's attention can."""
 
-    rows: HeadRows | None = None
+    rows: HeadTables | None = None
 
     def __init__(self, settings: ShelfSettings, model: ReadingModel, *, rank: int, workers: int, page: int) -> None:
         self._store = settings.open()
@@ -59,7 +59,7 @@ class ShelfWorker:
             if its_loads[0].ragged:
                 self._try(reading, self._find_head_pages)
         if self.rows is not None:
-            self.rows.asked = {page: self._ragged[of] for page, of in step.asked.items() if of in self._ragged}
+            self.rows.requests = {page: self._ragged[of] for page, of in step.ragged.items() if of in self._ragged}
         for cache_id in [of for of in self._ragged if of not in step.unfinished][:-_REMEMBERED]:
             del self._ragged[cache_id]
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from kvshelf.api.strict import MAX_TOKENS
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.errors import InvalidRequest, ModelMismatch
-from kvshelf.integrations.vllm.ragged import stand_ins
+from kvshelf.integrations.vllm.ragged.pages import stand_ins
 from kvshelf.model.text import TextFormat
 from kvshelf.store.manifest import Manifest
 

@@ -101,7 +101,7 @@ class ShelfScheduler:
                 raise InternalError(f"vLLM computes the request {request_id}, which was refused; take a tested version")
             if request_id in self._ragged:
                 page, cache_id = self._ragged[request_id]
-                self._step.asked[page] = cache_id
+                self._step.ragged[page] = cache_id
         self._step.unfinished = frozenset(cache_id for _, cache_id in self._ragged.values())
         step, self._step = self._step, ConnectorStep()
         return step

@@ -23,10 +23,10 @@ class Load:
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]
-    """Loads that the step's forward pass needs, and requests that fail without one. asked: the ragged caches that its
+    """Loads that the step's forward pass needs, and requests that fail without one. ragged: the ragged caches that its
     requests ask, by each request's first page. unfinished: those that any request asks, also one that waits."""
 
     loads: list[Load] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    asked: dict[int, str] = field(default_factory=dict)
+    ragged: dict[int, str] = field(default_factory=dict)
     unfinished: frozenset[str] = frozenset()

@@ -10,13 +10,13 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvshelf.integrations.vllm.ragged import HeadRows, StepRows
+from kvshelf.integrations.vllm.ragged.pages import HeadTables, StepRows
 
 
 class RowsImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # without vLLM its type is unknown
     """Attention of one layer. rows: of the worker, if a connector of kvshelf reads caches into its pages."""
 
-    rows: HeadRows | None = None
+    rows: HeadTables | None = None
 
     def forward(
         self,
@@ -69,9 +69,9 @@ class RowsImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # without vLLM i
                 enable_kv_split=False,
             ),
         )
-        asked = query.reshape(-1, group, size)[rows.order]
-        attended = torch.empty_like(asked)
-        super().forward(layer, asked, key, value, pages, own, attended)
+        queries = query.reshape(-1, group, size)[rows.order]
+        attended = torch.empty_like(queries)
+        super().forward(layer, queries, key, value, pages, own, attended)
         output[:count].view(-1, group, size)[rows.order] = attended
         return output
 

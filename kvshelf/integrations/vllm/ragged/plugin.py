@@ -14,4 +14,4 @@ def register() -> None:
 
     ours = current_platform.is_cpu() and is_tested(vllm.__version__)
     if ours and not AttentionBackendEnum.CPU_ATTN.is_overridden():
-        register_backend(AttentionBackendEnum.CPU_ATTN, "kvshelf.integrations.vllm.attention.RowsBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "kvshelf.integrations.vllm.ragged.attention.RowsBackend")

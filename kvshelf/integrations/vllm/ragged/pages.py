@@ -93,7 +93,7 @@ class HeadPages:
 
     def _of_entries(self, layer: int, of_pages: Tensor) -> tuple[Tensor, Tensor]:
         places = [torch.arange(length) for length in self.lengths[layer].tolist()]
-        pages = [head[each // self.page] for head, each in zip(of_pages[layer], places, strict=True)]
+        pages = [head[place // self.page] for head, place in zip(of_pages[layer], places, strict=True)]
         return torch.cat(pages), torch.cat(places) % self.page
 
 
@@ -142,13 +142,13 @@ class StepRows:
     starts: Tensor
 
 
-class HeadRows:
-    """The rows of the requests that a worker computes. asked: in this step, by the number of a request's first page."""
+class HeadTables:
+    """The rows of what a worker computes. requests: ragged ones of this step, by the number of the first page."""
 
     def __init__(self, storage: Storage, names: Sequence[str]) -> None:
         self.storage: Final = storage
         self.index: Final[Mapping[str, int]] = {name: at for at, name in enumerate(names)}
-        self.asked: Mapping[int, HeadPages] = {}
+        self.requests: Mapping[int, HeadPages] = {}
         self._last: tuple[Any, StepRows | None] = (None, None)
 
     def slots(self, head_pages: HeadPages, layer: int, pages: Sequence[int]) -> Tensor:
@@ -159,7 +159,7 @@ class HeadRows:
     def of(self, metadata: Any) -> StepRows | None:
         """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
         the same object for all layers."""
-        if not self.asked:
+        if not self.requests:
             return None
         if self._last[0] is not metadata:
             self._last = metadata, self._made(metadata)
@@ -168,11 +168,11 @@ class HeadRows:
     def _made(self, metadata: Any) -> StepRows | None:
         layers, heads, page = len(self.index), self.storage.heads, self.storage.page
         starts, totals = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        asked = [self.asked.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]
-        if not any(asked):
+        plans = [self.requests.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]
+        if not any(plans):
             return None
         tables, lengths, slots, order = [], [], [], []
-        for request, head_pages in enumerate(asked):
+        for request, head_pages in enumerate(plans):
             plan = head_pages or HeadPages.plain(layers, heads, page)
             begin, end, total = starts[request], starts[request + 1], totals[request]
             table = self.storage.numbers(plan.spread(total), metadata.block_table[request].long())
@@ -193,7 +193,7 @@ class HeadRows:
         )
 
 
-def rows_of(layers: Mapping[str, Any]) -> HeadRows | None:
+def rows_of(layers: Mapping[str, Any]) -> HeadTables | None:
     """Gives all layers of a worker the same rows. layers: of vLLM, by name. None where another attention than
     `attention.RowsImpl` runs them, or where their pages are not of one shape in one allocation."""
     if not all(hasattr(layer.impl, "rows") for layer in layers.values()):
@@ -201,7 +201,7 @@ def rows_of(layers: Mapping[str, Any]) -> HeadRows | None:
     storage = Storage.of([layer.kv_cache for layer in layers.values()])
     if storage is None:
         return None
-    rows = HeadRows(storage, list(layers))
+    rows = HeadTables(storage, list(layers))
     for layer in layers.values():
         layer.impl.rows = rows
     return rows
