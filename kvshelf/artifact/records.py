@@ -450,9 +450,14 @@ class Parts:
         return sum(part.entries for part in self.parts)
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """Entries of each head, all parts together."""
+        return [sum(lengths) for lengths in zip(*(part.lengths for part in self.parts), strict=True)]
+
+    @cached_property
     def uniform(self) -> bool:
         """Whether every head keeps the same number of entries, all parts together."""
-        return len({sum(lengths) for lengths in zip(*(part.lengths for part in self.parts), strict=True)}) <= 1
+        return len(set(self.lengths)) <= 1
 
     @property
     def positions(self) -> list[Tensor]:

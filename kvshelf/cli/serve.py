@@ -80,6 +80,7 @@ def vllm_proxy(
         list[str], typer.Option(metavar="URL", help="A vLLM server with kvshelf's connector. May be repeated.")
     ],
     model: Annotated[str, typer.Option(help="Bundled name, folder or hub id of the model that they serve.")],
+    block_size: Annotated[int, typer.Option(min=1, help="Their --block-size; vLLM's own on a CPU is 128.")] = 128,
     store: _options.Store = None,
     encryption_key_file: _options.KeyFile = None,
     api_key_file: Annotated[
@@ -103,7 +104,7 @@ def vllm_proxy(
             host=host,
             port=port,
         )
-        run(settings, upstream, model)
+        run(settings, upstream, model, block_size)
 
 
 def mcp(

@@ -43,18 +43,24 @@ def export(cache: CompressedCache, positions: Positions, *, rope: Rope | None, c
 
 
 class Places:
-    """Rotates the keys of a layer to the requested positions, each key at most once."""
+    """Rotates the keys of a layer to the requested positions, each key at most once. shift: how much further all of
+    them, if less than 0 to the left."""
 
-    def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool) -> None:
+    def __init__(self, rope: Rope | None, *, stored_at_slots: bool, wanted_at_slots: bool, shift: int = 0) -> None:
         self._rope = rope
         self._stored_at_slots = stored_at_slots
         self._wanted_at_slots = wanted_at_slots
+        self._shift = shift
 
     def layer(self, parts: Sequence[Packed], heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Keys `[heads, K, D]` and values `[heads, K, Dv]` of a layer (`plain_parts`), of some of its heads."""
-        chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
-        keys, values = zip(*(self._head(views, parts[0]) for views in chosen), strict=True)
+        keys, values = zip(*self.heads(parts, heads), strict=True)
         return torch.stack(keys), torch.stack(values)
+
+    def heads(self, parts: Sequence[Packed], heads: slice = slice(None)) -> list[tuple[Tensor, Tensor]]:
+        """Keys `[K, D]` and values `[K, Dv]` of each of some heads of a layer, which may differ in K."""
+        chosen = list(zip(*(part.views() for part in parts), strict=True))[heads]
+        return [self._head(views, parts[0]) for views in chosen]
 
     def _head(self, views: Sequence[HeadView], like: Packed) -> tuple[Tensor, Tensor]:
         """Keys `[K, D]` and values `[K, Dv]` of a head, of all its parts, in ascending position."""
@@ -62,7 +68,7 @@ class Places:
         keys = torch.cat([view.keys[:] for view in views])[order]
         values = torch.cat([view.values[:] for view in views])[order]
         slots = torch.arange(len(positions), device=positions.device)
-        wanted = slots if self._wanted_at_slots else positions
+        wanted = (slots if self._wanted_at_slots else positions) + self._shift
         if like.rope_mode == "pre":
             keys = self._undoable().rotate(keys, wanted)
         elif not torch.equal(stored := slots if self._stored_at_slots else positions, wanted):
@@ -77,9 +83,10 @@ class Places:
         return self._rope
 
 
-def plain_parts(record: Entries, index: int) -> tuple[Packed, ...]:
-    """The parts of a layer of a prefix. Raises `PolicyUnsupported` for one of none."""
-    if reason := _not_plain(record, index):
+def plain_parts(record: Entries, index: int, *, uniform: bool = True) -> tuple[Packed, ...]:
+    """The parts of a layer of a prefix. uniform: with as many entries in every head. Raises `PolicyUnsupported` for one
+    of none."""
+    if reason := _no_entries(record, index) or (uniform and _not_uniform(record, index)):
         raise _unsupported(reason)
     return tuple(part for part in parts_of(record) if isinstance(part, Packed))
 
@@ -90,7 +97,8 @@ def no_prefix(cache: CompressedCache) -> str:
     layers = [
         (index, entries) for index, record in enumerate(cache.layers) if (entries := entries_of(record)) is not None
     ]
-    if reason := next(filter(None, (_not_plain(entries, index) for index, entries in layers)), ""):
+    reasons = (_no_entries(entries, index) or _not_uniform(entries, index) for index, entries in layers)
+    if reason := next(filter(None, reasons), ""):
         return reason
     lengths = [len(record.positions[0]) for record in cache.reduced]
     if len(set(lengths)) > 1:  # transformers makes one mask for all layers, from the length of one layer
@@ -103,8 +111,8 @@ def no_prefix(cache: CompressedCache) -> str:
     return ""
 
 
-def _not_plain(record: Entries, index: int) -> str:
-    """Why a layer is no part of a prefix; "" where it is one."""
+def _no_entries(record: Entries, index: int) -> str:
+    """Why what a layer has is not a key and a value of a token in each place; "" where it is."""
     modes = set()
     for part in parts_of(record):
         if isinstance(part, Recent):
@@ -119,8 +127,13 @@ def _not_plain(record: Entries, index: int) -> str:
         modes.add(part.rope_mode)
     if len(modes) > 1:
         return f"layer {index} has keys with and without their rotation"
+    return ""
+
+
+def _not_uniform(record: Entries, index: int) -> str:
+    """Why the heads of a layer are no part of one prefix; "" where they are."""
     if not record.uniform:
-        lengths = [len(head) for head in record.positions]
+        lengths = record.lengths
         return (
             f"the heads of layer {index} keep different numbers of entries ({min(lengths)} to {max(lengths)}), and a "
             "prefix has as many in every head"

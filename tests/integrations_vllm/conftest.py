@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,10 +84,12 @@ class Serving:
         return shelf_request(cache, question, self.llm.get_tokenizer())
 
     def own(self, cache: Manifest, question: str, tokens: int = 12) -> list[int]:
-        """The greedy answer of kvshelf's engine from the same cache, exported to the places 0 to K - 1."""
+        """The greedy answer of kvshelf's engine from the same cache, exported to the places 0 to K - 1; a ragged one,
+        which cannot be, is asked as it stands."""
         stored = self.store.get(cache.id, tenant=cache.tenant)
-        past, ids, said = self.engine.export(stored), self.engine.encode_query(stored, question), []
-        with torch.no_grad():
+        ids, said = self.engine.encode_query(stored, question), []
+        prefix = self.engine.attached(stored) if cache.ragged else nullcontext(self.engine.export(stored))
+        with torch.no_grad(), prefix as past:
             for _ in range(tokens):
                 logits = self.engine.model(torch.tensor([ids]), past_key_values=past).logits
                 ids = [int(logits[0, -1].argmax())]

@@ -156,13 +156,13 @@ def test_answers_through_the_proxy_are_the_engines(real: Real) -> None:
 
 
 def test_what_vllm_refuses_has_a_code_and_the_id_that_its_log_has(real: Real) -> None:
-    ragged = real.own.put(document(81).text, policy="kvzip", compression_ratio=0.5)
+    merged = real.own.put(document(81).text, policy="ems", compression_ratio=0.5)
     with real.proxied() as (_, client):
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError) as refused:
                 client.chat.completions.create(
-                    model=ragged.model, messages=[{"role": "user", "content": "?"}], stream=stream,
-                    extra_body={"cache_id": ragged.id},
+                    model=merged.model, messages=[{"role": "user", "content": "?"}], stream=stream,
+                    extra_body={"cache_id": merged.id},
                 )  # fmt: skip
             assert (refused.value.status_code, refused.value.code) == (424, "cache_unusable")
             told = _refusals(real)[-1]

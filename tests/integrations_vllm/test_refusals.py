@@ -13,6 +13,7 @@ import pytest
 import structlog
 
 from kvshelf.engine.engine import Engine
+from kvshelf.integrations.vllm import shelf_request
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
@@ -114,10 +115,21 @@ def test_a_cache_of_another_model(serving: Serving, model_folder: Path, tmp_path
     assert "weights differs" in refused(replace(request, entries=cache.kept_tokens), "model_mismatch")
 
 
-@pytest.mark.parametrize("policy", ["kvzip", "ada", "cake", "ems"])
-def test_a_cache_without_one_length(serving: Serving, policy: str, refused: Any) -> None:
-    cache = serving.put(document(56).text, policy=policy, compression_ratio=0.75)
+def test_a_cache_with_merged_tokens(serving: Serving, refused: Any) -> None:
+    cache = serving.put(document(56).text, policy="ems", compression_ratio=0.75)
     refused(serving.request(cache, QUESTION), "policy_unsupported")
+
+
+def test_a_ragged_cache_without_its_places(serving: Serving, refused: Any) -> None:
+    """Pages of another size, or stand-ins as for a cache with one length, of which vLLM would share too many pages."""
+    cache = serving.put(document(56).text, policy="kvzip", compression_ratio=0.75)
+    small = shelf_request(cache, QUESTION, serving.llm.get_tokenizer(), page=32)
+    assert "page=128" in refused(small, "invalid_request")
+    refused(replace(small, entries=cache.kept_tokens, ragged=False), "invalid_request")
+    prompt, extra = serving.request(cache, QUESTION).offline
+    named = extra["kv_transfer_params"]["kvshelf"]
+    for wrong in ("many", "9" * 5000, "0"):
+        refused((prompt, {"kv_transfer_params": {"kvshelf": named | {"ragged": wrong}}}), "invalid_request")
 
 
 def test_a_request_without_the_salt_or_with_another(serving: Serving, good: Manifest, refused: Any) -> None:

@@ -24,8 +24,8 @@ from kvshelf.cli.output.progress import searching
 from kvshelf.errors import InvalidRequest, SourceNotKept
 
 if TYPE_CHECKING:
-    from kvshelf import Client
     from kvshelf.api import Way
+    from kvshelf.client import Client
     from kvshelf.engine.certify.certificate import CertificateTerms
     from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument
     from kvshelf.engine.engine import Engine

@@ -18,6 +18,7 @@ from kvshelf.errors import MissingExtra
 from kvshelf.integrations.vllm.loading import ShelfWorker
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.pages import require_read_back
+from kvshelf.integrations.vllm.ragged.pages import rows_of
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
 from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings, is_tested, require_supported
 from kvshelf.integrations.vllm.step import ConnectorStep
@@ -47,7 +48,7 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
         self._version = vllm.__version__
         self._pages_read = is_tested(self._version)
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ShelfScheduler(settings)
+            self._scheduler = ShelfScheduler(settings, vllm_config.cache_config.block_size)
         else:
             model = vllm_config.model_config
             self._worker = ShelfWorker(
@@ -83,18 +84,19 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
     # In a worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        its_layers = {name: layers[name] for name in kv_caches}
         if not self._pages_read:
-            layers = self._vllm_config.compilation_config.static_forward_context
-            its_layers = {name: layers[name] for name in kv_caches}
             require_read_back(self._vllm_config, its_layers, self._kv_cache_config.num_blocks, self._version)
             self._pages_read = True
             if not get_tensor_model_parallel_rank():
                 log.warning("untested_version", vllm=self._version, tested=TESTED, pages="read back as written")
+        self._of_worker.rows = rows_of(its_layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if not self._pages_read:
             raise MissingExtra(f"vLLM {self._version} did not show its pages before requests; install {TESTED[-1]}")
-        self._of_worker.start(self._bound.loads, forward_context.no_compile_layers)
+        self._of_worker.start(self._bound, forward_context.no_compile_layers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._of_worker.wait(layer_name)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from kvshelf.artifact.coder import Coder, plain_layer
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.opened.arriving import ArrivingCache
-from kvshelf.artifact.records import LayerRecord, entries_of
+from kvshelf.artifact.records import Entries, LayerRecord, entries_of
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.engine import Engine
@@ -86,13 +87,8 @@ class ReadingModel:
     def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for
         the layer. Raises what reading it raises, and `PolicyUnsupported` unless every head has so many."""
-        record: LayerRecord = cache.layers[index].result()
-        if cache.coded:
-            record = plain_layer(record, self.coders.get(cache.identity.transforms), index, cache.repositioned)
-        kept = entries_of(record)
-        assert kept is not None, "every layer of a model that `of` takes has entries"
         places = Places(self.rope, stored_at_slots=cache.repositioned, wanted_at_slots=True)
-        keys, values = places.layer(plain_parts(kept, index), heads)
+        keys, values = places.layer(plain_parts(self._entries(cache, index), index), heads)
         if keys.shape[1] != entries:
             raise PolicyUnsupported(
                 f"layer {index} keeps {keys.shape[1]} entries and the mean layer {entries}, and vLLM has as many in "
@@ -100,3 +96,27 @@ class ReadingModel:
                 param="cache_id",
             )
         return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
+
+    def ragged_layer(self, cache: ArrivingCache, index: int, question: int, heads: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values `[entries of all these heads, 1, D]` of a layer, one head behind the other, keys as far
+        before the position `question` as they are before a question to the cache. Otherwise as `layer`."""
+        stored = cache.repositioned
+        shift = question - cache.next_position
+        places = Places(self.rope, stored_at_slots=stored, wanted_at_slots=stored, shift=shift)
+        parts = plain_parts(self._entries(cache, index), index, uniform=False)
+        keys, values = (torch.cat(part)[:, None] for part in zip(*places.heads(parts, heads), strict=True))
+        return keys, values
+
+    def lengths(self, cache: ArrivingCache, heads: slice) -> list[list[int]]:
+        """How many entries those heads of each layer have. Waits for all layers, and raises what reading them
+        raises."""
+        kept = (entries_of(layer.result()) for layer in cache.layers)
+        return [entries.lengths[heads] for entries in kept if entries is not None]
+
+    def _entries(self, cache: ArrivingCache, index: int) -> Entries:
+        record: LayerRecord = cache.layers[index].result()
+        if cache.coded:
+            record = plain_layer(record, self.coders.get(cache.identity.transforms), index, cache.repositioned)
+        kept = entries_of(record)
+        assert kept is not None, "every layer of a model that `of` takes has entries"
+        return kept

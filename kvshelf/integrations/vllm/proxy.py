@@ -204,8 +204,9 @@ def create_app(
     return app
 
 
-def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
-    """Run the proxy until SIGINT or SIGTERM. model: whose tokenizer writes the questions. Raises a `KvshelfError` for
+def serve(settings: Settings, urls: Sequence[str], model: str, page: int) -> None:
+    """Run the proxy until SIGINT or SIGTERM. model: whose tokenizer writes the questions. page: tokens of a page of all
+    servers. Raises a `KvshelfError` for
     settings, a store or a tokenizer that cannot be used."""
     logs.configure(settings.log_level)
     metrics, api_key = ProxyMetrics(), os.environ.get("VLLM_API_KEY")
@@ -216,6 +217,6 @@ def serve(settings: Settings, urls: Sequence[str], model: str) -> None:
         tracer_to(settings.otel_endpoint) as tracer,
         alone(settings.host, settings.port) as place,
     ):
-        asking = CacheAsker(store, QuestionBuilder(load_tokenizer(model)), upstreams, metrics)
+        asking = CacheAsker(store, QuestionBuilder(load_tokenizer(model), page), upstreams, metrics)
         app = create_app(settings, asking, upstreams, metrics, keys, tracer)
         server.run(app, place, settings)

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 from kvshelf.api.strict import MAX_TOKENS
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.integrations.vllm.ragged.pages import stand_ins
 from kvshelf.model.text import TextFormat
 from kvshelf.store.manifest import Manifest
 
@@ -20,14 +21,19 @@ STAND_IN: Final = 0
 
 ID_PREFIX: Final = "kvs_"
 
+PAGE: Final = 128
+"""Tokens of a page of vLLM on a CPU, unless `--block-size` says otherwise."""
+
 
 @dataclass(frozen=True)
 class Named:
-    """The content of `FIELD`: a cache, and the caller's key or the tenant that the caller says it is of."""
+    """The content of `FIELD`: a cache, and the caller's key or the tenant that the caller says it is of. ragged: how
+    many stand-ins a cache has whose heads keep different numbers of entries; None for any other."""
 
     cache_id: str
     tenant: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    ragged: str | None = None
 
     @classmethod
     def parse(cls, values: Any) -> Self:
@@ -36,8 +42,8 @@ class Named:
         texts = isinstance(values, Mapping) and all(isinstance(value, str) for value in values.values())
         if not texts or "cache_id" not in values or not values.keys() <= set(names):
             raise InvalidRequest(
-                f"kv_transfer_params.{FIELD} must be an object of texts: cache_id, and tenant or api_key where this "
-                "vLLM asks for one",
+                f"kv_transfer_params.{FIELD} must be an object of texts: cache_id, tenant or api_key where this vLLM "
+                "asks for one, and ragged where the cache is",
                 param=f"kv_transfer_params.{FIELD}",
             )
         return cls(**values)
@@ -50,18 +56,21 @@ class Told:
     id: str
     kept_tokens: int
     tenant: str
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
 class ShelfRequest:
-    """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer.
-    question: the token ids behind them. tenant: of the cache, if known. api_key: the caller's, instead."""
+    """A question to one cache, as vLLM takes it. entries: K, the entries of the cache in every head and layer; of a
+    `ragged` one, whose heads have different numbers of them, the places that vLLM keeps for them. question: the token
+    ids behind them. tenant: of the cache, if known. api_key: the caller's, instead."""
 
     cache_id: str
     entries: int
     question: tuple[int, ...]
     tenant: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    ragged: bool = False
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -72,7 +81,10 @@ class ShelfRequest:
     def kv_transfer_params(self) -> dict[str, Any]:
         """What tells the connector of the cache."""
         who = {"tenant": self.tenant} if self.api_key is None else {"api_key": self.api_key}
-        return {FIELD: {"cache_id": self.cache_id} | {name: value for name, value in who.items() if value is not None}}
+        named = who | {"ragged": str(self.entries) if self.ragged else None}
+        return {
+            FIELD: {"cache_id": self.cache_id} | {name: value for name, value in named.items() if value is not None}
+        }
 
     @property
     def offline(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,10 +103,19 @@ class ShelfRequest:
         }
 
     @classmethod
-    def parse(cls, cache: Manifest | Told, prompt: Sequence[int], salt: str | None) -> Self:
-        """The request that a server received for a cache. Raises `InvalidRequest` for one that this module does not
-        build."""
-        cache_id, entries = cache.id, cache.kept_tokens
+    def parse(
+        cls, cache: Manifest | Told, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
+    ) -> Self:
+        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `Named`. Raises
+        `InvalidRequest` for one that this module does not build."""
+        cache_id, entries = cache.id, places_of(cache, page)
+        if ragged != (str(entries) if cache.ragged else None):
+            raise InvalidRequest(
+                f"the request is for {ragged or 'no'} places of {cache_id}, and this vLLM keeps "
+                f"{entries if cache.ragged else 'no'} places of its own for the heads of that cache; build it with "
+                f"kvshelf.integrations.vllm.shelf_request and page={page}",
+                param="kv_transfer_params",
+            )
         if salt != cache_id:
             raise InvalidRequest(
                 f"cache_salt is {salt!r}; it must be the cache's id {cache_id}, because without it vLLM takes the "
@@ -107,13 +128,20 @@ class ShelfRequest:
                 "then the question; build it with kvshelf.integrations.vllm.shelf_request",
                 param="prompt",
             )
-        return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant)
+        return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant, ragged=cache.ragged)
+
+
+def places_of(cache: Manifest | Told, page: int) -> int:
+    """Stand-ins that a request to a cache has, in a vLLM with pages of `page` tokens."""
+    return stand_ins(cache.kept_tokens, page) if cache.ragged else cache.kept_tokens
 
 
 class QuestionBuilder:
-    """Builds requests with one model's tokenizer, from transformers. Thread-safe."""
+    """Builds requests with one model's tokenizer, from transformers, for vLLMs with pages of `page` tokens.
+    Thread-safe."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, page: int = PAGE) -> None:
+        self._page = page
         self._text = TextFormat(tokenizer)
         self._digests = self._text.digests()
         self._vocabulary = len(tokenizer)
@@ -131,14 +159,18 @@ class QuestionBuilder:
         most = cache.num_tokens + MAX_TOKENS
         encoder = Encoder(cache.model, self._text, most, self._vocabulary, lambda _: most)
         question = tuple(encoder.query(cache.identity["boundary"], prompt))
-        return ShelfRequest(cache.id, cache.kept_tokens, question, cache.tenant)
+        places = places_of(cache, self._page)
+        return ShelfRequest(cache.id, places, question, cache.tenant, ragged=cache.ragged)
 
 
-def shelf_request(cache: Manifest, prompt: Prompt, tokenizer: Any, *, api_key: str | None = None) -> ShelfRequest:
+def shelf_request(
+    cache: Manifest, prompt: Prompt, tokenizer: Any, *, api_key: str | None = None, page: int = PAGE
+) -> ShelfRequest:
     """The request that asks `prompt` (a text, messages or token ids) of a cache, as `Engine.encode_query` writes it.
 
     cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. api_key: the caller's, for a
-    vLLM that asks for keys; without it the request names the cache's tenant. Raises `InvalidRequest` for a
+    vLLM that asks for keys; without it the request names the cache's tenant. page: vLLM's `--block-size`, which matters
+    to caches whose heads keep different numbers of entries. Raises `InvalidRequest` for a
     prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
     """
-    return replace(QuestionBuilder(tokenizer).request(cache, prompt), api_key=api_key)
+    return replace(QuestionBuilder(tokenizer, page).request(cache, prompt), api_key=api_key)

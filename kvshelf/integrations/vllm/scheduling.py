@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -23,13 +25,15 @@ answer of a connector ends one request without ending the server."""
 
 
 class ShelfScheduler:
-    """Decides by the index of the shelf alone; no blob is read."""
+    """Decides by the index of the shelf alone; no blob is read. page: tokens of a page of vLLM."""
 
-    def __init__(self, settings: ShelfSettings) -> None:
+    def __init__(self, settings: ShelfSettings, page: int) -> None:
         self._store = settings.open()
         self._tenants = Tenants(settings)
-        self._named: dict[str, tuple[str, str] | KvshelfError] = {}
+        self._page = page
+        self._named: dict[str, Named | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
+        self._ragged: dict[str, tuple[int, str]] = {}
         self._step = ConnectorStep()
 
     def arrived(self, request: Any) -> None:
@@ -40,7 +44,9 @@ class ShelfScheduler:
         request.skip_reading_prefix_cache = False
         try:
             named = Named.parse(_params(request).get(FIELD))
-            self._named[request.request_id] = named.cache_id, self._tenants.of(named)
+            self._named[request.request_id] = replace(named, api_key=None, tenant=self._tenants.of(named))
+            if named.ragged is not None:
+                _keep_apart(request, named.ragged, self._page)
         except KvshelfError as error:
             self._named[request.request_id] = error
         _without_params(request)
@@ -53,20 +59,22 @@ class ShelfScheduler:
         try:
             if isinstance(named, KvshelfError):
                 raise named
-            decision = self._decided[request.request_id] = self._checked(request, *named)
+            decision = self._decided[request.request_id] = self._checked(request, named)
         except KvshelfError as error:
             self._decided[request.request_id] = error
             return _REFUSED
         return max(0, decision.entries - computed), False
 
-    def _checked(self, request: Any, cache_id: str, tenant: str) -> ShelfRequest:
+    def _checked(self, request: Any, named: Named) -> ShelfRequest:
         sampling = request.sampling_params
         if request.lora_request is not None:
             raise InvalidRequest("an adapter changes the keys and values of the document", param="lora_request")
         if sampling is None or sampling.skip_reading_prefix_cache:
             raise InvalidRequest("a stored document has no logprobs and gives no embedding", param="prompt_logprobs")
-        cache = self._store.stat(cache_id, tenant=tenant)
-        return ShelfRequest.parse(cache, request.prompt_token_ids or (), request.cache_salt)
+        assert named.tenant is not None, "as `arrived` writes it"
+        cache = self._store.stat(named.cache_id, tenant=named.tenant)
+        prompt = request.prompt_token_ids or ()
+        return ShelfRequest.parse(cache, prompt, request.cache_salt, named.ragged, self._page)
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""
@@ -74,13 +82,16 @@ class ShelfScheduler:
         if isinstance(decision, KvshelfError):
             log.error("refused", request_id=request.request_id, code=decision.code, error=str(decision))
             self._step.refused.append(request.request_id)
-        elif decision is not None and tokens:
+            return
+        if decision is not None and decision.ragged:
+            self._ragged[request.request_id] = pages[0], decision.cache_id
+        if decision is not None and tokens:
             assert decision.tenant is not None, "as its manifest names it"
             with suppress(KvshelfError):  # a use that is not counted harms no answer
                 self._store.touch(decision.cache_id, tenant=decision.tenant)
             first, entries = decision.entries - tokens, decision.entries
-            load = Load(request.request_id, decision.cache_id, decision.tenant, first, entries, tuple(pages))
-            self._step.loads.append(load)
+            name, of = request.request_id, (decision.cache_id, decision.tenant)
+            self._step.loads.append(Load(name, *of, first, entries, tuple(pages), decision.ragged))
 
     def take_step(self, computed: Iterable[str]) -> ConnectorStep:
         """What the workers are told. computed: requests of the step. Raises `InternalError`, which ends vLLM, if one of
@@ -88,11 +99,15 @@ class ShelfScheduler:
         for request_id in computed:
             if isinstance(self._decided.get(request_id), KvshelfError):
                 raise InternalError(f"vLLM computes the request {request_id}, which was refused; take a tested version")
+            if request_id in self._ragged:
+                page, cache_id = self._ragged[request_id]
+                self._step.ragged[page] = cache_id
+        self._step.unfinished = frozenset(cache_id for _, cache_id in self._ragged.values())
         step, self._step = self._step, ConnectorStep()
         return step
 
     def finished(self, request: Any) -> None:
-        for requests in (self._named, self._decided):
+        for requests in (self._named, self._decided, self._ragged):
             requests.pop(request.request_id, None)
 
     def close(self) -> None:
@@ -107,6 +122,19 @@ def _is_ours(request: Any) -> bool:
 def _params(request: Any) -> Mapping[str, Any]:
     params = request.kv_transfer_params
     return params if isinstance(params, Mapping) else {}
+
+
+def _keep_apart(request: Any, places: str, page: int) -> None:
+    """Have vLLM share the pages with full head pages alone: the entries on later ones lie where only this request finds
+    them. Answers of one request (`n`) are requests of their own with the same tokens."""
+    hashes, prompt = request.block_hashes, len(request.prompt_token_ids or ())
+    if not (places.isdecimal() and len(places) < 10) or len(hashes) not in (0, prompt // page):
+        raise InvalidRequest(
+            f"kv_transfer_params.{FIELD}.ragged is {places!r}; it must be a number, and pages must be hashed whole",
+            param="kv_transfer_params",
+        )
+    shared = (int(places) + 1) // page - 1
+    hashes[shared:] = [os.urandom(32) for _ in hashes[shared:]]
 
 
 def _without_params(request: Any) -> None:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 @dataclass(frozen=True)
 class Load:
     """The entries `first` to `entries` (excluded) of a tenant's cache go to vLLM's pages of a request. pages: all of
-    the request, from its first token on."""
+    the request, from its first token on. ragged: its heads have different numbers of entries, and a page table each."""
 
     request_id: str
     cache_id: str
@@ -18,11 +18,15 @@ class Load:
     first: int
     entries: int
     pages: tuple[int, ...]
+    ragged: bool = False
 
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]
-    """Loads that the step's forward pass needs, and requests that fail without one."""
+    """Loads that the step's forward pass needs, and requests that fail without one. ragged: the ragged caches that its
+    requests ask, by each request's first page. unfinished: those that any request asks, also one that waits."""
 
     loads: list[Load] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    ragged: dict[int, str] = field(default_factory=dict)
+    unfinished: frozenset[str] = frozenset()

@@ -1,0 +1,1 @@
+"""Caches whose heads keep different numbers of entries, in pages of vLLM."""

@@ -1,0 +1,207 @@
+"""Pages of vLLM for caches whose heads keep different numbers of entries: a KV head has a page table of its own.
+
+A page of vLLM has `page` places in every head of every layer. Taken apart, it is layers x heads head pages, and the
+full ones of a cache lie in the head pages of a request's first pages one after another, whichever layer and head a head
+page belongs to. What is behind the last full head page of a head, and then the question and the answer, lies in the
+head's own head pages of the request's later pages, which no other request reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+def full_pages(kept_tokens: int, page: int) -> int:
+    """Pages that hold the full head pages of a cache. kept_tokens: the mean of its heads, rounded."""
+    return kept_tokens // page + 1
+
+
+def stand_ins(kept_tokens: int, page: int) -> int:
+    """Tokens that a request has in the place of the document: those of `full_pages` and all but one of the page behind
+    them, so that the longest rest of a head has room there, and the question behind it."""
+    return (full_pages(kept_tokens, page) + 1) * page - 1
+
+
+class Spread(NamedTuple):
+    """Where entries lie. pages: which page of the request; layers, heads: whose head page in it."""
+
+    pages: Tensor
+    layers: Tensor
+    heads: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPages:
+    """The head pages of a request. lengths: int64 `[layers, heads]`, entries of the cache. stand_ins: of the request,
+    and full: its pages with full head pages; 0 for a request without a cache."""
+
+    lengths: Tensor
+    stand_ins: int
+    full: int
+    page: int
+
+    @classmethod
+    def plain(cls, layers: int, heads: int, page: int) -> Self:
+        """Of a request that is vLLM's own, or asks a cache with equally many entries everywhere: as vLLM has them."""
+        return cls(torch.zeros(layers, heads, dtype=torch.int64), 0, 0, page)
+
+    @classmethod
+    def of(cls, lengths: Sequence[Sequence[int]], stand_ins: int, page: int) -> Self:
+        """lengths: of each head of each layer."""
+        return cls(torch.tensor(lengths, dtype=torch.int64), stand_ins, (stand_ins + 1) // page - 1, page)
+
+    @property
+    def fits(self) -> bool:
+        return int((self.lengths // self.page).sum()) <= self.full * self.lengths.numel()
+
+    def spread(self, tokens: int) -> Spread:
+        """The head pages of every head `[layers, heads, most]` for a request that has so many tokens, stand-ins
+        included; those behind a head's own repeat its last page."""
+        layers, heads = self.lengths.shape
+        full = self.lengths // self.page
+        own = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)
+        column = torch.arange(int((full + own).max()))
+        first = (full.flatten().cumsum(0) - full.flatten()).view(layers, heads)
+        number = first[..., None] + column
+        shared = column < full[..., None]
+        behind = (self.full + column - full[..., None]).clamp(max=self.full + int(own.max()) - 1)
+        return Spread(
+            torch.where(shared, number // (layers * heads), behind),
+            torch.where(shared, number // heads % layers, torch.arange(layers)[:, None, None]),
+            torch.where(shared, number % heads, torch.arange(heads)[:, None]),
+        )
+
+    @cached_property
+    def stored(self) -> Spread:
+        """As `spread`, of the cache alone."""
+        return self.spread(self.stand_ins)
+
+    def page_of(self, layer: int) -> Tensor:
+        """The page of the request on which each entry of a layer lies, one head behind the other."""
+        return self._of_entries(layer, self.stored.pages)[0]
+
+    def slots(self, layer: int, numbers: Tensor) -> Tensor:
+        """The slot of each entry of a layer among the places of all head pages. numbers: those of `stored`."""
+        pages, places = self._of_entries(layer, numbers)
+        return pages * self.page + places
+
+    def _of_entries(self, layer: int, of_pages: Tensor) -> tuple[Tensor, Tensor]:
+        places = [torch.arange(length) for length in self.lengths[layer].tolist()]
+        pages = [head[place // self.page] for head, place in zip(of_pages[layer], places, strict=True)]
+        return torch.cat(pages), torch.cat(places) % self.page
+
+
+class Storage:
+    """All pages of vLLM as one row of head pages. Of layers with the same shape in one allocation."""
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        """caches: `[pages, heads, page, 2 D]`, a view of each layer."""
+        _, self.heads, self.page, width = caches[0].shape
+        self._size = self.page * width
+        self._origins = torch.tensor([cache.storage_offset() for cache in caches]) // self._size
+        self._steps = torch.tensor([cache.stride()[:2] for cache in caches]) // self._size
+        total = caches[0].untyped_storage().nbytes() // caches[0].element_size() // self._size
+        self.rows = caches[0].as_strided((total, 1, self.page, width), (self._size, self._size, width, 1), 0)
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor]) -> Self | None:
+        """None where head pages are no whole parts of one allocation."""
+        first = caches[0]
+        size = first.shape[2:].numel()
+        alike = all(
+            cache.shape == first.shape
+            and cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and cache.stride()[2:] == (first.shape[3], 1)
+            and not any(part % size for part in (cache.storage_offset(), *cache.stride()[:2]))
+            for cache in caches
+        )
+        return cls(caches) if alike else None
+
+    def numbers(self, spread: Spread, pages: Tensor) -> Tensor:
+        """Which rows those head pages are. pages: int64, those of the request."""
+        steps = self._steps[spread.layers]
+        return self._origins[spread.layers] + pages[spread.pages] * steps[..., 0] + spread.heads * steps[..., 1]
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """What one forward pass reads and writes, as rows: a row is a KV head of a request. tables: int32
+    `[layers, rows, most]`; lengths: int32 `[layers, rows]`; slots: int64 `[layers, tokens x heads]` of new tokens;
+    order: int64, which of the tokens x heads, in the rows' order; starts: int32, where each row's begin."""
+
+    tables: Tensor
+    lengths: Tensor
+    slots: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+class HeadTables:
+    """The rows of what a worker computes. requests: ragged ones of this step, by the number of the first page."""
+
+    def __init__(self, storage: Storage, names: Sequence[str]) -> None:
+        self.storage: Final = storage
+        self.index: Final[Mapping[str, int]] = {name: at for at, name in enumerate(names)}
+        self.requests: Mapping[int, HeadPages] = {}
+        self._last: tuple[Any, StepRows | None] = (None, None)
+
+    def slots(self, head_pages: HeadPages, layer: int, pages: Sequence[int]) -> Tensor:
+        """The slot of each entry of a cache's layer in `storage.rows`. pages: of the request."""
+        numbers = self.storage.numbers(head_pages.stored, torch.tensor(pages))
+        return head_pages.slots(layer, numbers)
+
+    def of(self, metadata: Any) -> StepRows | None:
+        """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
+        the same object for all layers."""
+        if not self.requests:
+            return None
+        if self._last[0] is not metadata:
+            self._last = metadata, self._made(metadata)
+        return self._last[1]
+
+    def _made(self, metadata: Any) -> StepRows | None:
+        layers, heads, page = len(self.index), self.storage.heads, self.storage.page
+        starts, totals = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        plans = [self.requests.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]
+        if not any(plans):
+            return None
+        tables, lengths, slots, order = [], [], [], []
+        for request, head_pages in enumerate(plans):
+            plan = head_pages or HeadPages.plain(layers, heads, page)
+            begin, end, total = starts[request], starts[request + 1], totals[request]
+            table = self.storage.numbers(plan.spread(total), metadata.block_table[request].long())
+            entries = plan.lengths[..., None] + torch.arange(total - end + begin, total) - plan.stand_ins
+            slots.append((table.gather(2, entries // page) * page + entries % page).transpose(1, 2).flatten(1))
+            tables.append(table)
+            lengths.append(plan.lengths + total - plan.stand_ins)
+            order.append((torch.arange(begin, end) * heads + torch.arange(heads)[:, None]).flatten())
+        most = max(table.shape[2] for table in tables)
+        padded = [torch.nn.functional.pad(table, (0, most - table.shape[2])) for table in tables]
+        counts = torch.tensor(starts).diff().repeat_interleave(heads)
+        return StepRows(
+            torch.cat(padded, 1).int(),
+            torch.cat(lengths, 1).int(),
+            torch.cat(slots, 1),
+            torch.cat(order),
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        )
+
+
+def rows_of(layers: Mapping[str, Any]) -> HeadTables | None:
+    """Gives all layers of a worker the same rows. layers: of vLLM, by name. None where another attention than
+    `attention.RowsImpl` runs them, or where their pages are not of one shape in one allocation."""
+    if not all(hasattr(layer.impl, "rows") for layer in layers.values()):
+        return None
+    storage = Storage.of([layer.kv_cache for layer in layers.values()])
+    if storage is None:
+        return None
+    rows = HeadTables(storage, list(layers))
+    for layer in layers.values():
+        layer.impl.rows = rows
+    return rows
