@@ -40,8 +40,8 @@ from kvshelf.api.strict import (
 
 DEFAULT_POLICY = "full"
 DEFAULT_CODEC = "int8"
-"""Of a creation that says neither how much to keep nor how. It loses no answer on real documents: see
-docs/internals/datasets.md."""
+"""Of a creation that says neither how much to keep nor how. It loses least on real documents: see
+docs/internals/probe.md."""
 
 REMOVING_POLICY = "keydiff"
 """Of a creation that says how much to remove, but no policy."""
