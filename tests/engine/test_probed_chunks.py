@@ -190,6 +190,16 @@ def test_layers_keep_by_how_much_their_keys_change(
                 assert positions.tolist() == by_hand.visible[index, head].nonzero().flatten().tolist()
 
 
+def test_its_caches_are_of_the_similarities_alone(tiny: Engine) -> None:
+    text, params = "A ledger of the harbour. " * 40, {"layers": "sensitivity"}
+    job = tiny.prepare(text, policy="epicache", policy_params=params)
+    own = job.document.calibration
+    assert own is not None
+    assert job.identity.policy_params["calibration"] == own.keys_digest
+    with pytest.raises(PolicyUnsupported, match="is not this model's"):
+        tiny.prepare(text, policy="epicache", policy_params={**params, "calibration": own.digest})
+
+
 def test_a_calibration_without_similarities_is_refused_and_equal_layers_need_none(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

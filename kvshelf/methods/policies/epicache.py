@@ -14,7 +14,7 @@ from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import encoded
 from kvshelf.methods.policies.blocks import BlockPast, BlockPolicy, largest_weights
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.calibrated import calibration_of, digest_of
+from kvshelf.methods.policies.calibrated import calibration_of, required_digest
 from kvshelf.methods.policies.centroids import unpacked
 from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
@@ -78,13 +78,14 @@ class EpiCache(BlockPolicy):
         policy = super().fitted(document, budget, given)
         if self.layers == "equal":
             return policy
-        if calibration_of(document).key_similarities is None:
+        measured = calibration_of(document)
+        if measured.key_similarities is None:
             raise PolicyUnsupported(
                 "the model's calibration is of an earlier version and has no key_similarities, by which "
                 "layers=sensitivity shares the budget; make it again with kvshelf calibrate --only heads",
                 param="policy_params.layers",
             )
-        return replace(policy, calibration=digest_of(document, self.calibration))
+        return replace(policy, calibration=required_digest(self.calibration, measured.keys_digest))
 
     def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:
         if self.layers == "equal":
