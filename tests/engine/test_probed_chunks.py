@@ -15,6 +15,7 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.policies.epicache import sensitivities
 from kvshelf.model import calibration
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf_bench.models.small import small_model
@@ -188,6 +189,12 @@ def test_layers_keep_by_how_much_their_keys_change(
         for index, record in enumerate(cache.layers):
             for head, positions in enumerate(record.positions):
                 assert positions.tolist() == by_hand.visible[index, head].nonzero().flatten().tolist()
+
+
+def test_layers_that_differ_by_rounding_alone_are_alike() -> None:
+    """What documents of one block measure."""
+    assert sensitivities([1.0000000013, 0.9999999953, 0.9999999975, 0.9999999923], 1.1) == [1.0] * 4
+    assert sensitivities([0.9, 0.8995], 1.0) == [0.0, 1.0]
 
 
 def test_its_caches_are_of_the_similarities_alone(tiny: Engine) -> None:

@@ -24,6 +24,8 @@ _OWN_END: Final = 64
 """Tokens at the end of the document that stand for the episode where nothing else does."""
 _FLOOR: Final = 4
 """A layer keeps this part of an even share at least."""
+_SPREAD: Final = 1e-4
+"""Layers whose similarities differ by less change alike: such differences are rounding."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,6 @@ class EpiCache(BlockPolicy):
 def sensitivities(similarities: Sequence[float], sharpness: float) -> list[float]:
     """The layers' weights, 1 for the one whose keys change most; all 1 where all change alike."""
     lowest, highest = min(similarities), max(similarities)
-    if lowest == highest:
+    if highest - lowest < _SPREAD:
         return [1.0] * len(similarities)
     return [((highest - similarity) / (highest - lowest)) ** sharpness for similarity in similarities]
