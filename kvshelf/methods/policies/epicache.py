@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Final, Self
 
 import torch
@@ -49,11 +50,13 @@ class EpiCache(BlockPolicy):
     (docs/internals/answers.md). Their `centroid` says what each is about: a question is sent to the nearest. It changes
     nothing of what stays.
 
-    Departures: the first `sink` tokens and the chat template's always stay. The authors' code starts the pass one
-    position early, within the chunk's last token; here it starts behind the chunk. Their floor of a layer adds to the
-    budget; here the others pay for it, and what a layer cannot hold goes to them, so that the total is exact. Layers
-    have equal budgets by default, which needs no calibration. Episodes are found by words, not by a sentence encoder.
-    Without `probe` the instruction is the pass; without a tokenizer, the document's last 64 tokens.
+    Departures: s_l is of blocks of 128 tokens behind 4 first ones, as documents of `kvshelf calibrate` are short; the
+    paper's have 2,048. What "sensitivity" gains is not measured here. The first `sink` tokens and the chat template's
+    always stay. The authors' code starts the pass one position early, within the chunk's last token; here it starts
+    behind the chunk. Their floor of a layer adds to the budget; here the others pay for it, and what a layer cannot
+    hold goes to them, so that the total is exact. Layers have equal budgets by default, which needs no calibration.
+    Episodes are found by words, not by a sentence encoder. Without `probe` the instruction is the pass; without a
+    tokenizer, the document's last 64 tokens.
     """
 
     name: ClassVar[str] = "epicache"
@@ -79,6 +82,10 @@ class EpiCache(BlockPolicy):
             unpacked(self.centroid)
         policy = super().fitted(document, budget, given)
         if self.layers == "equal":
+            for name in sorted({"calibration", "sharpness"} & given):
+                raise PolicyUnsupported(
+                    f"{name} says nothing without layers=sensitivity; leave it out", param=f"policy_params.{name}"
+                )
             return policy
         measured = calibration_of(document)
         if measured.key_similarities is None:
@@ -95,8 +102,7 @@ class EpiCache(BlockPolicy):
         similarities = calibration_of(document).key_similarities
         assert similarities is not None, "the policy was fitted"
         floor = max(mean // _FLOOR, min(mean, self.sinks(document) + 1))
-        weights = sensitivities(similarities, self.sharpness)
-        return floored(weights, mean * len(weights), floor, document.num_tokens)[layer_idx]
+        return _shares(similarities, self.sharpness, mean, floor, document.num_tokens)[layer_idx]
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         ids = self._pass(document)
@@ -120,6 +126,13 @@ class EpiCache(BlockPolicy):
         if document.text is None:
             return tuple(document.token_ids[-_OWN_END:])
         return (*document.text.encode(_INSTRUCTION), *document.suffix, *episode)
+
+
+@lru_cache(maxsize=64)
+def _shares(similarities: tuple[float, ...], sharpness: float, mean: int, floor: int, cap: int) -> tuple[int, ...]:
+    """Entries of a head of each layer; made once for all layers of a chunk, as exact fractions take their time."""
+    weights = sensitivities(similarities, sharpness)
+    return tuple(floored(weights, mean * len(weights), floor, cap))
 
 
 def sensitivities(similarities: Sequence[float], sharpness: float) -> list[float]:
