@@ -1,5 +1,5 @@
-"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, transforms for codec klt,
-frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
+"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, layers for epicache, transforms
+for codec klt, frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
 
 from __future__ import annotations
 

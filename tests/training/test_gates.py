@@ -209,6 +209,15 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
         torch.testing.assert_close(labels[layer], expected, rtol=1e-3, atol=1e-6)
 
 
+def test_an_own_answer_without_an_end_is_cut(tiny, monkeypatch):
+    monkeypatch.setattr("kvshelf.training.gates.lessons.OWN_TOKENS", 1)
+    lesson = lessons(tiny)(0)
+    given, own = answered(tiny, lesson), self_answered(tiny, lesson)
+    assert own.answering == (1,) * len(lesson.asked)
+    for probe, other, rows in zip(own.passes, given.passes, given.answering, strict=True):
+        assert probe.token_ids == other.token_ids[: len(other.token_ids) - rows + 1], "the question alone"
+
+
 def test_rank_correlation_is_spearmans():
     """1 - 6 sum d^2 / (n (n^2 - 1)) where no two are equal."""
     one, other = torch.randn(50), torch.randn(50)
