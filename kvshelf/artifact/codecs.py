@@ -2,7 +2,8 @@
 
     none                     the model's dtype
     int8, int4, int2         codes in groups (`QuantizedRows`), after KIVI (arXiv 2402.02750)
-    mixed                    the important entries in more bits than the rest, after MiKV (arXiv 2402.18096)
+    mixed                    the important entries in more bits than the rest, which may have three (int3), after MiKV
+                             (arXiv 2402.18096)
     klt                      entropy-coded coefficients of a transform of the model, after KVTC (arXiv 2511.01815)
     lossless                 the model's dtype, bit by bit, in entropy-coded byte planes (`planes`)
 

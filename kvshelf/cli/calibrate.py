@@ -1,5 +1,5 @@
-"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, transforms for codec klt,
-frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
+"""calibrate: measure a model once, for what needs it: retrieval heads for compresskv, layers for epicache, transforms
+for codec klt, frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class _Samples:
     """What a model is measured on."""
 
     documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60
-    tokens: Annotated[int, typer.Option(min=128, help="Length of each test document, in tokens.")] = 1024
+    # at least two blocks of kvshelf.training.key_search: in one, no key can change
+    tokens: Annotated[int, typer.Option(min=260, help="Length of each test document, in tokens.")] = 1024
     text: Annotated[
         list[Path] | None,
         typer.Option(

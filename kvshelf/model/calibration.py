@@ -97,10 +97,16 @@ class Calibration(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Hex digest of the fields that policies read: part of the identity of every cache made with it."""
-        fields = {"weights", "head_scores", "layer_errors", "key_similarities"}
-        content = self.model_dump(mode="json", include=fields, exclude_none=True)
+        """Hex digest of the scores of heads and layers: part of the identity of every cache that is made by them. No
+        other field may change it, or those caches would be made and stored again."""
+        content = self.model_dump(mode="json", include={"weights", "head_scores", "layer_errors"})
         return digest("kvshelf.calibration", canonical_json(content))
+
+    @property
+    def keys_digest(self) -> str:
+        """Hex digest of the key similarities, for caches that are made by these."""
+        content = self.model_dump(mode="json", include={"weights", "key_similarities"})
+        return digest("kvshelf.calibration.keys", canonical_json(content))
 
     def best_heads(self, layer_idx: int, count: int) -> list[int]:
         """The `count` query heads of a layer with the highest scores, ascending; equal ones by the lower index."""

@@ -372,7 +372,7 @@ def _kinds(check: Check) -> Iterator[tuple[str, Prefix]]:
     ragged = [(130 if check.full else 66) + 37 * head for head in range(check.kv_heads)]
     even = [150] * check.kv_heads
     for name, bits, group in (
-        ("plain", None, 0), ("int8", 8, 64), ("int4", 4, 32), ("int2", 2, 32), ("groups of 12", 4, 12)
+        ("plain", None, 0), ("int8", 8, 64), ("int4", 4, 32), ("int3", 3, 32), ("int2", 2, 32), ("groups of 12", 4, 12)
     ):  # fmt: skip
         yield name, _packed(check, ragged, bits, group)
     stacked = _packed(check, even)
@@ -383,7 +383,8 @@ def _kinds(check: Check) -> Iterator[tuple[str, Prefix]]:
     yield "selected int4", _selected(_packed(check, ragged, 4))
     kept = check.dim * 6 // 10
     yield "pruned", _pruned(check, ragged, kept)
-    yield "pruned int4", _pruned(check, ragged, kept, 4)
+    for bits in (4, 3):
+        yield f"pruned int{bits}", _pruned(check, ragged, kept, bits)
 
 
 def _plain(prefix: PackedPrefix) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from kvshelf.client import DEFAULT_URL
 from kvshelf.methods.catalog import catalog
 from kvshelf.methods.method import SELECTOR
 from kvshelf.model.source import bundled_folder
+from kvshelf.training.key_search import BLOCK, SINK
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "http://127.0.0.1:9"
@@ -375,7 +376,7 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("kvshelf.cli.calibrate.TEXTS", 2)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    made = run("calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu")
+    made = run("calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "260", "--device", "cpu")
     assert made.exit_code == 0, made.output
     engine = Engine.load("kvshelf-tiny", device="cpu")
     path = tmp_path / "kvshelf" / "calibrations" / f"{engine.identity.weights}.json"
@@ -384,7 +385,7 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert job.document.calibration is not None
     assert job.document.calibration.origin.documents == 2
     printed = run(
-        "calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "200", "--device", "cpu",
+        "calibrate", "--model", "kvshelf-tiny", "--documents", "2", "--tokens", "260", "--device", "cpu",
         "--output", str(tmp_path / "elsewhere"),
     )  # fmt: skip
     assert printed.exit_code == 0, printed.output
@@ -475,12 +476,19 @@ def test_the_file_that_cannot_be_read_is_the_one_named(tmp_path: Path) -> None:
 
 def test_calibrate_refuses_a_model_that_finds_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     failed = run(
-        "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "128", "--device", "cpu",
+        "calibrate", "--model", str(tiny_folder), "--documents", "1", "--tokens", "260", "--device", "cpu",
         "--only", "heads", "--output", str(tmp_path / "made"),
     )  # fmt: skip
     assert failed.exit_code == 2
     assert "answered none of 1 questions" in " ".join(failed.stderr.split())
     assert list((tmp_path / "made" / "kvshelf").iterdir()) == []
+
+
+def test_calibrate_refuses_documents_of_less_than_two_blocks() -> None:
+    """In one block no key changes, and epicache would share its budget by noise."""
+    failed = run("calibrate", "--model", "kvshelf-tiny", "--tokens", str(SINK + 2 * BLOCK - 1))
+    assert failed.exit_code == 2
+    assert "--tokens" in failed.stderr
 
 
 def test_calibrate_refuses_an_output_that_cannot_be_written_before_the_search(tmp_path: Path) -> None:

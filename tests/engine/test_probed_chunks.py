@@ -15,6 +15,8 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.policies.epicache import sensitivities
+from kvshelf.methods.policies.sharing import floored
 from kvshelf.model import calibration
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf_bench.models.small import small_model
@@ -188,6 +190,44 @@ def test_layers_keep_by_how_much_their_keys_change(
         for index, record in enumerate(cache.layers):
             for head, positions in enumerate(record.positions):
                 assert positions.tolist() == by_hand.visible[index, head].nonzero().flatten().tolist()
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_shares_of_layers_are_computed_once(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each layer and chunk: for 80 layers, that takes as long as the chunk's pass on a GPU."""
+    shares: list[list[int]] = []
+
+    def counted(*args: Any) -> list[int]:
+        shares.append(floored(*args))
+        return shares[-1]
+
+    monkeypatch.setattr("kvshelf.methods.policies.epicache.floored", counted)
+    cache = chunked(oracle.engine, oracle.ids[:TOKENS], "epicache", budget_tokens=BUDGET + 7, layers="sensitivity")
+    assert [record.entries // len(record.lengths) for record in cache.layers] == shares[0]
+    assert len(shares) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("calibration", "nonsense"), ("sharpness", 7.0)])
+def test_what_layers_need_is_refused_where_they_are_equal(llama: Any, name: str, value: Any) -> None:
+    with pytest.raises(PolicyUnsupported, match=f"{name} says nothing without layers=sensitivity") as refused:
+        llama.engine.prepare(llama.ids[:TOKENS], policy="epicache", policy_params={name: value}, budget_tokens=BUDGET)
+    assert refused.value.param == f"policy_params.{name}"
+
+
+def test_layers_that_differ_by_rounding_alone_are_alike() -> None:
+    """What documents of one block measure."""
+    assert sensitivities([1.0000000013, 0.9999999953, 0.9999999975, 0.9999999923], 1.1) == [1.0] * 4
+    assert sensitivities([0.9, 0.8995], 1.0) == [0.0, 1.0]
+
+
+def test_its_caches_are_of_the_similarities_alone(tiny: Engine) -> None:
+    text, params = "A ledger of the harbour. " * 40, {"layers": "sensitivity"}
+    job = tiny.prepare(text, policy="epicache", policy_params=params)
+    own = job.document.calibration
+    assert own is not None
+    assert job.identity.policy_params["calibration"] == own.keys_digest
+    with pytest.raises(PolicyUnsupported, match="is not this model's"):
+        tiny.prepare(text, policy="epicache", policy_params={**params, "calibration": own.digest})
 
 
 def test_a_calibration_without_similarities_is_refused_and_equal_layers_need_none(

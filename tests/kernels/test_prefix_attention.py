@@ -273,7 +273,7 @@ def test_pruned_keys_are_keys_with_zeros(dtype, bits, dim, kept, tokens, form):
     assert error(same, expected) < 1e-12
 
 
-@pytest.mark.parametrize("bits", [None, 2, 4, 8])
+@pytest.mark.parametrize("bits", [None, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_c_reads_nothing_behind_pruned_keys(dtype, bits, guarded):
     """The last row of the last head ends where memory ends."""

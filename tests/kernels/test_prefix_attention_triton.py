@@ -100,7 +100,7 @@ def test_each_kind_of_prefix(kind, dtype, dim, value_dim):
     check(random(2, 6, dim, dtype=dtype, seed=1), [document], one_document(1, rows=2), 2, value_dim)
 
 
-@pytest.mark.parametrize("bits", [None, 2, 4, 8])
+@pytest.mark.parametrize("bits", [None, 2, 3, 4, 8])
 @pytest.mark.parametrize(("dim", "kept"), [(64, 39), (16, 1), (24, 16)])
 def test_pruned_keys_are_keys_with_zeros(dim, kept, bits):
     document, beside = pruned([150, 5], dim, 24, kept, bits=bits, group=32), packed([3, 70], dim, 24, seed=7)
@@ -367,10 +367,12 @@ def test_splits_compile_for_gpus(compile_all):
         split_variant("bf16", 128, 4, 16, kind(128)),
         split_variant("fp16", 128, 4, 64, kind(128)),
         split_variant("bf16", 128, 4, 32, kind(128, 4)),
+        split_variant("bf16", 128, 4, 32, kind(128, 3)),
         split_variant("bf16", 128, 4, 32, kind(128, merged=True)),
         split_variant("bf16", 128, 4, 16, kind(128, 4, selected=True)),
         split_variant("fp32", 64, 2, 32, kind(64)),
         split_variant("bf16", 128, 4, 16, kind(128)._replace(keys=row_kind(77, 4, 32, True))),
+        split_variant("bf16", 128, 4, 16, kind(128)._replace(keys=row_kind(77, 3, 32, True))),
     ]
     compiled = compile_all("kvshelf.kernels.prefix_attention.splits", variants)
     require_fits(compiled)

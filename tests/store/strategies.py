@@ -101,7 +101,7 @@ def encoded_caches(draw: st.DrawFn) -> CompressedCache:
         st.just("mixed"),
         group=st.just(group),
         high=st.sampled_from(["none", "int8"]),
-        low=st.sampled_from(["int2", "int4"]),
+        low=st.sampled_from(["int2", "int3", "int4"]),
         share=st.integers(1, 9999).map(lambda n: n / 10_000),
     )
     cache = CompressedCache(

@@ -106,6 +106,23 @@ def test_a_checkpoint_of_another_training_is_refused(tiny, tmp_path):
         training(tiny, "kvzip_gate", output, steps=2, seed=1).run(resume=True)
 
 
+def test_a_training_on_other_answers_is_another(tiny, tmp_path, monkeypatch):
+    """Its checkpoint, whose lines measure other things, and the digest of what it read."""
+    output = tmp_path / "gates.safetensors"
+    own, given = training(tiny, "lookaheadkv", output, steps=2), training(tiny, "lookaheadkv", output, steps=2)
+    given.report = lambda _: 1 / 0
+    with monkeypatch.context() as before:
+        before.setattr("kvshelf.training.gates.lookahead.self_answered", answered)
+        before.setattr(type(given.objective), "lesson_kind", {})
+        with pytest.raises(ZeroDivisionError):
+            given.run(resume=False)
+        of_given = given.objective.learn(lessons(tiny)(0))[1]
+    with pytest.raises(InvalidRequest, match="of another training"):
+        own.run(resume=True)
+    own.objective.begin(lessons(tiny)(0))
+    assert own.objective.learn(lessons(tiny)(0))[1] != of_given
+
+
 def test_the_seed_decides(tiny, tmp_path):
     digests = [training(tiny, "kvzip_gate", tmp_path / f"{i}", steps=2, seed=seed).run(resume=False).digest
                for i, seed in enumerate((0, 0, 1))]  # fmt: skip
@@ -190,6 +207,15 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
     for layer in range(4):
         expected = torch.stack([torch.stack(rows[layer][head]).mean(dim=0) for head in range(4)]).float()
         torch.testing.assert_close(labels[layer], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_an_own_answer_without_an_end_is_cut(tiny, monkeypatch):
+    monkeypatch.setattr("kvshelf.training.gates.lessons.OWN_TOKENS", 1)
+    lesson = lessons(tiny)(0)
+    given, own = answered(tiny, lesson), self_answered(tiny, lesson)
+    assert own.answering == (1,) * len(lesson.asked)
+    for probe, other, rows in zip(own.passes, given.passes, given.answering, strict=True):
+        assert probe.token_ids == other.token_ids[: len(other.token_ids) - rows + 1], "the question alone"
 
 
 def test_rank_correlation_is_spearmans():

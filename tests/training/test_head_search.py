@@ -159,9 +159,9 @@ def test_a_model_that_finds_nothing_teaches_nothing(tiny_folder):
         calibrate(engine, [])
 
 
-@pytest.mark.parametrize("stopped", [1, 5])
+@pytest.mark.parametrize("stopped", [1, 5, 8])
 def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypatch, stopped):
-    """Among the answers, and among the layers' errors."""
+    """Among the answers, among the layers' errors, and among the similarities of keys."""
     asked, path, done = list(needles(3, 200, tiny.text.count_tokens)), tmp_path / "unfinished", []
     whole = calibrate(tiny, asked)
 
@@ -175,9 +175,9 @@ def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypa
     with path.open("a") as file:
         file.write('[0.1, "torn')
     worked = []
-    for name in ("retrieval_scores", "layer_errors"):
+    for name in ("retrieval_scores", "layer_errors", "key_similarities"):
         real = getattr(head_search, name)
         monkeypatch.setattr(head_search, name, lambda *args, real=real: worked.append(1) or real(*args))
     assert calibrate(tiny, asked, journal=path) == whole
-    assert len(worked) == 2 * len(asked) - stopped
+    assert len(worked) == 3 * len(asked) - stopped
     assert not path.exists()

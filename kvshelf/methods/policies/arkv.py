@@ -24,11 +24,11 @@ class ARKV(ChunkedTail):
     """In part, as states are not set while it answers: keep what the window attends to steadily or in bursts,
     and give layers whose attention is spread out, shifting and peaked more entries in many bits; the others have few.
 
-    It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2 or int4. The score
-    is that of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA
-    group and pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query heads:
-    E is their entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are not
-    always kept, a layer has the best in many bits, as large a part as its claim is of the largest claim.
+    It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2, int3 or int4. The
+    score is that of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the
+    GQA group and pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query
+    heads: E is their entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are
+    not always kept, a layer has the best in many bits, as large a part as its claim is of the largest claim.
 
     All three states are decided when the document has been read; with `prefill` "chunked" behind each chunk, whose last
     tokens are the window, over all that is left. An entry in few bits is read as it was until the cache is stored. The

@@ -26,12 +26,11 @@ class CalibratedPolicy(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        return replace(policy, calibration=digest_of(document, self.calibration))
+        return replace(policy, calibration=required_digest(self.calibration, calibration_of(document).digest))
 
 
-def digest_of(document: DocumentView, named: str | None) -> str:
-    """That of the calibration of the document's model. Raises `PolicyUnsupported` where a request named another."""
-    own = calibration_of(document).digest
+def required_digest(named: str | None, own: str) -> str:
+    """The model's `own`. Raises `PolicyUnsupported` where a request named another."""
     if named not in (None, own):
         raise PolicyUnsupported(
             f"calibration {named!r} is not this model's, which is {own!r}; leave it out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Final, Self
 
 import torch
@@ -14,7 +15,7 @@ from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import encoded
 from kvshelf.methods.policies.blocks import BlockPast, BlockPolicy, largest_weights
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.calibrated import calibration_of, digest_of
+from kvshelf.methods.policies.calibrated import calibration_of, required_digest
 from kvshelf.methods.policies.centroids import unpacked
 from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
@@ -24,6 +25,8 @@ _OWN_END: Final = 64
 """Tokens at the end of the document that stand for the episode where nothing else does."""
 _FLOOR: Final = 4
 """A layer keeps this part of an even share at least."""
+_SPREAD: Final = 1e-4
+"""Layers whose similarities differ by less change alike: such differences are rounding."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class EpiCache(BlockPolicy):
     (docs/internals/answers.md). Their `centroid` says what each is about: a question is sent to the nearest. It changes
     nothing of what stays.
 
-    Departures: the first `sink` tokens and the chat template's always stay. The authors' code starts the pass one
-    position early, within the chunk's last token; here it starts behind the chunk. Their floor of a layer adds to the
-    budget; here the others pay for it, and what a layer cannot hold goes to them, so that the total is exact. Layers
-    have equal budgets by default, which needs no calibration. Episodes are found by words, not by a sentence encoder.
-    Without `probe` the instruction is the pass; without a tokenizer, the document's last 64 tokens.
+    Departures: s_l is of blocks of 128 tokens behind 4 first ones, as documents of `kvshelf calibrate` are short; the
+    paper's have 2,048. What "sensitivity" gains is not measured here. The first `sink` tokens and the chat template's
+    always stay. The authors' code starts the pass one position early, within the chunk's last token; here it starts
+    behind the chunk. Their floor of a layer adds to the budget; here the others pay for it, and what a layer cannot
+    hold goes to them, so that the total is exact. Layers have equal budgets by default, which needs no calibration.
+    Episodes are found by words, not by a sentence encoder. Without `probe` the instruction is the pass; without a
+    tokenizer, the document's last 64 tokens.
     """
 
     name: ClassVar[str] = "epicache"
@@ -77,14 +82,19 @@ class EpiCache(BlockPolicy):
             unpacked(self.centroid)
         policy = super().fitted(document, budget, given)
         if self.layers == "equal":
+            for name in sorted({"calibration", "sharpness"} & given):
+                raise PolicyUnsupported(
+                    f"{name} says nothing without layers=sensitivity; leave it out", param=f"policy_params.{name}"
+                )
             return policy
-        if calibration_of(document).key_similarities is None:
+        measured = calibration_of(document)
+        if measured.key_similarities is None:
             raise PolicyUnsupported(
                 "the model's calibration is of an earlier version and has no key_similarities, by which "
                 "layers=sensitivity shares the budget; make it again with kvshelf calibrate --only heads",
                 param="policy_params.layers",
             )
-        return replace(policy, calibration=digest_of(document, self.calibration))
+        return replace(policy, calibration=required_digest(self.calibration, measured.keys_digest))
 
     def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:
         if self.layers == "equal":
@@ -92,8 +102,7 @@ class EpiCache(BlockPolicy):
         similarities = calibration_of(document).key_similarities
         assert similarities is not None, "the policy was fitted"
         floor = max(mean // _FLOOR, min(mean, self.sinks(document) + 1))
-        weights = sensitivities(similarities, self.sharpness)
-        return floored(weights, mean * len(weights), floor, document.num_tokens)[layer_idx]
+        return _shares(similarities, self.sharpness, mean, floor, document.num_tokens)[layer_idx]
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         ids = self._pass(document)
@@ -119,9 +128,16 @@ class EpiCache(BlockPolicy):
         return (*document.text.encode(_INSTRUCTION), *document.suffix, *episode)
 
 
+@lru_cache(maxsize=64)
+def _shares(similarities: tuple[float, ...], sharpness: float, mean: int, floor: int, cap: int) -> tuple[int, ...]:
+    """Entries of a head of each layer; made once for all layers of a chunk, as exact fractions take their time."""
+    weights = sensitivities(similarities, sharpness)
+    return tuple(floored(weights, mean * len(weights), floor, cap))
+
+
 def sensitivities(similarities: Sequence[float], sharpness: float) -> list[float]:
     """The layers' weights, 1 for the one whose keys change most; all 1 where all change alike."""
     lowest, highest = min(similarities), max(similarities)
-    if lowest == highest:
+    if highest - lowest < _SPREAD:
         return [1.0] * len(similarities)
     return [((highest - similarity) / (highest - lowest)) ** sharpness for similarity in similarities]

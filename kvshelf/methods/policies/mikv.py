@@ -55,7 +55,7 @@ class MiKV(Around):
     Departures: the important entries are those of a base that is chosen, in the paper H2O's. The paper quantizes by
     token. Its balancer multiplies each channel of a key and divides that of the query, so that outliers do not spoil
     the steps of their token. kvshelf quantizes keys by channel, where such a factor moves a channel's scale and zero
-    with it and changes no code; it is left out.
+    with it and changes no code, but for the rounding of both to bf16; it is left out.
     """
 
     name: ClassVar[str] = "mikv"

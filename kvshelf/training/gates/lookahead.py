@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.methods.policies.view import LayerView, ProbePass
 from kvshelf.training.gates.behind import ReadBehind, softmax
@@ -20,6 +23,8 @@ class Lookahead(Objective):
     """The loss is the KL from the attention of the model's own answers to that of the learned rows, the mean over
     layers and heads. A step goes back through these rows alone, as the document's keys and values do not depend on
     them."""
+
+    lesson_kind: ClassVar[Mapping[str, str]] = {"answers": "own"}
 
     def begin(self, lesson: Lesson) -> None:  # noqa: ARG002
         spread = float(self.engine.model.get_input_embeddings().weight.detach().float().std())
@@ -35,7 +40,8 @@ class Lookahead(Objective):
             losses = [divergence(labels[layer], found[layer]) for layer in found]
             loss = torch.stack(losses).mean()
             loss.backward(inputs=list(self.state.values()))  # type: ignore[no-untyped-call]
-        return loss.item(), observed.job.identity.document
+        written = canonical_json([probe.token_ids for probe in observed.passes])
+        return loss.item(), digest("kvshelf.gates.lesson", observed.job.identity.document, written)
 
     def agreement(self, lesson: Lesson) -> float:
         observed = self_answered(self.engine, lesson)

@@ -47,14 +47,16 @@ Lessons = Callable[[int], Lesson]
 class Objective(ABC):
     """The gates of one policy while they are trained.
 
-    policy: that reads them. width, rate: of the network, and the learning rate. state: all tensors by their names in
-    the file, fp32; those that ask for a gradient are trained.
+    policy: that reads them. width, rate: of the network, and the learning rate. lesson_kind: what it learns from, where
+    that was another thing before; checkpoints of the other are refused. state: all tensors by their names in the file,
+    fp32; those that ask for a gradient are trained.
     """
 
     policy: type[GatePolicy]
     engine: Engine
     width: int
     rate: ClassVar[float] = 2e-3
+    lesson_kind: ClassVar[Mapping[str, str]] = {}
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @abstractmethod
@@ -198,6 +200,7 @@ class Trainer:
     def _of(self) -> str:
         """What this is the training of."""
         about = {"policy": self.objective.policy.name, "revision": self.objective.policy.gate_revision}
+        about |= self.objective.lesson_kind
         return canonical_json(
             asdict(self.settings) | about | {"width": self.objective.width, "weights": self.engine.identity.weights}
         )

@@ -152,6 +152,17 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
     assert changed.identity.content() != job.identity.content()
 
 
+def test_the_digest_is_of_heads_and_layers_alone(tiny):
+    """Ids of caches follow from it: what else a calibration has, and may have some day, must not change them."""
+    found = tiny.prepare(TEXT, policy="compresskv").document.calibration
+    assert found.digest == "88bdba12be448c693617944b62e669b43de0e5e8"
+    assert found.key_similarities is not None
+    before = found.model_copy(update={"key_similarities": None})
+    heads = found.model_copy(update={"head_scores": tuple(reversed(found.head_scores))})
+    assert (before.digest == found.digest, before.keys_digest == found.keys_digest) == (True, False)
+    assert (heads.digest == found.digest, heads.keys_digest == found.keys_digest) == (False, True)
+
+
 def test_heads_are_an_eighth_by_default_and_no_more_than_there_are(tiny):
     assert tiny.prepare(TEXT, policy="compresskv").policy.heads == 1  # of 4
     wide = DocumentView(range(9), calibration=random_calibration(2, 32, 0))

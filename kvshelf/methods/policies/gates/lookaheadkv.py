@@ -27,10 +27,12 @@ class LookaheadKV(GatePolicy, ScoringPolicy):
     (LoRA, alpha 32); the document's keys and values are those without it. The score of a token is the mean weight of
     these rows, over the GQA group, pooled over neighbours (average). The training loss is the KL from the mean
     attention of the rows that write an answer to that of the learned rows, both over the document, in each query head.
-    The model writes these answers itself, greedily, to the questions of the training documents.
+    The model writes these answers itself, greedily, to the questions of the training documents; the row that writes the
+    token which ends an answer counts as the others do.
 
     Departures: an answer of the training has 128 tokens at most. The last tokens of the document are not kept for
-    standing there.
+    standing there. The gates that kvshelf-tiny brings, and so the measured figures, are of a training on the
+    answers that its documents give.
     """
 
     name: ClassVar[str] = "lookaheadkv"
