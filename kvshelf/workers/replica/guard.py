@@ -30,7 +30,7 @@ import structlog
 from kvshelf.api import Quality
 from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
-from kvshelf.engine.certify.recheck import Recheck, Rechecked, joint_job
+from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, Rechecked, joint_job, require_joint
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
@@ -179,7 +179,11 @@ class Guard:
         is not kept, or that were appended to another are left out."""
         try:
             with called_by(Caller(answered.tenant)):
-                manifests, work = await self._threads.compute(self._prepared, answered)
+                began = self._now()
+                try:
+                    manifests, work = await self._threads.compute(self._prepared, answered)
+                finally:
+                    self._worked_s += self._now() - began
                 if work is None or (result := await self._checked(answered, work)) is None:
                     return
                 for manifest in manifests:  # one that was erased meanwhile leaves no value of its label behind
@@ -196,10 +200,13 @@ class Guard:
         identities = [Identity.from_dict(manifest.identity) for manifest in manifests]
         if any(not one.has_source or made.parent for one, made in zip(manifests, identities, strict=True)):
             return manifests, None
+        behind = len(answered.query) + min(len(answered.answer), MOST_TOKENS)
+        if len(manifests) > 1:  # before a source is read
+            require_joint(self._engine, sum(one.num_tokens for one in manifests), behind)
         jobs = [
             source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
         ]
-        job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs)  # refused before a cache is read
+        job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
         caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)

@@ -365,6 +365,26 @@ async def test_values_of_a_tenant_are_told_apart_whatever_other_tenants_have(gua
     }
 
 
+async def test_documents_that_are_too_long_together_cost_no_source_and_count_in_the_share_of_time(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guarded(time_share=1e-9)
+    caches = [await made(replica, seed) for seed in (20, 21)]
+    guard, sources = replica.questions.guard, []
+    source = replica.store.source
+    monkeypatch.setattr(replica.store, "source", lambda id, **of: (sources.append(id), source(id, **of))[1])
+    monkeypatch.setattr(replica.engine.facts, "max_tokens", sum(one.num_tokens for one in caches) + 2)
+    for _ in range(9):
+        guard.add(AnswerToCheck(tuple(one.id for one in caches), "default", (1, 2), (3,)))
+    guarding = asyncio.ensure_future(guard.run_forever())
+    await asyncio.sleep(0.5)
+    guarding.cancel()
+    assert (guard.open, sources, guard.take_results()) == (8, [], ()), "the first, and no other for a long time"
+    monkeypatch.undo()
+    await guard.check(AnswerToCheck(tuple(one.id for one in caches), "default", (1, 2), (3,)))
+    assert [one.policy for one in guard.take_results()] == [JOINT]
+
+
 async def test_what_is_erased_while_it_is_asked_again_counts_for_nothing(
     guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
