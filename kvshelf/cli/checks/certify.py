@@ -76,6 +76,7 @@ class QuestionRow(BaseModel):
         made = inspect(exported.blob).header.to_identity()
         reasons = {
             "the text of its document was not kept": not exported.source,
+            "it was appended to another": bool(made.parent),
             "it is of messages": made.boundary not in ("text", "document"),
             "it is of images, too": bool(made.images),
         }
