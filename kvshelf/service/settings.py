@@ -200,8 +200,8 @@ class Settings(BaseSettings):
     guard_label: str = Field(
         "",
         max_length=64,
-        description="a label of kinds, not of persons: the guard's metrics tell its values apart, the first 20, and usage "
-        "those of each tenant, for 400 days",
+        description="a label of kinds, not of persons: the guard's metrics tell its values apart, the first 20, and "
+        "usage those of each tenant, for 400 days",
     )
 
     ladder: str = Field(
