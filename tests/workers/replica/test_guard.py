@@ -229,17 +229,26 @@ async def test_off_it_asks_nothing(guarded: Callable[..., Replica]) -> None:
 
 
 async def test_what_cannot_be_asked_again_is_left_out(guarded: Callable[..., Replica]) -> None:
-    """A cache without its source, and one that has gone when its turn comes."""
+    """A cache without its source, one that was appended to another, alone or among several, and one that has gone when
+    its turn comes."""
     replica = guarded()
     sourceless = await made(replica, 3, keep_source=False)
     answer = await ask(replica, sourceless, 3)
     assert answer.text
+    whole = await made(replica, 5)
+    grown = Query(prompt=document(5).questions[0].text, max_tokens=2, store=True)
+    turn = (await replica.query(whole.id, grown, caller=DEFAULT)).served.stored_cache_id
+    await settled(replica)
+    assert turn is not None
+    assert (used(replica)[0], len(replica.questions.guard.take_results())) == (1, 1), "of the whole one"
+    for cache_ids in ((turn,), (whole.id, turn)):
+        await replica.questions.guard.check(AnswerToCheck(cache_ids, "default", (1, 2), (3,)))
     gone = await made(replica, 4)
     others = sourceless.id, gone.id
     await replica.questions.guard.check(AnswerToCheck(others, "default", (1, 2), (3,)))
     replica.store.delete(gone.id)
     await replica.questions.guard.check(AnswerToCheck((gone.id,), "default", (1, 2), (3,)))
-    assert used(replica)[0] == 0
+    assert used(replica)[0] == 1
     assert replica.questions.guard.take_results() == ()
 
 
