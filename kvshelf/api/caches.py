@@ -449,7 +449,7 @@ class CreateErasure(RequestBody):
 
 class ErasedThing(ResponseBody):
     """One thing that went. `digest`: BLAKE3 of its bytes, of a cache the root digest of its blob. `lines`: of a batch's
-    journal or of a file, which else stays, so many lines went. `erased_at` null: not yet, or only in a dry run."""
+    journal, a file or a day's use, which else stays, so many lines went. `erased_at` null: not yet, or in a dry run."""
 
     kind: ErasedKind
     id: str

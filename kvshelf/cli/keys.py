@@ -81,7 +81,8 @@ def usage(
     ] = None,
     to: Annotated[str | None, typer.Option(help="Last day.  [default: today, in UTC]")] = None,
     group_by: Annotated[
-        list[str] | None, typer.Option(metavar="day|model|tenant", help="A row for each. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="day|model|tenant|conversation|guard_group", help="A row for each. May be repeated."),
     ] = None,
     all_tenants: Annotated[bool, typer.Option("--all-tenants", help="Needs a key with the scope admin.")] = False,
     label: Annotated[str | None, typer.Option(help="Also what is on the shelf, by the values of this label.")] = None,

@@ -611,9 +611,9 @@ class UsageFields(TypedDict, total=False):
 def usage(**fields: Unpack[UsageFields]) -> HttpCall[UsageReport]:
     """What your tenant has used, and what it stores now; by default of the last 30 days, in one row.
 
-    `group_by` is any of "day", "model" and "tenant", one or several. `all_tenants` needs a key with the scope `admin`.
-    `label` adds up the caches on the shelf by the values of a label; `cost` says all of it in money, by the prices of
-    the service.
+    `group_by` is any of "day", "model", "tenant", "conversation" and "guard_group", one or several.
+    `all_tenants` needs a key with the scope `admin`. `label` adds up the caches on the shelf by the values of a
+    label; `cost` says all of it in money, by the prices of the service.
     Raises `InvalidRequest`, `Forbidden`.
     """
     values: dict[str, Any] = dict(fields)

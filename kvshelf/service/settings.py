@@ -198,7 +198,10 @@ class Settings(BaseSettings):
         "flag", description="a cache below the floor gets its new quality; remake: and a finer one is made beside it"
     )
     guard_label: str = Field(
-        "", max_length=64, description="a label whose values metrics of the guard tell apart, the first 20 of them"
+        "",
+        max_length=64,
+        description="a label of kinds, not of persons: the guard's metrics tell its values apart, the first 20, and "
+        "usage those of each tenant, for 400 days",
     )
 
     ladder: str = Field(

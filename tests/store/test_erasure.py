@@ -15,18 +15,21 @@ import msgpack
 import pytest
 
 from kvshelf.api.caches import Erasure
+from kvshelf.api.usage import Metered, today
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import StoredJournal
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.eraser import RECORD_S, Subject
 from kvshelf.store.erasure.signing import Signer, sealed, verify
+from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import ModelUsed
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.tiered import TieredStore
 from tests.store.caches import make_cache
 from tests.store.places import Clock, DiskPlace, Place
-from tests.store.test_ends import die_after, fill, upload
+from tests.store.test_ends import Things, die_after, fill, upload, word_of
 
 ME = Subject(tenant="default", labels={"subject": "heliotrope-label-heliotrope"})
 
@@ -79,6 +82,34 @@ def test_everything_of_a_tenant_goes(place: Place, clock: Clock) -> None:
         assert things.left(place) == set()
         assert receipt.counts == {"cache": 2, "source": 2, "response": 1, "file": 3, "batch": 1, "request": 1}
         assert shelf.source(yours, tenant="you") == "the lily"
+
+
+def test_what_a_day_tells_apart_by_the_subjects_label_goes(place: Place) -> None:
+    """Its numbers stay, and what others are told apart by."""
+    with place.open() as shelf:
+        things = Things(words={"label": word_of("label")})
+        meter = Meter(shelf.metering, "tiny")
+        meter.add("you", guard_group="of another tenant", guarded=1)
+        for group in (*ME.labels.values(), "law"):
+            meter.add(ME.tenant, "chat", answers=1)
+            meter.add(ME.tenant, guard_group=group, guarded=1)
+        meter.flush()
+        assert things.left(place) == {"label"}
+        assert [each.kind for each in shelf.erase(ME, dry_run=True).erased] == ["lines"]
+        receipt = shelf.erase(ME)
+        assert things.left(place) == set()
+        assert [(each.kind, each.lines) for each in receipt.erased] == [("lines", 1)]
+        (stay,) = receipt.stays
+        assert "ids of conversations and values of the guard's label" in stay.why
+        (day,) = shelf.metering.days(today(), today(), tenant=ME.tenant)
+        law = {"law": Metered(guarded=1)}
+        assert day.by_model == {"tiny": ModelUsed(answers=2, guarded=2, guard_groups=law)}
+        (stay,) = shelf.erase(Subject(tenant=ME.tenant)).stays
+        assert stay.why == "numbers of a day, without text"
+        (day,) = shelf.metering.days(today(), today(), tenant=ME.tenant)
+        assert (day.by_model["tiny"].guarded, day.names) == (2, set())
+        (day,) = shelf.metering.days(today(), today(), tenant="you")
+        assert day.names == {"of another tenant"}
 
 
 def test_a_source_whose_cache_is_gone_is_found(place: Place, clock: Clock) -> None:

@@ -18,8 +18,8 @@ KEEP_DAYS: Final = 400
 _DEFAULT_DAYS: Final = 30
 
 MOST_PARTS: Final = 500
-"""Conversations of a tenant and day that are told apart, and groups of the guard, the first ones of each: their use is
-rewritten with every addition."""
+"""Conversations of a tenant and day that are told apart, and groups of the guard for each model, the first ones of
+each: their use is rewritten with every addition."""
 
 
 def _day(value: object) -> object:

@@ -89,10 +89,10 @@ def read_prices(path: Path | str) -> Prices:
 def grouped(rows: Iterable[UsageRow], groups: Sequence[str], prices: Prices | None = None) -> list[UsageRow]:
     """Rows of single days, models and tenants, added up by `groups`, in order. prices: with what each costs, for which
     every row must name its model."""
-    sums: dict[tuple[str, ...], UsageRow] = {}
+    sums: dict[tuple[tuple[bool, str], ...], UsageRow] = {}
     for row in rows:
         group = {name: getattr(row, name) for name in get_args(Group) if name in groups}
-        key = tuple(map(str, group.values()))
+        key = tuple((value is not None, str(value)) for value in group.values())  # a label's value may be "None"
         before = sums.get(key, UsageRow())
         cost = None if prices is None else (before.cost or MoneyCost()) + _cost(row, prices)
         amounts = Metered.model_validate(dict(before)) + Metered.model_validate(dict(row))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeVar
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 _Text = Annotated[str, Field(min_length=1)]
+
+_NOT_KEPT: Final = "the text of its document was not kept"
+_APPENDED: Final = "it was appended to another"
 
 
 class QuestionRow(BaseModel):
@@ -63,29 +66,44 @@ class QuestionRow(BaseModel):
     def questions(self) -> list[str]:
         return [self.question] if isinstance(self.question, str) else self.question
 
+    def labelled(self, client: Client) -> Self:
+        """The row with its cache's labels beside its own. Raises as `read_back` does, as far as that is known without
+        the cache's bytes."""
+        if self.cache_id is None:
+            return self
+        cache = client.caches.retrieve(self.cache_id)
+        self._require_none({_NOT_KEPT: not cache.has_source, _APPENDED: cache.parent_id is not None})
+        return self.model_copy(update={"labels": cache.labels | self.labels})
+
     def read_back(self, client: Client) -> Self:
-        """The row with the kept text of its cache's document, and with the cache's labels beside its own. Raises
-        `SourceNotKept` where no text of one document was kept, and `CacheNotFound`, ..."""
+        """The row with the kept text of its cache's document. Raises `SourceNotKept` where no text of one document was
+        kept, and `CacheNotFound`, ..."""
         if self.cache_id is None:
             return self
         from kvshelf.artifact.blob import inspect
         from kvshelf.artifact.exported import split
 
-        labels = client.caches.retrieve(self.cache_id).labels
         exported = split(client.caches.download(self.cache_id, about=True))
         made = inspect(exported.blob).header.to_identity()
         reasons = {
-            "the text of its document was not kept": not exported.source,
+            _NOT_KEPT: not exported.source,
+            _APPENDED: bool(made.parent),
             "it is of messages": made.boundary not in ("text", "document"),
             "it is of images, too": bool(made.images),
         }
+        self._require_none(reasons)
+        return self.model_copy(update={"context": exported.source.decode()})
+
+    def _require_none(self, reasons: Mapping[str, bool]) -> None:
         if faults := [reason for reason, holds in reasons.items() if holds]:
             raise SourceNotKept(
                 f"cache {self.cache_id} has no text to certify: {faults[0]}; give the row the text as its context, or "
                 "put the text again with --keep-source",
                 param="cache_id",
             )
-        return self.model_copy(update={"context": exported.source.decode(), "labels": labels | self.labels})
+
+    def group(self, by: str) -> str:
+        return self.labels.get(by, "") if by else ""
 
     def asked(self, by: str) -> QuestionedDocument:
         """The row, once it has its text, in the group of a label."""
@@ -93,9 +111,7 @@ class QuestionRow(BaseModel):
 
         answers = None if self.answers is None else [[one] if isinstance(one, str) else one for one in self.answers]
         right = None if answers is None else tuple(map(tuple, answers))
-        return QuestionedDocument(
-            self.context or "", self.labels.get(by, "") if by else "", tuple(self.questions), right
-        )
+        return QuestionedDocument(self.context or "", self.group(by), tuple(self.questions), right)
 
 
 @dataclass(frozen=True)
@@ -142,19 +158,25 @@ def certify(
         from kvshelf.engine.engine import Engine
 
         rows = list(_rows(file))
+        about = _about(file, name, bound, rows)
         of_service = bound.output is None or any(row.cache_id is not None for row in rows)
         client = stack.enter_context(connected(bound.url)) if of_service else None
         if client is not None:
             client.certificates.list()  # before hours of work: that it is there, and the key is good
+            rows = [row.labelled(client) for row in rows]
+        if bound.by and any(bound.by not in row.labels for row in rows):
+            raise InvalidRequest(f"a row has no label {bound.by!r}; --by needs it in each", param="--by")
+        require_enough([row.group(bound.by) for row in rows], about)
+        if client is not None:  # the last, as it takes all bytes of each cache
             rows = [row.read_back(client) for row in rows]
-        about = _about(file, name, bound, rows)
+            _require_apart(rows)
+            about = replace(about, data=_digest(file, rows))
         documents = [row.asked(bound.by) for row in rows]
-        require_enough([document.group for document in documents], about)
         require_mixed([len(document.text) for document in documents], "length")
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
         engine.encoder.require_text("model")
         ways = default_ways(engine.coders.writes_klt)
-        graded = list(_graded(engine, documents, ways, about.data, bound.max_new_tokens))
+        graded = list(_graded(engine, documents, ways, about, bound.max_new_tokens))
         made, warnings = certified_by(engine, about, graded, ways)
         for warning in warnings:
             common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
@@ -196,7 +218,7 @@ def certificates(
 
 
 def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> CertificateTerms:
-    from kvshelf.artifact.identity import digest
+    """Raises `InvalidRequest` for what can be told of the name and of the rows as they stand in the file."""
     from kvshelf.engine.certify.certificate import CertificateTerms
 
     try:
@@ -208,32 +230,44 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> Cer
         ) from error
     if len({row.answers is None for row in rows}) > 1:
         raise InvalidRequest("some rows have answers, and others none; give all of them, or none", param="file")
+    _require_apart(rows)
+    reference = "answers" if rows and rows[0].answers is not None else "full"
+    return CertificateTerms(name, bound.alpha, reference, _digest(file, rows), bound.by)  # type: ignore[arg-type]
+
+
+def _require_apart(rows: list[QuestionRow]) -> None:
     seen: set[str] = set()
     for row in rows:
-        if (text := row.context or "") in seen:
+        if (text := row.context or row.cache_id or "") in seen:
             raise InvalidRequest(
                 f"two rows have the context {text[:60]!r}: put the questions on a document into one row",
                 param="file",
             )
-        if bound.by and bound.by not in row.labels:
-            raise InvalidRequest(f"a row has no label {bound.by!r}; --by needs it in each", param="--by")
         seen.add(text)
-    reference = "answers" if rows and rows[0].answers is not None else "full"
-    return CertificateTerms(name, bound.alpha, reference, digest("kvshelf.questions", file.read_bytes()), bound.by)  # type: ignore[arg-type]
+
+
+def _digest(file: Path, rows: list[QuestionRow]) -> str:
+    """Of the questions, with the texts and labels that caches have of them: the file alone does not tell those."""
+    from kvshelf.artifact.identity import digest
+
+    read_back = (row.model_dump_json() for row in rows if row.cache_id is not None)
+    return digest("kvshelf.questions", file.read_bytes(), *read_back)
 
 
 def _graded(
-    engine: Engine, documents: list[QuestionedDocument], ways: list[Way], data: str, tokens: int
+    engine: Engine, documents: list[QuestionedDocument], ways: list[Way], about: CertificateTerms, tokens: int
 ) -> Iterator[GradedDocument]:
-    """The documents graded, those of an interrupted run as it left them. data: the digest of the questions."""
+    """The documents graded, those of an interrupted run as it left them, if it was about the same, in these groups."""
     from kvshelf.engine.certify.grading import GradedDocument, grade
     from kvshelf.model.calibration import data_folder
     from kvshelf.training.journal import SearchJournal
 
-    origin = json.dumps([data, engine.identity.fingerprint(), tokens, [way.model_dump() for way in ways]])
+    origin = json.dumps(
+        [about.data, about.by, engine.identity.fingerprint(), tokens, [way.model_dump() for way in ways]]
+    )
     folder = data_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    journal = SearchJournal(folder / f"certify-{data[:16]}.unfinished", origin)
+    journal = SearchJournal(folder / f"certify-{about.data[:16]}.unfinished", origin)
     with searching(f"questions on {engine.name}") as report:
         for number, document in enumerate(documents):
 

@@ -28,7 +28,7 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.progress import Checkpoint, nothing
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import DocumentTooLong, PolicyUnsupported
 from kvshelf.model.devices import input_device
 from kvshelf.model.text import EncodedDocument
 
@@ -104,14 +104,27 @@ class Recheck:
         return torch.cat(rows)[-len(answer) :].float().log_softmax(dim=-1)
 
 
-def joint_job(engine: Engine, jobs: Sequence[Job]) -> Job:
+def require_joint(engine: Engine, num_tokens: int, behind: int) -> None:
+    """Raises `DocumentTooLong` where documents of so many tokens together, and those that are read behind them, are
+    more than the model's longest sequence: that each fits alone, as the answer's did, says nothing of their sum."""
+    if num_tokens + behind > (longest := engine.facts.longest(num_tokens)):
+        raise DocumentTooLong(
+            f"the documents have {num_tokens} tokens together, and {behind} are read behind them: more than the "
+            f"{longest} that {engine.name!r} takes in one prefill; ask fewer caches, or shorter ones",
+            param="cache_ids",
+        )
+
+
+def joint_job(engine: Engine, jobs: Sequence[Job], behind: int) -> Job:
     """One prefill of several documents behind each other: what the template writes before the later ones is left out.
-    jobs: of each under policy `full`. Raises `PolicyUnsupported` for images, and `DocumentTooLong`."""
+    jobs: of each under policy `full`. behind: tokens that are read after them. Raises `PolicyUnsupported` for images,
+    and `DocumentTooLong`."""
     if any(job.images for job in jobs):
         raise PolicyUnsupported("documents with images are not prefilled behind each other", param="cache_ids")
     first, *later = (job.document for job in jobs)
     ids = [*first.token_ids, *(token for one in later for token in one.token_ids[one.protected_prefix :])]
     identity = jobs[0].identity
+    require_joint(engine, len(ids), behind)
     whole = EncodedDocument(ids, first.protected_prefix, identity.layout, identity.boundary)
     return engine.prepare(engine.encode_document(whole), policy="full")
 

@@ -101,15 +101,13 @@ def _caches(store: Store, tenant: str, *, ended: bool = False) -> Iterator[Cache
 def _rows(used: DayUsed, groups: Sequence[str]) -> Iterator[UsageRow]:
     """Of each model; and of each of its conversations and groups of the guard, where these are told apart, the rest in
     a row without one. No use is of both."""
-    parts = {"conversation": used.conversations, "guard_group": used.guard_groups}
     for model, amounts in used.by_model.items():
         about = {"day": used.day, "model": model, "tenant": used.tenant}
-        of = [
-            ({kind: name}, models[model])
-            for kind in parts.keys() & set(groups)
-            for name, models in parts[kind].items()
-            if model in models
-        ]
+        parts = {
+            "conversation": {name: models[model] for name, models in used.conversations.items() if model in models},
+            "guard_group": amounts.guard_groups,
+        }
+        of = [({kind: name}, own) for kind in parts.keys() & set(groups) for name, own in parts[kind].items()]
         for part, own in of:
             yield UsageRow.model_validate(dict(own) | about | part)
         yield UsageRow.model_validate(dict(amounts - sum((own for _, own in of), Metered())) | about)

@@ -26,6 +26,7 @@ from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.batches import BatchRecord, BatchTable
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import FileRecord, FileTable
+from kvshelf.store.jobs.metering import DayUsed, Metering
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
 from kvshelf.store.jobs.workflows import KeptWorkflow
 from kvshelf.store.manifest import SourceRecord, StoredBody, StoredRecord
@@ -59,6 +60,10 @@ class Subject(StoredRecord):
         """Whether a thing with these labels and this name is the subject's."""
         own = labels if isinstance(labels, dict) else {}
         return self.labels.items() <= own.items() and self.name in (None, name)
+
+    def named(self, used: DayUsed) -> set[str]:
+        """What a day tells apart by a value of these labels; for a whole tenant all that it tells apart."""
+        return used.names if self.all else used.names & set(self.labels.values())
 
 
 class _Recorded(StoredRecord):
@@ -180,7 +185,7 @@ class Eraser:
         status: Literal["dry_run", "in_progress", "completed"],
     ) -> Erasure:
         usage = self.index.jobs.listing("usage", subject.tenant, None, 1000)
-        kept = [StayingThing(kind="usage", id=item.id, why="numbers of a day, without text") for item in usage]
+        kept = [StayingThing(kind="usage", id=item.id, why=_why_usage(subject, item)) for item in usage]
         kept += [
             StayingThing(kind="tombstone", id=thing.id, why="id and tenant, for 30 days")
             for thing in things
@@ -209,6 +214,7 @@ class _Look:
         self._known = known
         self._ids: set[str] = set()
         self._lines: dict[str, set[int]] = {}  # by file or batch; numbers from 0
+        self._told_apart: dict[str, set[str]] = {}  # by day of usage
         self.stays: list[StayingThing] = []
 
     def things(self) -> Iterator[ErasedThing]:
@@ -226,6 +232,7 @@ class _Look:
         else:
             self._look_at_workflows()
         yield from self._derived(derived, {kept.manifest.id: kept for kept in lone})
+        yield from self._of_usage()
         for entry in caches.values():
             blob = None if entry.text is None else entry.manifest().blob_digest
             yield ErasedThing(kind="cache", id=entry.id, digest=blob, bytes=entry.nbytes)
@@ -237,12 +244,21 @@ class _Look:
                 self._of.delete(thing.id, tenant=tenant, cascade=True)
         elif thing.kind == "lines":
             numbers = self._lines.get(thing.id, set())
-            if thing.id.startswith("file_"):
+            if thing.id in self._told_apart:
+                Metering(jobs).forget_names(thing.id, tenant, self._told_apart[thing.id])
+            elif thing.id.startswith("file_"):
                 self._of.files.erase_lines(thing.id, numbers, tenant=tenant)
             else:
                 jobs.erase_lines(thing.id, sorted(numbers))
         elif (item := jobs.find(thing.id, tenant)) is not None:
             self._of.bodies.end(item)
+
+    def _of_usage(self) -> Iterator[ErasedThing]:
+        """The rows of days that are told apart by a name of the subject's."""
+        for item in self._items("usage"):
+            if names := self._subject.named(read(item, DayUsed)):
+                self._told_apart[item.id] = names
+                yield ErasedThing(kind="lines", id=item.id, lines=len(names))
 
     def _look_at_workflows(self) -> None:
         for item in self._items("workflow"):
@@ -424,6 +440,12 @@ class _BatchRows:
         only where the row has no custom id."""
         custom_id = row.get("custom_id")
         return custom_id in self.custom_ids if isinstance(custom_id, str) else row.get("line") in self.lines
+
+
+def _why_usage(subject: Subject, item: Item) -> str:
+    used = read(item, DayUsed)
+    named = " but ids of conversations and values of the guard's label, none of them of these labels"
+    return "numbers of a day, without text" + (named if used.names - subject.named(used) else "")
 
 
 def _files_of(record: BatchRecord) -> Iterator[str]:

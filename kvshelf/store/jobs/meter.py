@@ -7,23 +7,36 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvshelf.api.usage import MOST_PARTS, Metered
 from kvshelf.errors import KvshelfError
-from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.metering import Metering, ModelUsed
 
 log = logging.getLogger("kvshelf.store")
 
 FLUSH_S: Final = 2.0
 """Seconds between two additions to the store: what a killed replica loses at most."""
 
-_Counts = dict[tuple[str, str] | None, Counter[str]]
-"""By a field of `DayUsed` that tells parts apart, and the part's name; None: all, with what is of no part."""
-
 _STOP_S: Final = 2.0
+
+
+@dataclass
+class _Counts:
+    """whole: with what is of no conversation and no group of the guard."""
+
+    whole: Counter[str] = field(default_factory=Counter)
+    conversations: dict[str, Counter[str]] = field(default_factory=dict)
+    guard_groups: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, amounts: Mapping[str, Any], conversation: str | None, guard_group: str | None) -> None:
+        self.whole.update(amounts)
+        for parts, name in ((self.conversations, conversation), (self.guard_groups, guard_group)):
+            if name is not None and (name in parts or len(parts) < MOST_PARTS):
+                parts.setdefault(name, Counter()).update(amounts)
 
 
 class Meter:
@@ -47,13 +60,8 @@ class Meter:
     ) -> None:
         """Count fields of `Metered` for a tenant, today. conversation, guard_group: that they are of, one at most."""
         key = tenant, datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
-        parts = {"conversations": conversation, "guard_groups": guard_group}
         with self._lock:
-            counts = self._pending.setdefault(key, {})
-            counts.setdefault(None, Counter()).update(amounts)
-            for part in ((field, name) for field, name in parts.items() if name is not None):
-                if part in counts or len(counts) <= MOST_PARTS:
-                    counts.setdefault(part, Counter()).update(amounts)
+            self._pending.setdefault(key, _Counts()).add(amounts, conversation, guard_group)
 
     def spent(self, tenant: str, seconds: float) -> None:
         """Count seconds of the model for a tenant."""
@@ -81,12 +89,10 @@ class Meter:
     def _send(self) -> None:
         while self._unsent:
             tenant, day, counts = self._unsent[-1]
-            used = {part: {self._model: Metered(**amounts)} for part, amounts in counts.items()}
-            of: dict[str, dict[str, Any]] = defaultdict(dict)
-            for part, amounts in used.items():
-                if part is not None:
-                    of[part[0]][part[1]] = amounts
-            self._metering.add(tenant, day, used[None], writer=self._writer, number=self._number, parts=of)
+            groups = {name: Metered(**amounts) for name, amounts in counts.guard_groups.items()}
+            used = {self._model: ModelUsed(**counts.whole, guard_groups=groups)}
+            parts = {name: {self._model: Metered(**amounts)} for name, amounts in counts.conversations.items()}
+            self._metering.add(tenant, day, used, writer=self._writer, number=self._number, conversations=parts)
             self._unsent.pop()
 
     def _run(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Container, Mapping
+from typing import Final, TypeVar
 
 from pydantic import Field
 
@@ -15,20 +15,47 @@ from kvshelf.store.table import Item, JobTable, read
 
 _DIGITS: Final = 40
 
+PartT = TypeVar("PartT")
+
+
+class ModelUsed(Metered):
+    """Of one model; and what of it was of a group of the guard, by the value of its label, the first `MOST_PARTS` of
+    them. It stands here, and not beside `conversations`, as earlier versions ignore what they do not know of a
+    `Metered`, and cannot read a `DayUsed` with more."""
+
+    guard_groups: dict[str, Metered] = Field(default_factory=dict)
+
+    def __add__(self, other: Metered) -> ModelUsed:
+        more = other.guard_groups if isinstance(other, ModelUsed) else {}
+        groups = _sums(self.guard_groups, _first(self.guard_groups, more))
+        return ModelUsed(**dict(super().__add__(other)), guard_groups=groups)
+
 
 class DayUsed(StoredRecord):
-    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, and of
-    a group of the guard, by the value of its label, the first `MOST_PARTS` of each. writers: the number of the last
-    addition of each, so that one whose answer was lost is not added twice."""
+    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, the
+    first `MOST_PARTS` of them. writers: the number of the last addition of each, so that one whose answer was lost is
+    not added twice."""
 
-    LATER = ("conversations", "guard_groups")
+    LATER = ("conversations",)
 
     tenant: str
     day: datetime.date
-    by_model: dict[str, Metered] = Field(default_factory=dict)
+    by_model: dict[str, ModelUsed] = Field(default_factory=dict)
     conversations: dict[str, dict[str, Metered]] = Field(default_factory=dict)
-    guard_groups: dict[str, dict[str, Metered]] = Field(default_factory=dict)
     writers: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """What of it callers have named: groups of the guard and conversations."""
+        return {*self.conversations, *(group for used in self.by_model.values() for group in used.guard_groups)}
+
+    def without(self, names: Container[str]) -> DayUsed:
+        """With nothing told apart of these; what they used stays in the whole."""
+        models = {
+            model: used.model_copy(update={"guard_groups": _others(used.guard_groups, names)})
+            for model, used in self.by_model.items()
+        }
+        return self.model_copy(update={"by_model": models, "conversations": _others(self.conversations, names)})
 
 
 class Metering:
@@ -45,19 +72,20 @@ class Metering:
         *,
         writer: str,
         number: int,
-        parts: Mapping[str, Mapping[str, Mapping[str, Metered]]] | None = None,
+        conversations: Mapping[str, Mapping[str, Metered]] | None = None,
     ) -> None:
-        """Add to what a tenant has used on a day, by model, and what of it each part has: by the name of a field that
-        tells parts apart ("conversations", "guard_groups"). Atomic, and durable when it returns. Does nothing if the
-        writer has added this number, or a higher one, to that day before."""
+        """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
+        when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
         while True:
             item = self._table.find(_id(tenant, day), tenant)
             known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
             if known.writers.get(writer, 0) >= number:
                 return
-            told_apart = {name: _parts(getattr(known, name), more) for name, more in (parts or {}).items()}
-            new = {"by_model": _sums(known.by_model, used), "writers": known.writers | {writer: number}}
-            record = known.model_copy(update=new | told_apart)
+            models = {model: known.by_model.get(model, ModelUsed()) + more for model, more in used.items()}
+            parts = _first(known.conversations, conversations or {})
+            sums = {name: _sums(known.conversations.get(name, {}), more) for name, more in parts.items()}
+            new = {"by_model": known.by_model | models, "conversations": known.conversations | sums}
+            record = known.model_copy(update=new | {"writers": known.writers | {writer: number}})
             if item is None:
                 stored = self._table.add(_item(record, 0))
             else:
@@ -74,19 +102,26 @@ class Metering:
         records = [read(item, DayUsed) for item in items]
         return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
 
+    def forget_names(self, item_id: str, tenant: str, names: Container[str]) -> None:
+        """Tell nothing apart any more that has one of these names, on one day of a tenant (`Item.id`)."""
+        while (item := self._table.find(item_id, tenant)) is not None:
+            record = read(item, DayUsed).without(names)
+            if self._table.change(_item(record, item.version)) is not None:
+                return
+
 
 def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str, Metered]:
-    return {**known, **{model: known.get(model, Metered()) + used for model, used in more.items()}}
+    return {**known, **{name: known.get(name, Metered()) + used for name, used in more.items()}}
 
 
-def _parts(
-    known: Mapping[str, Mapping[str, Metered]], more: Mapping[str, Mapping[str, Metered]]
-) -> dict[str, Mapping[str, Metered]]:
-    sums = dict(known)
-    for name, used in more.items():
-        if name in sums or len(sums) < MOST_PARTS:
-            sums[name] = _sums(sums.get(name, {}), used)
-    return sums
+def _first(known: Mapping[str, PartT], more: Mapping[str, PartT]) -> dict[str, PartT]:
+    """Those parts of `more` that are told apart: what is known, and new ones until there are `MOST_PARTS`."""
+    new = [name for name in more if name not in known][: MOST_PARTS - len(known)]
+    return {name: more[name] for name in more if name in known or name in new}
+
+
+def _others(parts: Mapping[str, PartT], names: Container[str]) -> dict[str, PartT]:
+    return {name: part for name, part in parts.items() if name not in names}
 
 
 def _id(tenant: str, day: datetime.date) -> str:

@@ -30,7 +30,7 @@ import structlog
 from kvshelf.api import Quality
 from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
-from kvshelf.engine.certify.recheck import Recheck, Rechecked, joint_job
+from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, Rechecked, joint_job, require_joint
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
@@ -179,9 +179,15 @@ class Guard:
         is not kept, or that were appended to another are left out."""
         try:
             with called_by(Caller(answered.tenant)):
-                manifests, work = await self._threads.compute(self._prepared, answered)
+                began = self._now()
+                try:
+                    manifests, work = await self._threads.compute(self._prepared, answered)
+                finally:
+                    self._worked_s += self._now() - began
                 if work is None or (result := await self._checked(answered, work)) is None:
                     return
+                for manifest in manifests:  # one that was erased meanwhile leaves no value of its label behind
+                    await self._threads.run(self._store.stat, manifest.id, tenant=answered.tenant)
                 if len(manifests) == 1:
                     await self._record(manifests[0], result)
                 else:
@@ -194,10 +200,13 @@ class Guard:
         identities = [Identity.from_dict(manifest.identity) for manifest in manifests]
         if any(not one.has_source or made.parent for one, made in zip(manifests, identities, strict=True)):
             return manifests, None
+        behind = len(answered.query) + min(len(answered.answer), MOST_TOKENS)
+        if len(manifests) > 1:  # before a source is read
+            require_joint(self._engine, sum(one.num_tokens for one in manifests), behind)
         jobs = [
             source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
         ]
-        job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs)  # refused before a cache is read
+        job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
         caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)
@@ -221,12 +230,12 @@ class Guard:
 
     def _record_joint(self, manifests: Sequence[Manifest], result: Rechecked) -> None:
         """The group is that of all caches, if they are of one."""
-        groups = {self.group(manifest) for manifest in manifests}
-        group = groups.pop() if len(groups) == 1 else ""
+        values = {self._value(manifest) for manifest in manifests}
+        value = values.pop() if len(values) == 1 else ""
         self._meter.add(
-            manifests[0].tenant, guard_group=group or None, guarded_joint=1, guard_joint_differed=int(result.differs)
+            manifests[0].tenant, guard_group=value or None, guarded_joint=1, guard_joint_differed=int(result.differs)
         )
-        self._told.append(Guarded(JOINT, group, result.differs, result.kl, below=False, drifts=False))
+        self._told.append(Guarded(JOINT, self.group(value), result.differs, result.kl, below=False, drifts=False))
 
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
         key = manifest.id, manifest.tenant, manifest.blob_digest
@@ -234,8 +243,9 @@ class Guard:
         self._results[key] = checked, agreed = checked + 1, agreed + (not result.differs)
         if len(self._results) > _CACHES:
             self._results.popitem(last=False)
-        group = self.group(manifest)
-        self._meter.add(manifest.tenant, guard_group=group or None, guarded=1, guard_differed=int(result.differs))
+        value = self._value(manifest)
+        group = self.group(value)
+        self._meter.add(manifest.tenant, guard_group=value or None, guarded=1, guard_differed=int(result.differs))
         drifts = self._drift(manifest.policy, group, differs=result.differs)
         recorded = manifest.found_by_guard
         quality = measured(result.quality, checked, agreed, result.kl)
@@ -246,9 +256,12 @@ class Guard:
         if result.differs and below:
             await self._repair(manifest, None if recorded else quality)
 
-    def group(self, manifest: Manifest) -> str:
-        """The value of the label: metrics have a series for each, so there are few."""
-        value = manifest.labels.get(self.rules.label, "")
+    def _value(self, manifest: Manifest) -> str:
+        return manifest.labels.get(self.rules.label, "") if self.rules.label else ""
+
+    def group(self, value: str) -> str:
+        """Of a value of the label, in metrics and alarms: they have a series for each, so there are few for all
+        tenants."""
         if value not in self._groups and len(self._groups) >= _GROUPS:
             return "other"
         self._groups.add(value)

@@ -87,6 +87,11 @@ def test_rows_cost_what_their_models_do_and_add_up() -> None:
     assert plain.cost is None
 
 
+def test_a_group_named_none_is_not_the_rest() -> None:
+    rows = [UsageRow(guard_group=name, guarded=number) for name, number in (("None", 1), (None, 2), ("None", 4))]
+    assert [(row.guard_group, row.guarded) for row in grouped(rows, ["guard_group"])] == [(None, 2), ("None", 5)]
+
+
 def test_a_cache_pays_back_after_so_many_answers() -> None:
     one = worth(cache(), PRICES)
     assert one == pytest.approx((12.0, 1.0, 10.0))

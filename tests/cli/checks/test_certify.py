@@ -58,6 +58,28 @@ def test_a_certificate_is_written_and_an_interrupted_run_goes_on(
     assert list(tmp_path.rglob("*.unfinished")) == []
 
 
+def test_an_interrupted_run_goes_on_in_its_own_groups_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    file, target = tmp_path / "asked.jsonl", tmp_path / "own.json"
+    file.write_text("\n".join(json.dumps(row | {"labels": {"kind": "port"}}) for row in rows(3)))
+    options = ("--alpha", "0.3", "--max-new-tokens", "4", "--output", str(target))
+    tries: list[str] = []
+
+    def interrupted(engine: Engine, document: QuestionedDocument, *args: Any, **options: Any) -> GradedDocument:
+        if len(tries) == 2:
+            raise KeyboardInterrupt
+        tries.append(document.text)
+        return grade(engine, document, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grading, "grade", interrupted)
+        assert run(file, *options)[0] != 0
+    code, told = run(file, *options, "--by", "kind")
+    assert code == 0, told
+    made = Certificate.model_validate_json(target.read_bytes())
+    assert {group: bound.documents for group, bound in made.groups.items()} == {"port": 3}
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

@@ -78,7 +78,10 @@ def test_an_answer_of_several_caches_is_asked_again_of_one_prefill_in_their_orde
     prompt = "What is the badge number of the grey otter?"
     caches, jobs = ([make(text, policy="full") for text in texts] for make in (tiny.compress, tiny.prepare))
     query, answer = tiny.encode_query(caches[0], prompt), tiny.answer(caches, prompt, max_new_tokens=8).token_ids
-    whole, (first, second) = joint_job(tiny, jobs), [list(job.document.token_ids) for job in jobs]
+    whole, (first, second) = (
+        joint_job(tiny, jobs, len(query) + len(answer)),
+        [list(job.document.token_ids) for job in jobs],
+    )
     assert list(whole.document.token_ids) == first + second[jobs[1].document.protected_prefix :]
     result = Recheck(whole, tuple(caches), tuple(query), tuple(answer)).run(tiny)
     said = torch.tensor([[*query, *answer[:-1]]])
@@ -96,7 +99,15 @@ def test_an_answer_of_several_caches_is_asked_again_of_one_prefill_in_their_orde
 def test_documents_that_are_too_long_together_have_no_one_prefill(tiny):
     jobs = [tiny.prepare([5] * (tiny.max_tokens * 2 // 3), policy="full") for _ in range(2)]
     with pytest.raises(DocumentTooLong):
-        joint_job(tiny, jobs)
+        joint_job(tiny, jobs, 2)
+
+
+def test_what_is_read_behind_documents_together_fits_the_model_s_longest_sequence(tiny):
+    jobs = [tiny.prepare([5] * (tiny.max_tokens // 2 - 10), policy="full") for _ in range(2)]
+    room = tiny.max_tokens - joint_job(tiny, jobs, 2).num_tokens
+    joint_job(tiny, jobs, room)
+    with pytest.raises(DocumentTooLong, match=f"and {room + 1} are read behind them"):
+        joint_job(tiny, jobs, room + 1)
 
 
 def logs(*rows):

@@ -55,7 +55,7 @@ def mean_losses(documents: list[Graded], alpha: float, calibrated: int) -> tuple
 
 
 @pytest.mark.parametrize("model", sorted(json.loads(MEASURED.read_text())))
-@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("alpha", [*ALPHAS, 0.2, 0.3])
 def test_over_splits_of_measured_losses_the_mean_is_at_most_alpha(model: str, alpha: float) -> None:
     documents = measured(model)
     losses, refused = mean_losses(documents, alpha, len(documents) * 2 // 3)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvshelf import Client, errors
 from kvshelf.api import Certificate, GroupBound
+from kvshelf.artifact.identity import digest
 from kvshelf.cli import app
 from kvshelf.engine.certify.certificate import CertificateTerms, certify
 from kvshelf.engine.certify.grading import GradedDocument, GradedLevel, default_ways
@@ -120,7 +121,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_questions_on_caches_are_graded_on_their_kept_texts(
-    http: httpx.Client, service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, client: Client, service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the caches' labels; a cache without its text is refused by name, before a model is loaded."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
@@ -129,11 +130,14 @@ def test_questions_on_caches_are_graded_on_their_kept_texts(
         created(http, document=document(f"asked {n}"), keep_source=True, labels={"kind": "port"}, **plain)["id"]
         for n in range(3)
     ]
+    grown = created(http, document=document("asked"), keep_source=True, layout="plain", **plain)["id"]
+    turn = {"prompt": "Which berth?", "max_tokens": 4, "store": True}
     others = {
         "was not kept": created(http, document=document("lost"), **plain)["id"],
         "of messages": created(
             http, messages=[{"role": "user", "content": document("said")}], keep_source=True, **plain
         )["id"],
+        "appended to another": http.post(f"/v1/caches/{grown}/query", json=turn).json()["stored_cache_id"],
     }
     file, target = tmp_path / "asked.jsonl", tmp_path / "made.json"
     options = ["--model", "kvshelf-tiny", "--name", "ports", "--alpha", "0.3", "--by", "kind", "--url", service_url]
@@ -145,10 +149,16 @@ def test_questions_on_caches_are_graded_on_their_kept_texts(
         assert told in result.output
         assert cache_id in result.output
     file.write_text("".join(map(row_of, asked)))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(client.caches), "download", lambda *_, **__: pytest.fail("before what is free to know"))
+        for wrong, told in (("--by", "team"), "no label 'team'"), (("--alpha", "0.01"), "99 documents"):
+            result = CliRunner().invoke(app, ["certify", str(file), *options, *wrong])
+            assert told in result.output
     result = CliRunner().invoke(app, ["certify", str(file), *options])
     assert result.exit_code == 0, result.output
     made = Certificate.model_validate_json(target.read_bytes())
     assert {group: bound.documents for group, bound in made.groups.items()} == {"port": 3}
+    assert made.data != digest("kvshelf.questions", file.read_bytes()), "of texts and labels, too"
 
 
 def row_of(cache_id: str) -> str:

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered, today
 from kvshelf.store.index import Index
 from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.metering import Metering, ModelUsed
+from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.shelf import Shelf
+from kvshelf.store.table import read
 from tests.store.caches import make_cache
 from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.test_index import race
@@ -37,8 +40,8 @@ def shelf(home: Home) -> Iterator[Shelf]:
         assert shelf.check() == []
 
 
-def used(answers: int = 1, worker_s: float = 0.5) -> dict[str, Metered]:
-    return {"tiny": Metered(answers=answers, worker_s=worker_s)}
+def used(answers: int = 1, worker_s: float = 0.5) -> dict[str, ModelUsed]:
+    return {"tiny": ModelUsed(answers=answers, worker_s=worker_s)}
 
 
 def test_what_several_writers_add_at_the_same_time_adds_up(shelf: Shelf, home: Home) -> None:
@@ -88,12 +91,12 @@ def test_a_day_is_kept_for_its_time_and_then_forgotten(shelf: Shelf) -> None:
 
 
 def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: Shelf) -> None:
-    def of(names: range) -> dict[str, dict[str, Metered]]:
+    def of(names: range) -> dict[str, dict[str, ModelUsed]]:
         return {f"conv_{number}": used() for number in names}
 
     add = shelf.metering.add
-    add("me", DAY, used(3), writer="a", number=1, parts={"conversations": of(range(2))})
-    add("me", DAY, used(9), writer="b", number=1, parts={"conversations": of(range(1, MOST_PARTS + 7))})
+    add("me", DAY, used(3), writer="a", number=1, conversations=of(range(2)))
+    add("me", DAY, used(9), writer="b", number=1, conversations=of(range(1, MOST_PARTS + 7)))
     (day,) = shelf.metering.days(DAY, DAY, tenant="me")
     assert day.by_model["tiny"].answers == 12
     assert list(day.conversations) == [f"conv_{number}" for number in range(MOST_PARTS)], "the first ones"
@@ -123,19 +126,46 @@ def test_a_meter_sends_what_each_conversation_used_once(shelf: Shelf) -> None:
     for _ in range(2):
         meter.flush()
     (day,) = shelf.metering.days(DAY, DAY, tenant="me")
-    assert day.by_model["tiny"] == Metered(answers=2 * MOST_PARTS + 1, cache_read_tokens=10 * MOST_PARTS, saved_s=0.5)
+    assert day.by_model["tiny"] == ModelUsed(answers=2 * MOST_PARTS + 1, cache_read_tokens=10 * MOST_PARTS, saved_s=0.5)
     assert len(day.conversations) == MOST_PARTS
     assert day.conversations["conv_0"]["tiny"] == Metered(answers=1, cache_read_tokens=5, saved_s=0.5)
 
 
-def test_groups_of_the_guard_are_a_part_beside_conversations(shelf: Shelf) -> None:
+def test_groups_of_the_guard_are_told_apart_however_many_conversations_there_are(shelf: Shelf) -> None:
     meter = Meter(shelf.metering, "tiny")
-    meter.add("me", "law", answers=1)
+    for number in range(MOST_PARTS):
+        meter.add("me", f"conv_{number}", answers=1)
     for differs in (0, 1):
         meter.add("me", guard_group="law", guarded=1, guard_differed=differs)
     meter.add("me", guarded=1)
     meter.flush()
+    meter.add("me", guard_group="law", guarded=1)
+    meter.flush()
     (day,) = shelf.metering.days(today(), today(), tenant="me")
-    assert day.by_model["tiny"] == Metered(answers=1, guarded=3, guard_differed=1)
-    assert day.guard_groups == {"law": {"tiny": Metered(guarded=2, guard_differed=1)}}
-    assert day.conversations == {"law": {"tiny": Metered(answers=1)}}
+    groups = {"law": Metered(guarded=3, guard_differed=1)}
+    assert day.by_model["tiny"] == ModelUsed(answers=MOST_PARTS, guarded=4, guard_differed=1, guard_groups=groups)
+    assert len(day.conversations) == MOST_PARTS
+
+
+class EarlierDay(StoredRecord):
+    """`DayUsed` of the version before groups of the guard."""
+
+    tenant: str
+    day: datetime.date
+    by_model: dict[str, Metered]
+    writers: dict[str, int]
+
+
+def test_an_earlier_version_reads_and_adds_to_a_day_with_groups_of_the_guard(shelf: Shelf) -> None:
+    meter = Meter(shelf.metering, "tiny")
+    meter.add("me", guard_group="law", guarded=1)
+    meter.flush()
+    (item,) = shelf.index.jobs.open_items("usage")
+    earlier = read(item, EarlierDay)
+    assert earlier.by_model == {"tiny": Metered(guarded=1)}
+    more = earlier.model_copy(update={"by_model": {"tiny": earlier.by_model["tiny"] + Metered(guarded=1)}})
+    assert shelf.index.jobs.change(replace(item, text=more.model_dump_json())) is not None
+    meter.add("me", guard_group="law", guarded=1)
+    meter.flush()
+    (day,) = shelf.metering.days(today(), today(), tenant="me")
+    assert day.by_model["tiny"] == ModelUsed(guarded=3, guard_groups={"law": Metered(guarded=1)})

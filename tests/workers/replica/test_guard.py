@@ -14,7 +14,7 @@ import torch
 
 from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.answers import Answer, Guarded
-from kvshelf.api.usage import today
+from kvshelf.api.usage import Metered, today
 from kvshelf.engine.certify.recheck import Recheck
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import exact
@@ -229,17 +229,26 @@ async def test_off_it_asks_nothing(guarded: Callable[..., Replica]) -> None:
 
 
 async def test_what_cannot_be_asked_again_is_left_out(guarded: Callable[..., Replica]) -> None:
-    """A cache without its source, and one that has gone when its turn comes."""
+    """A cache without its source, one that was appended to another, alone or among several, and one that has gone when
+    its turn comes."""
     replica = guarded()
     sourceless = await made(replica, 3, keep_source=False)
     answer = await ask(replica, sourceless, 3)
     assert answer.text
+    whole = await made(replica, 5)
+    grown = Query(prompt=document(5).questions[0].text, max_tokens=2, store=True)
+    turn = (await replica.query(whole.id, grown, caller=DEFAULT)).served.stored_cache_id
+    await settled(replica)
+    assert turn is not None
+    assert (used(replica)[0], len(replica.questions.guard.take_results())) == (1, 1), "of the whole one"
+    for cache_ids in ((turn,), (whole.id, turn)):
+        await replica.questions.guard.check(AnswerToCheck(cache_ids, "default", (1, 2), (3,)))
     gone = await made(replica, 4)
     others = sourceless.id, gone.id
     await replica.questions.guard.check(AnswerToCheck(others, "default", (1, 2), (3,)))
     replica.store.delete(gone.id)
     await replica.questions.guard.check(AnswerToCheck((gone.id,), "default", (1, 2), (3,)))
-    assert used(replica)[0] == 0
+    assert used(replica)[0] == 1
     assert replica.questions.guard.take_results() == ()
 
 
@@ -296,8 +305,7 @@ async def test_the_values_of_a_label_are_groups_and_few(guarded: Callable[..., R
     told += await ask_all(replica, await made(replica, 13), 13, 1)
     assert [one.group for one in told] == [*kinds, ""]
     group = replica.questions.guard.group
-    manifest = await made(replica, 13)
-    groups = {group(manifest.model_copy(update={"labels": {"kind": str(number)}})) for number in range(99)}
+    groups = {group(str(number)) for number in range(99)}
     assert len(groups) == 18, "beside the three of before"
     assert "other" in groups
 
@@ -328,14 +336,79 @@ async def test_answers_of_several_caches_are_counted_apart_and_raise_no_alarm(gu
             told += [*answer.served.guarded, *replica.questions.guard.take_results()]
     assert [(one.policy, one.group) for one in told] == [(JOINT, "law")] * 4 + [(JOINT, "")] * 4
     assert not any(one.below or one.drifts for one in told)
+    assert [one.differs for one in told[:4]].count(True) <= 1
     assert [one.differs for one in told[4:]].count(True) >= 3
     replica.meter.flush()
     (day,) = replica.store.metering.days(today(), today(), tenant="default")
-    used_of = day.by_model["kvshelf-tiny"]
+    used_of, told_of_law = day.by_model["kvshelf-tiny"], sum(one.differs for one in told[:4])
     assert (used_of.guarded, used_of.guarded_joint) == (0, 8)
     assert used_of.guard_joint_differed == sum(one.differs for one in told)
-    assert day.guard_groups["law"]["kvshelf-tiny"].guarded_joint == 4
+    assert used_of.guard_groups == {"law": Metered(guarded_joint=4, guard_joint_differed=told_of_law)}
     assert replica.store.stat(bad.id).quality is None
+
+
+async def test_values_of_a_tenant_are_told_apart_whatever_other_tenants_have(guarded: Callable[..., Replica]) -> None:
+    """Metrics have few groups for all tenants; a joint answer over many takes none of them."""
+    replica = guarded(label="kind")
+    law = [await made(replica, seed, labels={"kind": "law"}) for seed in (20, 21)]
+    many = [await made(replica, seed, labels={"kind": f"kind {seed}"}) for seed in range(23, 45)]
+    guard = replica.questions.guard
+    query = tuple(replica.engine.encode_query(replica.store.get(law[0].id), "Which?"))
+
+    async def told(*caches: Manifest) -> str:
+        await guard.check(AnswerToCheck(tuple(one.id for one in caches), "default", query, (5,)))
+        (result,) = guard.take_results()
+        return result.group
+
+    assert await told(*many) == ""
+    assert await told(*law) == "law"
+    for number in range(40):
+        guard.group(f"of another tenant {number}")
+    assert await told(many[0]) == "other"
+    assert await told(many[0], many[1]) == "", "they are of two"
+    replica.meter.flush()
+    (day,) = replica.store.metering.days(today(), today(), tenant="default")
+    groups = day.by_model["kvshelf-tiny"].guard_groups
+    assert {name: (one.guarded, one.guarded_joint) for name, one in groups.items()} == {
+        "law": (0, 1),
+        "kind 23": (1, 0),
+    }
+
+
+async def test_documents_that_are_too_long_together_cost_no_source_and_count_in_the_share_of_time(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guarded(time_share=1e-9)
+    caches = [await made(replica, seed) for seed in (20, 21)]
+    guard, sources = replica.questions.guard, []
+    source = replica.store.source
+    monkeypatch.setattr(replica.store, "source", lambda id, **of: (sources.append(id), source(id, **of))[1])
+    monkeypatch.setattr(replica.engine.facts, "max_tokens", sum(one.num_tokens for one in caches) + 2)
+    for _ in range(9):
+        guard.add(AnswerToCheck(tuple(one.id for one in caches), "default", (1, 2), (3,)))
+    guarding = asyncio.ensure_future(guard.run_forever())
+    await asyncio.sleep(0.5)
+    guarding.cancel()
+    assert (guard.open, sources, guard.take_results()) == (8, [], ()), "the first, and no other for a long time"
+    monkeypatch.undo()
+    await guard.check(AnswerToCheck(tuple(one.id for one in caches), "default", (1, 2), (3,)))
+    assert [one.policy for one in guard.take_results()] == [JOINT]
+
+
+async def test_what_is_erased_while_it_is_asked_again_counts_for_nothing(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, run = guarded(label="kind"), Recheck.run
+    manifest = await made(replica, 1, labels={"kind": "alice"})
+
+    def late(work: Recheck, engine: Engine, **checkpoint: Any) -> Any:
+        result = run(work, engine, **checkpoint)
+        replica.store.delete(manifest.id)
+        return result
+
+    monkeypatch.setattr(Recheck, "run", late)
+    await ask(replica, manifest, 1)
+    assert (used(replica)[0], replica.questions.guard.take_results()) == (0, ())
 
 
 async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:
