@@ -138,7 +138,8 @@ def plain_layers(
     layers: Mapping[int, LayerRecord], coder: Coder, repositioned: bool, device: torch.device
 ) -> dict[int, LayerRecord]:
     """As `plain_layer`, of several layers at once, whose rows are then on a device that decodes streams side by side.
-    Raises as `plain_layer`, whichever of the layers it is. Takes `codes_bytes` of all layers, and twice those of one."""
+    Raises as `plain_layer`, whichever of the layers it is. Takes `codes_bytes` of all layers, and twice that of
+    one."""
     entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
     records: list[tuple[LayerCoder, PackedRecord]] = [
         (coder.layer(index, repositioned).on(device), plain_record(part))
