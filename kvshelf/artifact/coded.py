@@ -279,14 +279,13 @@ def states_together(
     arrays: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
 ) -> Iterator[Tensor]:
     """The `states` of many arrays on a device, whose streams are decoded in one launch; those of one at a time, beside
-    the codes of all. transforms: on the device. Their numbers are those of the CPU but for the rounding of products.
-    Raises as `states`."""
+    the codes of all. Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
     groups = [list(rows._groups(transform, tables)) for rows, transform in arrays]
     codes = _decoded([group for of_rows in groups for group in of_rows], tables, device)
     for (rows, transform), of_rows in zip(arrays, groups, strict=True):
-        out = torch.empty(rows.shape, device=device)
+        out, sent = torch.empty(rows.shape, device=device), transform.decoder_on(device)
         for group in of_rows:
-            rows._multiply(next(codes), rows._basis(transform, group), transform, group, out, 0)
+            rows._multiply(next(codes), rows._basis(sent, group), sent, group, out, 0)
         yield rows._with_first_rows(out)
 
 

@@ -142,7 +142,7 @@ def plain_layers(
     one."""
     entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
     records: list[tuple[LayerCoder, PackedRecord]] = [
-        (coder.layer(index, repositioned).on(device), plain_record(part))
+        (coder.layer(index, repositioned), plain_record(part))
         for index, own in entries.items()
         for part in parts_of(own)
     ]
@@ -150,7 +150,7 @@ def plain_layers(
     states = states_together(arrays, coder.transforms.tables, device)
     made = iter(
         [
-            of_layer._finished(record, next(states), next(states)) if _coded(record) else record
+            of_layer.on(device)._finished(record, next(states), next(states)) if _coded(record) else record
             for of_layer, record in records
         ]
     )
