@@ -89,11 +89,12 @@ class RowTransform:
         no longer its inverse. The device holds it from then on, unless it is large: then it is sent each time."""
         if device in self._elsewhere:
             return self._elsewhere[device]
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        sent = replace(self, **{name: each if each is None else each.to(device) for name, each in tensors.items()})
+        tensors: dict[str, Tensor] = {name: own for name in _TENSORS if (own := getattr(self, name)) is not None}
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
+        sent = replace(self, **moved)
         each = torch.stack([sent.synthesis(head).T for head in range(len(self.mean))])
         own = replace(sent, joint=sent.synthesis(None).T, each=each, weight=None)
-        if sum(each.nbytes for each in tensors.values() if each is not None) <= _HELD:
+        if sum(tensor.nbytes for tensor in tensors.values()) <= _HELD:
             self._elsewhere[device] = own
         return own
 
