@@ -415,7 +415,8 @@ def _decoded_together(
             thread.submit(decode)
 
     def decode() -> None:
-        there, nbytes = {}, 0
+        there: dict[int, LayerRecord] = {}
+        nbytes = 0
         while waiting and (not there or nbytes + codes_bytes(waiting[0][1]) <= BYTES_TOGETHER):
             index, layer = waiting.popleft()
             there[index], nbytes = layer, nbytes + codes_bytes(layer)
