@@ -277,18 +277,16 @@ class CodedRows(ByteRows):
 
 def states_together(
     arrays: Sequence[tuple[CodedRows, RowTransform]], tables: ans.Tables, device: torch.device
-) -> list[Tensor]:
-    """The `states` of many arrays on a device, whose streams are decoded in one launch. transforms: on the device.
-    Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
+) -> Iterator[Tensor]:
+    """The `states` of many arrays on a device, whose streams are decoded in one launch; those of one at a time, beside
+    the codes of all. Their numbers are those of the CPU but for the rounding of products. Raises as `states`."""
     groups = [list(rows._groups(transform, tables)) for rows, transform in arrays]
-    codes = iter(_decoded([group for of_rows in groups for group in of_rows], tables, device))
-    states = []
+    codes = _decoded([group for of_rows in groups for group in of_rows], tables, device)
     for (rows, transform), of_rows in zip(arrays, groups, strict=True):
-        out = torch.empty(rows.shape, device=device)
+        out, sent = torch.empty(rows.shape, device=device), transform.decoder_on(device)
         for group in of_rows:
-            rows._multiply(next(codes), rows._basis(transform, group), transform, group, out, 0)
-        states.append(rows._with_first_rows(out))
-    return states
+            rows._multiply(next(codes), rows._basis(sent, group), sent, group, out, 0)
+        yield rows._with_first_rows(out)
 
 
 def encode_rows(
@@ -399,9 +397,8 @@ def _narrow(codes: Any) -> Any:
     return np.ascontiguousarray(codes).astype("<i1" if largest < 1 << 7 else "<i2" if largest < 1 << 15 else "<i4")
 
 
-def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.device) -> list[Tensor]:
+def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.device) -> Iterator[Tensor]:
     """Codes `[C, rows of all runs]` fp32 of each group."""
-    whole = []
     for group, (codes, sound) in zip(
         groups, ans.decode([group.coded() for group in groups], tables, device), strict=True
     ):
@@ -416,8 +413,7 @@ def _decoded(groups: Sequence[_HeadGroup], tables: ans.Tables, device: torch.dev
                 for run, count, frame in runs
             ]
             codes = torch.cat(parts, dim=1)
-        whole.append(codes)
-    return whole
+        yield codes
 
 
 def _used(codes: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -137,21 +138,31 @@ def plain_layers(
     layers: Mapping[int, LayerRecord], coder: Coder, repositioned: bool, device: torch.device
 ) -> dict[int, LayerRecord]:
     """As `plain_layer`, of several layers at once, whose rows are then on a device that decodes streams side by side.
-    Raises as `plain_layer`, whichever of the layers it is."""
+    Raises as `plain_layer`, whichever of the layers it is. Takes `codes_bytes` of all layers, and twice that of
+    one."""
     entries = {index: own for index, layer in layers.items() if (own := entries_of(layer)) is not None}
     records: list[tuple[LayerCoder, PackedRecord]] = [
-        (coder.layer(index, repositioned).on(device), part) for index, own in entries.items() for part in parts_of(own)
+        (coder.layer(index, repositioned), plain_record(part))
+        for index, own in entries.items()
+        for part in parts_of(own)
     ]
     arrays = [(rows, of_layer.transform[kind]) for of_layer, record in records for kind, rows in _coded(record).items()]
-    states = iter(states_together(arrays, coder.transforms.tables, device))
+    states = states_together(arrays, coder.transforms.tables, device)
     made = iter(
         [
-            of_layer._finished(record, next(states), next(states)) if _coded(record) else record
+            of_layer.on(device)._finished(record, next(states), next(states)) if _coded(record) else record
             for of_layer, record in records
         ]
     )
     plain = {index: entries_from([next(made) for _ in parts_of(own)]) for index, own in entries.items()}
     return {index: with_entries(layer, plain[index]) if index in plain else layer for index, layer in layers.items()}
+
+
+def codes_bytes(layer: LayerRecord) -> int:
+    """Bytes of a layer's codes once they are decoded, as fp32."""
+    entries = entries_of(layer)
+    parts = () if entries is None else parts_of(entries)
+    return sum(prod(rows.shape) * torch.float32.itemsize for part in parts for rows in _coded(part).values())
 
 
 def plain_layer(layer: LayerRecord, coder: CacheDecoder | None, index: int, repositioned: bool) -> LayerRecord:

@@ -52,7 +52,7 @@ def measure(part: Part) -> None:
                 note = f"{size}; written and verified in {written_s:.1f} s; the page cache has it"
                 goal = 30 if codec == "int4" else None
                 _told(part, subject, f"file, {codec}", lambda i=found: store.get(i), question, again_s, goal, note)
-    part.row("file, klt", None, note="at two layers: see the part klt; it is decoded by the CPU")
+    part.row("file, klt", None, note="at two layers: see the part klt")
 
 
 def _told(

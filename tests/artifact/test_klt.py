@@ -14,7 +14,7 @@ from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows
 from kvshelf.artifact.coder import plain_layers
 from kvshelf.artifact.records import Kept, Merged, Parts
 from kvshelf.artifact.shape import LayerShape
-from kvshelf.artifact.transforms import Transforms
+from kvshelf.artifact.transforms import RowTransform, Transforms
 from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, StateConflict
 from tests.store.caches import make_cache, make_identity, make_merged, require_equal
 from tests.store.hostile import Parts as Blob
@@ -148,6 +148,41 @@ def test_layers_that_are_decoded_side_by_side_are_those_of_the_cpu(codec, monkey
     for index, layer in enumerate(expected.layers):
         for ours, theirs in zip(made[index].dense()[:2], layer.dense()[:2], strict=True):
             assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_layers_of_another_codec_are_made_plain_beside_them(monkeypatch) -> None:
+    cache, coder = scaled(((40, 40), (40, 40)), num_tokens=40), make_coder()
+    layers = {0: cache.encoded("lossless").layers[0], 1: cache.layers[1]}
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    made = plain_layers(layers, coder, cache.repositioned, torch.device("cpu"))
+    assert all(torch.equal(made[index].keys, cache.layers[index].keys) for index in layers)
+
+
+def test_a_device_holds_a_transform_unless_it_is_large() -> None:
+    """`meta` stands for a card. 2 heads of 1,024 channels have a basis of 16 MiB of all heads, and 8 of each."""
+    device = torch.device("meta")
+    for transform, stays in ((make_coder().transforms.layers[0]["keys"], True), (wide_transform(), False)):
+        decoder = transform.decoder_on(device)
+        assert decoder.joint.device == device
+        assert (transform.decoder_on(device) is decoder) == stays
+
+
+def wide_transform() -> RowTransform:
+    mean, joint, each = torch.zeros(2, 1024), torch.eye(2048), torch.eye(1024).repeat(2, 1, 1)
+    return RowTransform(mean, joint, each, (0,) * 2048, ((0,) * 1024,) * 2, 1.0)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_what_decodes_on_a_device_undoes_weights_there(joint) -> None:
+    """Version 2. Slopes are the same tensors."""
+    generator = torch.Generator().manual_seed(4)
+    plain = make_coder().transforms.layers[0]["values"]
+    root = torch.randn(2, 8, 8, generator=generator)
+    weighted = replace(plain, weight=root @ root.mT + torch.eye(8))
+    decoder = weighted.decoder_on(torch.device("cpu"))
+    for head in [None] if joint else [0, 1]:
+        assert torch.equal(decoder.synthesis(head), weighted.synthesis(head))
+        assert not torch.equal(decoder.synthesis(head), plain.synthesis(head))
 
 
 CLASSES = "klt:classes=0.25/1/4,shares=20/20/20"

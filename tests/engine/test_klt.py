@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.transforms import KINDS
+from kvshelf.engine.attention import attachment
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, PolicyUnsupported
@@ -21,6 +24,7 @@ from tests.conftest import save_random_model
 from tests.store.caches import make_cache
 from tests.store.transforms import make_coder
 
+DEVICES = [torch.device("cpu")] * 5
 TEXT = " ".join(f"Item {i} weighs {i * i % 97} grams and lies in box {i * 7 % 31}." for i in range(40))
 
 
@@ -144,27 +148,82 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
         assert error.value.param == "codec"
 
 
-def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch):
+def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch, caplog):
     """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
-    cache, coder, devices = (
-        make_cache(3, num_tokens=10, lengths=((10, 10),) * 2),
-        make_coder(),
-        [torch.device("cpu")] * 2,
-    )
-    coded = cache.encoded("klt", coder)
-    by_cpu = Attachment(coded, devices, None, coder)
+    coded, coder = make_coded(2)
+    by_cpu = Attachment(coded, DEVICES, None, coder)
     expected = [by_cpu.prefixes(layer) for layer in (0, 1)]  # before the form is forced
     rows = coded.layers[1].values
     data = rows.data.clone()
     data[-4:] = 0  # a stream never ends in a zero
     damaged = replace(coded, layers=(coded.layers[0], replace(coded.layers[1], values=replace(rows, data=data))))
     monkeypatch.setenv("KVSHELF_KERNELS", "triton")
-    for cached, layers in ((coded, (0, 1)), (damaged, (0,))):
-        attached = Attachment(cached, devices, None, coder)
+    for cached, layers, warnings in ((coded, (0, 1), 0), (damaged, (0,), 1)):
+        attached = Attachment(cached, DEVICES, None, coder)
         for layer in layers:
             (ours,), (theirs,) = attached.prefixes(layer), expected[layer]
             assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
             assert torch.allclose(ours.values, theirs.values, atol=1e-4)
+        assert caplog.text.count("are decoded on the CPU") == warnings, caplog.text
     with pytest.raises(BlobError, match="is not what an encoder writes"):
         attached.prefixes(1)
     assert attached.failed
+
+
+def make_coded(layers):
+    coder = make_coder(layers)
+    return make_cache(3, num_tokens=10, lengths=((10, 10),) * layers).encoded("klt", coder), coder
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """In place of the card's decoder: the layers of each batch, and an error that it raises."""
+    seen = SimpleNamespace(batches=[], error=None, at_once=0)
+
+    def decode(layers, *_):
+        seen.at_once += 1
+        seen.batches.append(([*layers], seen.at_once))
+        time.sleep(0.05)
+        seen.at_once -= 1
+        if seen.error:
+            raise seen.error
+        return dict(layers)
+
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    monkeypatch.setattr(attachment, "plain_layers", decode)
+    return seen
+
+
+def test_only_what_a_card_can_lack_is_decoded_by_the_cpu(card, caplog):
+    coded, coder = make_coded(1)
+    card.error = torch.OutOfMemoryError("no memory")
+    (prefix,) = Attachment(coded, DEVICES, None, coder).prefixes(0)
+    assert len(prefix.keys) == 20
+    assert caplog.text.count("are decoded on the CPU: OutOfMemoryError: no memory") == 1
+    card.error = RuntimeError("a fault of ours")
+    attached = Attachment(coded, DEVICES, None, coder)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        attached.prefixes(0)
+    assert attached.failed
+
+
+@pytest.mark.parametrize(("layers_of_memory", "batches"), [(100, [5]), (2.5, [2, 2, 1]), (0.5, [1] * 5)])
+def test_as_many_layers_are_decoded_at_once_as_memory_is_for(card, monkeypatch, layers_of_memory, batches):
+    """All that are there, of one document after the other: 16 channels of 10 tokens in 4 bytes, keys and values."""
+    monkeypatch.setattr(attachment, "BYTES_TOGETHER", int(layers_of_memory * 2 * 16 * 10 * 4))
+    coded, coder = make_coded(5)
+    documents = [Attachment(coded, DEVICES, None, coder) for _ in range(2)]
+    for document in documents:
+        document.layers()
+    assert sorted(len(layers) for layers, _ in card.batches) == sorted(batches * 2)
+    assert {at_once for _, at_once in card.batches} == {1}
+
+
+def test_a_document_of_several_processes_is_decoded_in_the_host_s_memory(monkeypatch):
+    """Each card has its own heads alone, and rank 0 sends the others' from there. `meta` stands for a card."""
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    coded, coder = make_coded(2)
+    attached = Attachment(coded, [torch.device("meta")] * 2, None, coder, heads=(0, 1))
+    assert {layer.keys.device.type for layer in attached.layers()} == {"cpu"}
+    (prefix,) = attached.prefixes(0)
+    assert (prefix.keys.device.type, len(prefix.lengths)) == ("meta", 1)

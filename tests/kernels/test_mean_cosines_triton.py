@@ -14,7 +14,7 @@ from tests.kernels.references import mean_cosines as reference
 from tests.kernels.tensors import random
 from tests.kernels.test_row_norms import DTYPES, layouts
 
-SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100)]
+SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100), (1, 700, 8), (1, 600, 3)]
 
 
 @pytest.mark.usefixtures("forced_triton")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import count
-from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
-from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer, plain_layers
+from kvshelf.artifact.coder import CacheDecoder, Coder, codes_bytes, plain_layer, plain_layers
 from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
@@ -28,7 +29,7 @@ from kvshelf.artifact.records import (
     parts_of,
     states_of,
 )
-from kvshelf.errors import KvshelfError
+from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
@@ -46,8 +47,13 @@ Records = tuple[Future[LayerRecord], ...]
 _NUMBERS = count()
 """Of attachments, in the order in which they were made."""
 
-_LAYERS_TOGETHER = 8
-"""Layers that a card decodes at once: their codes take 4 bytes a number, 2 GiB for 8 of 32k tokens of the 8B shape."""
+BYTES_TOGETHER = 1 << 30
+"""Bytes of the codes that a card decodes at once, or of one layer, if it has more: 4 layers of 32k tokens of the 8B
+shape. Their rows take half of it beside, and what is made of one layer at a time twice that layer's codes."""
+
+_ON_A_CARD = Lock()
+"""Held while a card decodes, so that documents that are attached at the same time take that memory one after the other.
+"""
 
 _SELECTORS_HELD = 4
 """Selectors whose units an attachment keeps: requests set their parameters, and each would take memory."""
@@ -95,7 +101,8 @@ class Attachment:
         self._rotate = rotate
         self._heads = heads
         self._coded = cache.coded
-        self._records = _records_of(cache, coder, devices)
+        # What other processes read of a document is sent from the host's memory, so that no card holds it whole.
+        self._records = _records_of(cache, coder, devices[0] if heads is None and len(set(devices)) == 1 else None)
         self._prefixes: dict[int, tuple[Prefix, ...]] = {}
         self._states: dict[int, tuple[State, ...]] = {}
         self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
@@ -357,8 +364,9 @@ Attached = Attachment | JointAttachment
 
 
 def _records_of(
-    cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None, devices: Sequence[torch.device]
+    cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None, device: torch.device | None
 ) -> Records:
+    """The layers once they have arrived, with plain rows. device: of all layers, whose rows may be decoded there."""
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
     records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
@@ -368,10 +376,8 @@ def _records_of(
     def alone(index: int, record: LayerRecord) -> LayerRecord:
         return plain_layer(record, coder, index, cache.repositioned)
 
-    if isinstance(coder, Coder) and len(set(devices)) == 1 and ans.side_by_side(devices[0]):
-        return _decoded_together(
-            records, lambda layers: plain_layers(layers, coder, cache.repositioned, devices[0]), alone
-        )
+    if isinstance(coder, Coder) and device is not None and ans.side_by_side(device):
+        return _decoded_together(records, lambda layers: plain_layers(layers, coder, cache.repositioned, device), alone)
     # A product of matrices has all threads of the processor for itself.
     return _decoded(records, alone, 1 if cache.projected else torch.get_num_threads())
 
@@ -382,7 +388,7 @@ def _decoded(records: Records, decode: Callable[[int, LayerRecord], LayerRecord]
     decoded: Records = tuple(Future() for _ in records)
 
     def begin(index: int, record: Future[LayerRecord]) -> None:
-        threads.submit(_settle, decoded[index], lambda index: decode(index, record.result()), index)
+        threads.submit(_settle, decoded[index], lambda: decode(index, record.result()))
 
     for index, record in enumerate(records):
         record.add_done_callback(partial(begin, index))
@@ -395,35 +401,51 @@ def _decoded_together(
     alone: Callable[[int, LayerRecord], LayerRecord],
 ) -> Records:
     """The layers once they are decoded, on a device that takes as long for many as for one: those that arrive meanwhile
-    are the next ones. What cannot be decoded so (a stream is unsound, memory is short) is decoded alone, on the CPU."""
+    are the next ones. Where a stream is unsound, or the device is short of memory, the CPU decodes them, and says which
+    layer cannot be."""
     thread = ThreadPoolExecutor(1, "kvshelf-decode")
     decoded: Records = tuple(Future() for _ in records)
-    waiting: SimpleQueue[int] = SimpleQueue()
+    waiting: deque[tuple[int, LayerRecord]] = deque()
+
+    def begin(index: int, record: Future[LayerRecord]) -> None:
+        if error := record.exception():
+            decoded[index].set_exception(error)
+        else:
+            waiting.append((index, record.result()))
+            thread.submit(decode)
 
     def decode() -> None:
-        there = [waiting.get() for _ in range(min(waiting.qsize(), _LAYERS_TOGETHER))]
+        there: dict[int, LayerRecord] = {}
+        nbytes = 0
+        while waiting and (not there or nbytes + codes_bytes(waiting[0][1]) <= BYTES_TOGETHER):
+            index, layer = waiting.popleft()
+            there[index], nbytes = layer, nbytes + codes_bytes(layer)
         if not there:  # decoded with those before
             return
         made: dict[int, LayerRecord] = {}
         try:
-            made = together({index: records[index].result() for index in there})
-        except Exception as error:  # whatever it is, the CPU reads the same bytes, or says which are wrong
-            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", there, type(error).__name__, error)
-        for index in there:
-            _settle(decoded[index], lambda index: made.get(index) or alone(index, records[index].result()), index)
+            with _ON_A_CARD:
+                made = together(there)
+        except (BlobError, torch.OutOfMemoryError) as error:
+            _LOG.warning("layers %s of a cache are decoded on the CPU: %s: %s", [*there], type(error).__name__, error)
+        except Exception as error:  # any other: threads wait for the layers
+            for index in there:
+                decoded[index].set_exception(error)
+            return
+        for index, layer in there.items():
+            _settle(decoded[index], lambda: made[index] if made else alone(index, layer))  # noqa: B023 - called at once
 
-    def begin(index: int, _: Future[LayerRecord]) -> None:
-        waiting.put(index)
-        thread.submit(decode)
+    def watch() -> None:  # on the thread that decodes, so that all that are there are so before it begins
+        for index, record in enumerate(records):
+            record.add_done_callback(partial(begin, index))
 
-    for index, record in enumerate(records):
-        record.add_done_callback(partial(begin, index))
+    thread.submit(watch)
     return decoded
 
 
-def _settle(future: Future[LayerRecord], make: Callable[[int], LayerRecord], index: int) -> None:
+def _settle(future: Future[LayerRecord], make: Callable[[], LayerRecord]) -> None:
     try:
-        future.set_result(make(index))
+        future.set_result(make())
     except Exception as error:  # any error: threads wait for the layer
         future.set_exception(error)
 

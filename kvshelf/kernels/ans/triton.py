@@ -6,8 +6,8 @@ for another. A lane must end where the next one's entry says, and the first begi
 run with any wrong entry is unsound.
 
 The limit is the time of a step of a lane (a look-up, a product and a refill, each waiting for the one before), over the
-lanes that a card holds. Keys and values of 32 layers of 1,024 channels have 16,384 lanes at 8k tokens. Without entries
-they would have 512, and 5e10 symbols a second would leave each step 10 ns, less than a look-up in the L1 cache takes.
+lanes that a card holds. Keys and values of 16 layers of 1,024 channels have 8,192 lanes at 8k tokens. Without entries
+they would have 256, and 5e10 symbols a second would leave each step 5 ns, less than a look-up in the L1 cache takes.
 The next word of a stream is therefore loaded before it is needed. Share of the limit: not measured.
 """
 

@@ -20,7 +20,7 @@ def mean_cosines(states: Tensor) -> Tensor:
     """See `kvshelf.kernels.mean_cosines`."""
     heads, num_rows, dim = states.shape
     width = triton.next_power_of_2(dim)
-    rows = rows_of_tile(width)
+    rows = min(_BLOCK_ROWS, rows_of_tile(width))  # a tile lies within its block
     tile = {"ROWS": rows, "DIM": dim, "BLOCK_DIM": width, "num_warps": warps(rows * width)}
     strides, blocks = (num_rows, *states.stride()[:2]), triton.cdiv(num_rows, _BLOCK_ROWS)
     sums = torch.empty(heads, blocks, dim, dtype=torch.float32, device=states.device)

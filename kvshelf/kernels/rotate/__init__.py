@@ -14,8 +14,9 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, partners: Tensor) -> Tensor
 
     states: `[heads, N, D]`, any strides as long as the last dimension is contiguous. cos, sin: `[N, D]` fp32; `sin`
     includes the sign of the partner's term, and a channel that is not rotated has cos 1 and sin 0. partners: `[D]`
-    int64, the other channel of each one's plane. Returns `[heads, N, D]` fp32. Not the model's function: `Rope` in the
-    workers reads from that how its planes lie. Raises `InvalidTensor` for other shapes.
+    int64, the other channel of each one's plane, below D: on a card nothing checks this. Returns
+    `[heads, N, D]` fp32. Not the model's function: `Rope` in the workers reads from that how its planes lie. Raises
+    `InvalidTensor` for other shapes.
 
     Bytes: states once, 4 an element written, the tables once if they stay in the cache. FLOPs: 3 per element, so the
     memory is the limit. Share of the limit on a GPU: not measured.
