@@ -30,6 +30,13 @@ def test_the_nearest_of_several_counts_and_one_may_go_over_midnight() -> None:
     assert Hours.parse([]).begin_in_s(at(3)) == 0, "all day"
 
 
+def test_the_next_look_is_when_the_next_hours_begin_or_at_the_interval() -> None:
+    office = Hours.parse(["07:30-18:00"])
+    assert office.next_look_s(at(7, 29, 30), 300.0) == pytest.approx(30)
+    assert office.next_look_s(at(7, 20), 300.0) == office.next_look_s(at(9), 300.0) == 300.0
+    assert Hours().next_look_s(at(3), 300.0) == 300.0
+
+
 @pytest.mark.parametrize(
     "text", ["7:30-18:00", "07:30", "24:00-01:00", "07:60-08:00", "07:30-18:00 CET", "07:30 - 18:00"]
 )
