@@ -49,6 +49,9 @@ def test_what_is_no_span_of_a_day_is_refused_by_name(text: str) -> None:
 
 def test_the_setting_has_several_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_WARM_HOURS", "07:30-18:00, 22:00-02:00")
+    with pytest.raises(InvalidRequest, match="the hours of KVSHELF_WARM"):
+        load_settings()
+    monkeypatch.setenv("KVSHELF_WARM", "team=law")
     assert load_settings().warm_hours == ("07:30-18:00", "22:00-02:00")
     monkeypatch.setenv("KVSHELF_WARM_HOURS", "morning")
     with pytest.raises(InvalidRequest, match="warm_hours"):

@@ -43,7 +43,7 @@ class SignedCaches:
             return problem
         statements = [said for said in statements if said.root == manifest.blob_digest]
         if not statements:
-            return f"no bundle in {self._folder} that a trusted key has signed has these bytes"
+            return "no bundle that a trusted key has signed has these bytes"
         changed = [_changed(said, manifest) for said in statements]
         return None if None in changed else f"its {changed[0]} is not what was signed"
 

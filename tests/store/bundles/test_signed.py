@@ -92,7 +92,7 @@ def test_a_cache_that_nobody_signed_is_refused_and_can_be_made_here(shelves: She
     with open_store(shelves.url) as mine:
         with DiskStore.open(shelves.theirs) as shelf:
             added = shelf.put(make_cache(7)).id
-        require_refused(mine, added, r"no bundle in .*signed that a trusted key has signed has these bytes")
+        require_refused(mine, added, "no bundle that a trusted key has signed has these bytes")
         assert added not in {cache.id for cache in mine.list().data}
         with pytest.raises(CacheNotFound):
             mine.delete(added)
