@@ -53,7 +53,9 @@ Images = Annotated[
     ),
 ]
 AsImages = Annotated[bool, typer.Option("--pages-as-images", help="Take FILE, a PDF, as images of its pages.")]
-Dots = Annotated[int, typer.Option(min=20, max=600, help="With --pages-as-images: dots an inch.")]
+Dots = Annotated[
+    int | None, typer.Option(min=20, max=600, help="With --pages-as-images: dots an inch.  [default: 150]")
+]
 
 
 def put(
@@ -61,7 +63,7 @@ def put(
     fields: Annotated[dict[str, Any], _forms.CREATION],
     image: Images = [],  # noqa: B006 - typer's form of an option that may be given several times
     pages_as_images: AsImages = False,
-    dpi: Dots = 150,
+    dpi: Dots = None,
     url: _options.Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -73,11 +75,15 @@ def put(
     failures, name = common.Failures(as_json=as_json), fields["name"]
     if pages_as_images and image:
         raise InvalidRequest("--image stands behind a text, and --pages-as-images has none; give one", param="--image")
+    if dpi is not None and not pages_as_images:
+        raise InvalidRequest("--dpi is of --pages-as-images, which is not given", param="--dpi")
     with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
                 own = fields | {"name": name or ("" if file == STDIN else told(file.name))}
-                _put_one(client, file, own | (_pages(file, dpi) if pages_as_images else _seen(file, image)), as_json)
+                _put_one(
+                    client, file, own | (_pages(file, dpi or 150) if pages_as_images else _seen(file, image)), as_json
+                )
     raise typer.Exit(failures.exit_code)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvshelf.api import Certificate, EstimateObject, PolicyEstimate
     from kvshelf.api.usage.prices import Prices
     from kvshelf.corpus.advice import Advice, AdviceLine, Option
-    from kvshelf.corpus.keeping import KeepingAdvice
+    from kvshelf.corpus.keeping import Demand, KeepingAdvice
     from kvshelf.corpus.plan import Fleet, Outcome, Plan, SharedResource
 
 
@@ -131,13 +131,34 @@ class _Demand:
     """How often the documents are asked, to say which are worth keeping."""
 
     questions: Annotated[
-        int | None, typer.Option(min=0, help="Of each document: say if keeping it costs less than searching it.")
+        int | None,
+        typer.Option(min=0, max=10**12, help="Of each document: say if keeping it costs less than searching it."),
     ] = None
-    days: Annotated[float, typer.Option(min=0, help="With --questions: how long a document is kept.")] = 30.0
+    days: Annotated[
+        float | None, typer.Option(min=0, max=36_525, help="Questions: how long a document is kept.  [default: 30]")
+    ] = None
     passages: Annotated[
-        int, typer.Option(min=1, help="With --questions: tokens that each would prefill of one that is searched.")
-    ] = 2048
+        int | None,
+        typer.Option(min=1, max=10**9, help="Questions: tokens that each prefills of a search.  [default: 2048]"),
+    ] = None
     prices: _options.Prices = None
+
+    def read(self) -> tuple[Demand, Prices] | None:
+        """None: nobody asks. Raises `InvalidRequest` for what only questions need."""
+        from kvshelf.api.usage.prices import read_prices
+        from kvshelf.corpus.keeping import Demand
+
+        rest = {"--days": self.days, "--passages": self.passages, "--prices": self.prices}
+        if self.questions is None:
+            for option in (option for option, value in rest.items() if value is not None):
+                raise InvalidRequest(f"{option} says nothing without --questions; give both", param=option)
+            return None
+        if self.prices is None:
+            raise InvalidRequest(
+                "what keeping a document is worth needs --prices; `kvshelf usage` reads them, too", param="--prices"
+            )
+        days, passages = 30.0 if self.days is None else self.days, self.passages or 2048
+        return Demand(self.questions, days, passages), read_prices(self.prices)
 
 
 @dataclass(frozen=True)
@@ -192,6 +213,7 @@ def plan(
             raise InvalidRequest(
                 "a shelf in a folder is one machine's; --simulate is of redis or objects", param="--home"
             )
+        priced = demand.read()
         shape = paper.shape_of(model)
         shared = paper.MEASURED if pace.shared_rates is None else paper.SharedRates.read(pace.shared_rates)
         lengths, done = corpus.read(), work.settled()
@@ -199,9 +221,8 @@ def plan(
         planned = paper.make_plan(lengths, shape, done, speed, shared, pace.gpus, pace.hours, pace.gb_month_price)
         report: dict[str, Any] = {"plan": asdict(planned)}
         tables, notes = [_plan_table(planned)], list(planned.assumptions)
-        if demand.questions is not None:
-            how = keeping.Demand(demand.questions, demand.days, demand.passages)
-            advised = keeping.advise_keeping(lengths, shape, done, speed, how, _required(demand.prices), model)
+        if priced is not None:
+            advised = keeping.advise_keeping(lengths, shape, done, speed, *priced, model)
             report |= {"keeping": asdict(advised)}
             tables, notes = [*tables, _keeping_table(advised)], [*notes, *keeping.ASSUMPTIONS]
         if simulate:
@@ -242,16 +263,6 @@ def _plan_table(plan: Plan) -> Table:
     if plan.month_price is not None:
         rows.append(("price of the storage", f"{plan.month_price:,.0f} a month"))
     return common.table(("", ""), rows, numbers=[1])
-
-
-def _required(prices: Path | None) -> Prices:
-    from kvshelf.api.usage.prices import read_prices
-
-    if prices is None:
-        raise InvalidRequest(
-            "what keeping a document is worth needs --prices; `kvshelf usage` reads them, too", param="--prices"
-        )
-    return read_prices(prices)
 
 
 def _keeping_table(advice: KeepingAdvice) -> Table:

@@ -3,17 +3,18 @@ both cost at their lengths, questions and prices. What a search misses is counte
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
-from kvshelf.api.usage.prices import DAY_S, Prices
+from kvshelf.api.usage.prices import DAY_S, Prices, Worth
 from kvshelf.corpus.plan import Lengths, PlannedWork, Speed
 from kvshelf.errors import InvalidRequest
 from kvshelf.workers.replica.create.sizes import Dimensions
 
 ASSUMPTIONS: Final = (
     "Of a question only what is read of its document is counted: from a kept one nothing, of passages their prefill.",
+    "Passages are prefilled at the speed of a prefill alone: with --tokens-per-s, without what the policy adds on "
+    "kvshelf-tiny where that is known.",
     "A search may miss the passage that answers; `kvshelf bench search` measures that. Here it is counted as no cost.",
 )
 
@@ -61,12 +62,7 @@ class KeepingAdvice:
 def advise_keeping(
     lengths: Lengths, shape: Dimensions, work: PlannedWork, speed: Speed, demand: Demand, prices: Prices, model: str
 ) -> KeepingAdvice:
-    """The advice for a corpus. model: whose prices count. Raises `InvalidRequest` where nothing has a price."""
-    if not prices.second(model):
-        raise InvalidRequest(
-            f"worker_hour of {model!r} is 0 in the prices, so that nothing speaks for or against keeping a document",
-            param="--prices",
-        )
+    """The advice for a corpus. model: whose prices count. Raises `InvalidRequest` where nothing costs anything."""
     documents: dict[int, int] = {}
     for tokens, count in lengths:
         documents[tokens] = documents.get(tokens, 0) + count
@@ -74,6 +70,12 @@ def advise_keeping(
         _cost(tokens, count, work.stored_bytes(shape, tokens), speed, demand, prices, model)
         for tokens, count in sorted(documents.items())
     )
+    if not any(cost.made or cost.stored or cost.passages for cost in costs):
+        raise InvalidRequest(
+            f"by these prices (worker_hour, gb_month and input_mtok of {model!r}) neither a kept document nor passages "
+            "cost anything, so that nothing speaks for or against keeping one",
+            param="--prices",
+        )
     kept = [cost.documents * (cost.made + cost.stored) for cost in costs]
     retrieved = [cost.documents * cost.passages * demand.questions for cost in costs]
     keeps = [cost.kept_at(demand.questions) for cost in costs]
@@ -93,6 +95,6 @@ def _cost(
 ) -> LengthCost:
     made, stored = tokens / speed.tokens_per_s * prices.second(model), prices.stored(nbytes, demand.days * DAY_S)
     read = min(demand.passages, tokens)
-    passages = prices.saved(model, read, read / speed.tokens_per_s)
-    pays_from = max(1, math.ceil((made + stored) / passages)) if passages else None
+    passages = prices.saved(model, read, read / speed.prefill_per_s)
+    pays_from = Worth(made, prices.stored(nbytes, DAY_S), passages).answers(demand.days)
     return LengthCost(tokens, documents, made, stored, passages, pays_from)

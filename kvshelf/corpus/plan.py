@@ -186,10 +186,12 @@ _ASSUMED: Final = (
 
 @dataclass(frozen=True)
 class Speed:
-    """Document tokens per second of one GPU, compression included, and where the number comes from."""
+    """Document tokens per second of one GPU, compression included, and where the number comes from. prefill_per_s:
+    those of a prefill alone."""
 
     tokens_per_s: float
     basis: str
+    prefill_per_s: float
 
     @classmethod
     def of(cls, shape: Dimensions, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
@@ -200,27 +202,31 @@ class Speed:
         """
         if measured is not None and tokens_per_s is not None:
             raise InvalidRequest("--rates and --tokens-per-s answer each other; give one", param="--rates")
+        share = policy_info(policy).compress_share
         if tokens_per_s is not None:
-            return cls(tokens_per_s, f"{tokens_per_s:,g} tokens a second for each GPU, as given.")
+            basis = f"{tokens_per_s:,g} tokens a second for each GPU, as given."
+            return cls(tokens_per_s, basis, tokens_per_s * (1 + (share or 0.0)))
         if measured is None:
-            share = policy_info(policy).compress_share
             if share is None:
                 raise InvalidRequest(
                     f"what policy {policy!r} adds to a prefill is unknown; give --tokens-per-s or --rates",
                     param="--policy",
                 )
             basis = _ASSUMED.format(policy=policy, share=share)
-            return cls(ASSUMED_FLOPS["cuda"] / shape.flops / (1 + share), basis)
+            prefill = ASSUMED_FLOPS["cuda"] / shape.flops
+            return cls(prefill / (1 + share), basis, prefill)
         with _output_of("kvshelf bench speed --parts compression", measured, "--rates") as report:
             rows = [row for length in report["compression"] for row in length["rows"]]
             taken = [row for row in rows if row["policy"] == policy]
             seconds = sum(row["plain_s"]["median"] * row["whole"]["median"] for row in taken)
+            plain_s = sum(row["plain_s"]["median"] for row in taken)
             gpu = report["machine"]["gpu"] or report["machine"]["processor"]
             basis = f"Measured: {policy} on {report['model']} in {report['dtype']} on {gpu}, {measured.name}."
         if not taken:
             others = ", ".join(sorted({row["policy"] for row in rows})) or "none"
             raise InvalidRequest(f"{measured} has no measurement of {policy!r}; it has {others}", param="--rates")
-        return cls(sum(row["tokens"] for row in taken) / seconds, basis)
+        tokens = sum(row["tokens"] for row in taken)
+        return cls(tokens / seconds, basis, tokens / plain_s)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -94,7 +93,9 @@ def create_app(
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
         if settings.warm:
-            jobs.append(repeat("warming", partial(_warm, service, keys), partial(_until_next_look, settings)))
+            hours = Hours.parse(settings.warm_hours)
+            look = partial(_until_next_look, hours, settings.warm_interval_s)
+            jobs.append(repeat("warming", partial(_warm, service, keys, hours), look))
         beside = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
@@ -211,19 +212,16 @@ async def _take_stock(store: Store) -> None:
     )
 
 
-async def _warm(service: Service, keys: LiveKeys | None) -> None:
-    if Hours.parse(service.settings.warm_hours).begin_in_s(time.time()):
-        return
+async def _warm(service: Service, keys: LiveKeys | None, hours: Hours) -> None:
     labels = dict(label.split("=", 1) for label in service.settings.warm)
     tenants = [ANYONE.tenant] if keys is None else keys.tenants
     limit_s = service.settings.request_deadline_s
-    await warm_labelled(service.store, service.engines, service.identities, tenants, labels, limit_s=limit_s)
+    engines, identities = service.engines, service.identities
+    await warm_labelled(service.store, engines, identities, tenants, labels, hours=hours, limit_s=limit_s)
 
 
-async def _until_next_look(settings: Settings) -> None:
-    """At the interval, or when the next hours begin."""
-    begin_s = Hours.parse(settings.warm_hours).begin_in_s(time.time())
-    await asyncio.sleep(min(begin_s or math.inf, settings.warm_interval_s))
+async def _until_next_look(hours: Hours, interval_s: float) -> None:
+    await asyncio.sleep(hours.next_look_s(time.time(), interval_s))
 
 
 async def _sweep(store: Store) -> None:

@@ -190,7 +190,6 @@ class EngineClient:
         """Have caches, by tenant and id, in the memory of every replica, see `Residents.warm`."""
         assert caller.deadline_s is not None
         warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
-        note(model=self.model, warmed=[replica.bytes for replica in warmed])
         return [replica.model_copy(update={"model": self.model}) for replica in warmed]
 
     async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:

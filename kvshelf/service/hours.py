@@ -41,3 +41,7 @@ class Hours:
         if not self.spans or any((minute - begin) % 1440 < (end - begin) % 1440 for begin, end in self.spans):
             return 0.0
         return 60 * min((begin - minute) % 1440 for begin, _ in self.spans)
+
+    def next_look_s(self, now: float, interval_s: float) -> float:
+        """Seconds until something is looked at again: the interval, or less where the next span begins before."""
+        return min(self.begin_in_s(now) or interval_s, interval_s)

@@ -267,8 +267,9 @@ class Settings(BaseSettings):
 
     @field_validator("warm_hours")
     @classmethod
-    def _hours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        Hours.parse(value)
+    def _hours(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if Hours.parse(value).spans and not info.data.get("warm", value):
+            raise ValueError("these are the hours of KVSHELF_WARM, which names no label; set both")
         return value
 
     @field_validator("device", "dtype", "weights", "engine")

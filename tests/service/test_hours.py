@@ -30,6 +30,13 @@ def test_the_nearest_of_several_counts_and_one_may_go_over_midnight() -> None:
     assert Hours.parse([]).begin_in_s(at(3)) == 0, "all day"
 
 
+def test_the_next_look_is_when_the_next_hours_begin_or_at_the_interval() -> None:
+    office = Hours.parse(["07:30-18:00"])
+    assert office.next_look_s(at(7, 29, 30), 300.0) == pytest.approx(30)
+    assert office.next_look_s(at(7, 20), 300.0) == office.next_look_s(at(9), 300.0) == 300.0
+    assert Hours().next_look_s(at(3), 300.0) == 300.0
+
+
 @pytest.mark.parametrize(
     "text", ["7:30-18:00", "07:30", "24:00-01:00", "07:60-08:00", "07:30-18:00 CET", "07:30 - 18:00"]
 )
@@ -42,6 +49,9 @@ def test_what_is_no_span_of_a_day_is_refused_by_name(text: str) -> None:
 
 def test_the_setting_has_several_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_WARM_HOURS", "07:30-18:00, 22:00-02:00")
+    with pytest.raises(InvalidRequest, match="the hours of KVSHELF_WARM"):
+        load_settings()
+    monkeypatch.setenv("KVSHELF_WARM", "team=law")
     assert load_settings().warm_hours == ("07:30-18:00", "22:00-02:00")
     monkeypatch.setenv("KVSHELF_WARM_HOURS", "morning")
     with pytest.raises(InvalidRequest, match="warm_hours"):

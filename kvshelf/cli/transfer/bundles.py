@@ -84,10 +84,10 @@ def push(
         raise InvalidRequest("no cache was named; give some, or --label", param="CACHE")
     signer = Signer.read(signing.key, param="--key")
     with ExitStack() as stack:
-        exports = _exports(stack, shelf, caches or [], labels)
+        ids, export = _exported(stack, shelf, caches or [], labels)
         software = f"kvshelf {kvshelf.__version__}"
-        said = signing.producer, software
-        entry = push_bundle(place_at(place), signing.name, exports, signer, *said, signature_only=signature_only)
+        said, signed_ids = (signing.producer, software), ids if signature_only else None
+        entry = push_bundle(place_at(place), signing.name, map(export, ids), signer, *said, signed_ids=signed_ids)
     if as_json:
         say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})
     else:
@@ -143,15 +143,15 @@ def trust(
     say(key)
 
 
-def _exports(
+def _exported(
     stack: ExitStack, shelf: BundledShelf, references: Sequence[str], labels: Mapping[str, str]
-) -> Iterator[bytes]:
-    """The exports of caches, each once, as they are asked for."""
+) -> tuple[list[str], Callable[[str], bytes]]:
+    """The ids of caches, each once, and what exports one."""
     if shelf.store is None:
         client = stack.enter_context(_client(shelf))
         ids = [_references.id_at(client, reference) for reference in references]
         ids += [cache.id for cache in client.caches.list(labels=labels, limit=1000)] if labels else []
-        return (client.caches.download(id, about=True) for id in dict.fromkeys(ids))
+        return list(dict.fromkeys(ids)), partial(client.caches.download, about=True)
     store = stack.enter_context(stores.opened(shelf.store, shelf.encryption_key_file))
     from kvshelf.store.about import export_part
 
@@ -164,7 +164,7 @@ def _exports(
     while page is not None:
         ids += [manifest.id for manifest in page.data]
         page = store.list(labels=labels, limit=1000, after=page.data[-1].id) if page.has_more else None
-    return map(export, dict.fromkeys(ids))
+    return list(dict.fromkeys(ids)), export
 
 
 @contextmanager

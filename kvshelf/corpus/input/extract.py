@@ -162,8 +162,9 @@ async def page_images(data: bytes, limits: ExtractLimits, name: str, dots: int) 
     have; `MissingExtra`."""
     if not data.startswith(_PDF):
         raise InvalidRequest(f"{name} is no PDF; give others as they are, or as --image", param="file")
-    if importlib.util.find_spec("pypdfium2") is None:
-        raise MissingExtra(f"{name}: pages as images need pypdfium2; run: {install_command('pages')}")
+    for library, module in {"pypdfium2": "pypdfium2", "pillow": "PIL"}.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtra(f"{name}: pages as images need {library}; run: {install_command('pages')}")
     bounds = f"{dots} {MAX_IMAGES} {MAX_IMAGE_PIXELS} {MAX_PIXELS}"
     return (await _said("pages", bounds, data, limits, name)).split()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -12,6 +13,8 @@ from kvshelf.api.caches import MOST_WARM, WarmedReplica
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.service.engines import EngineClient, serving
+from kvshelf.service.hours import Hours
+from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller
@@ -37,10 +40,13 @@ async def warm_labelled(
     tenants: Iterable[str],
     labels: Mapping[str, str],
     *,
+    hours: Hours,
     limit_s: float,
 ) -> None:
     """Have the caches of all tenants with these labels in the memory of each replica of their model, for which they
-    must fit together. Caches of models that are not served stay where they are."""
+    must fit together, if it is one of the hours. Caches of models that are not served stay where they are."""
+    if hours.begin_in_s(time.time()):
+        return
     manifests = list[Manifest]()
     for tenant in tenants:
         for manifest in await asyncio.to_thread(labelled, store, tenant, labels):
@@ -58,10 +64,14 @@ async def warm(
     *,
     caller: Caller,
 ) -> list[WarmedReplica]:
-    """Have caches in the memory of each replica of their model, one model after the other. Raises as
-    `EngineClient.warm`, and `ModelMismatch` for a cache of a model that is not served, before any is read."""
+    """Have caches in the memory of each replica of their model, all models at once. Raises as `EngineClient.warm`, what
+    the first model raises while others go on, and `ModelMismatch` for a cache of a model that is not served, before any
+    is read."""
     by_model: dict[str, list[tuple[str, str]]] = {}
     for manifest in manifests:
         model = serving(identities, ModelIdentity(**manifest.identity["model"]))
         by_model.setdefault(model, []).append((manifest.tenant, manifest.id))
-    return [replica for model, keys in by_model.items() for replica in await engines[model].warm(keys, caller=caller)]
+    warming = (engines[model].warm(keys, caller=caller) for model, keys in by_model.items())
+    replicas = [replica for of_model in await asyncio.gather(*warming) for replica in of_model]
+    note(warmed={f"{replica.model}#{number}": replica.bytes for number, replica in enumerate(replicas)})
+    return replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 from kvshelf.artifact.blob import inspect
 from kvshelf.artifact.blob.header import ModelHeader
@@ -27,6 +28,7 @@ from kvshelf.store.bundles.layout import (
 from kvshelf.store.bundles.places import BundlePlace
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.erasure.signing import Signer, signed_by
+from kvshelf.store.manifest import describe
 
 
 def push(
@@ -37,11 +39,12 @@ def push(
     producer: str = "",
     software: str = "",
     *,
-    signature_only: bool = False,
+    signed_ids: Iterable[str] | None = None,
 ) -> IndexEntry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
-    written, read back and compared before the index names it. signature_only: without the exports themselves, for who
-    has the shelf (`SignedCaches`). Raises `InvalidRequest`, `StoreUnavailable`."""
+    written, read back and compared before the index names it. signed_ids: of the exports on
+    their shelf, for a bundle of signatures alone (`SignedCaches`), without the exports themselves. Raises
+    `InvalidRequest`, `StoreUnavailable`."""
     if not layout.is_name(name):
         raise InvalidRequest(
             f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
@@ -49,13 +52,14 @@ def push(
         )
     index = _index(place)
     layers, said, models = list[Descriptor](), list[Said](), list[ModelHeader]()
-    for export in exports:
+    ids: Iterable[str | None] = repeat(None) if signed_ids is None else signed_ids
+    for export, id in zip(exports, ids):  # noqa: B905 one of them may have no end
         if len(layers) == layout.MOST_CACHES:
             raise InvalidRequest(f"a bundle has at most {layout.MOST_CACHES} caches; make several", param="CACHE")
-        about, model = _said(export)
+        about, model = _said(export, id)
         models = layout.models_of([*models, model])
         said.append(about.model_copy(update={"model": models.index(model)}))
-        digest = layout.digest_of(export) if signature_only else _keep(place, export)
+        digest = _keep(place, export) if id is None else layout.digest_of(export)
         layers.append(_descriptor(export, digest, layout.EXPORT_TYPE))
     if not layers:
         raise InvalidRequest("no cache was named; a bundle has one at least", param="CACHE")
@@ -188,8 +192,8 @@ def _next_sequence(place: BundlePlace, index: ImageIndex, name: str) -> int:
     return max(before + 1, int(time.time()))
 
 
-def _said(export: bytes) -> tuple[Said, ModelHeader]:
-    """What is said of a cache, by its export alone. Raises `BlobError`, `InvalidRequest`."""
+def _said(export: bytes, id: str | None = None) -> tuple[Said, ModelHeader]:
+    """What is said of a cache, by its export alone, and by its id on a shelf. Raises `BlobError`, `InvalidRequest`."""
     exported = split(export)
     summary, about = inspect(exported.blob), about_of(exported)
     identity = summary.header.identity
@@ -203,8 +207,15 @@ def _said(export: bytes) -> tuple[Said, ModelHeader]:
         name=about.name,
         labels=about.labels,
         quality=about.quality,
+        id=id,
+        content=None if id is None else _content(export, id),
     )
     return said, identity.model
+
+
+def _content(export: bytes, id: str) -> str:
+    cache = CompressedCache.from_bytes(export)
+    return describe(cache, cache.pack(), id=id, document_id="", tenant="", created_at=0).content_digest
 
 
 def _descriptor(data: bytes, digest: str, media_type: str) -> Descriptor:

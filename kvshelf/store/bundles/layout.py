@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic.alias_generators import to_camel
 
 from kvshelf.api import Quality
@@ -91,7 +91,8 @@ class ImageIndex(_Part):
 
 class Said(_Part):
     """One cache. root: the root digest of its blob, in hex. model: its place among `BundleAbout.models`. quality: as
-    measured when it was made, None if it was not."""
+    measured when it was made, None if it was not. id, content: of a bundle that is signatures alone, the cache's id on
+    the shelf, which is of its tenant, too, and `Manifest.content_digest`; not written in others."""
 
     root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     model: Annotated[int, Field(ge=0)]
@@ -102,6 +103,14 @@ class Said(_Part):
     name: CacheName
     labels: Labels
     quality: Quality | None
+    id: Annotated[str, Field(pattern="^kvs_[0-9a-f]{40}$")] | None = None
+    content: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+
+    @model_serializer(mode="wrap")
+    def _of_a_shelf(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        absent = [name for name in ("id", "content") if fields[name] is None]
+        return {name: value for name, value in fields.items() if name not in absent}
 
 
 class BundleAbout(_Part):

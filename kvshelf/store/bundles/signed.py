@@ -1,12 +1,11 @@
-"""Which caches of a shelf are as trusted keys have signed them: those that a bundle names, byte for byte, with what it
-says of them. The bundles may be signatures alone (`kvshelf push --signature-only`)."""
+"""Which caches of a shelf are as trusted keys have signed them: those that a bundle of signatures alone names (`kvshelf
+push --signature-only`), for the tenant of their id, byte for byte, with what it says of them."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.bundles import layout
@@ -30,7 +29,7 @@ class SignedCaches:
 
     def problem(self, manifest: Manifest) -> str | None:
         """Why a cache is not as it was signed; None: it is. The blob's root digest covers all its bytes, and readers
-        compare it with the manifest's."""
+        compare it with the manifest's. That the id is of its tenant is for the caller to see."""
         with self._lock:
             if (state := self._state()) != self._seen:
                 self._said, self._problem = {}, None
@@ -39,31 +38,24 @@ class SignedCaches:
                 except InvalidRequest as error:
                     self._problem = error.message
                 self._seen = state
-            said, problem = self._said.get(manifest.blob_digest), self._problem
+            statements, problem = self._said.get(manifest.id, []), self._problem
         if problem is not None:
             return problem
-        if said is None:
-            return f"no bundle in {self._folder} that a trusted key has signed has these bytes"
-        about, model = said
-        ours = {name: getattr(manifest, name, None) for name in Said.model_fields} | {
-            "root": manifest.blob_digest,
-            "model": about.model,
-        }
-        changed = [name for name in Said.model_fields if ours[name] != getattr(about, name)]
-        changed += ["model"] if manifest.identity["model"] != model else []
-        return f"its {changed[0]} is not what was signed" if changed else None
+        statements = [said for said in statements if said.root == manifest.blob_digest]
+        if not statements:
+            return "no bundle that a trusted key has signed has these bytes"
+        changed = [_changed(said, manifest) for said in statements]
+        return None if None in changed else f"its {changed[0]} is not what was signed"
 
-    def _read(self) -> dict[str, tuple[Said, dict[str, Any]]]:
-        """By the root digest of its blob, what is said of each cache, and its model."""
-        said: dict[str, tuple[Said, dict[str, Any]]] = {}
+    def _read(self) -> dict[str, list[Said]]:
+        """What is said of each cache, by its id. Bundles of different names may say different things: each holds."""
+        statements: dict[str, list[Said]] = {}
         for bundle in bundles_at(BundleFolder(self._folder), Trust(self._trust)):
-            models = [model.model_dump() for model in bundle.about.models]
-            for about in bundle.about.caches:
-                if about.model >= len(models):
-                    raise layout.refused("malformed", f"{bundle.about.name!r} names a model that it does not have")
-                said[about.root] = about, models[about.model]
+            for said in bundle.about.caches:
+                if said.id is not None:
+                    statements.setdefault(said.id, []).append(said)
             bundle.taken()
-        return said
+        return statements
 
     def _state(self) -> object:
         states = []
@@ -72,3 +64,12 @@ class SignedCaches:
                 status = file.stat()
                 states.append((file, status.st_ctime_ns, status.st_mtime_ns, status.st_ino, status.st_size))
         return states
+
+
+def _changed(said: Said, manifest: Manifest) -> str | None:
+    """The first field that is not as it was signed. The model is of the content."""
+    ours = {"root": manifest.blob_digest, "model": said.model, "content": manifest.content_digest}
+    for name in Said.model_fields:
+        if (ours[name] if name in ours else getattr(manifest, name)) != getattr(said, name):
+            return name
+    return None

@@ -19,9 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
+from kvshelf.api import Timings
 from kvshelf.artifact import codecs
+from kvshelf.artifact.blob.frame import FORMAT_MAJOR
 from kvshelf.errors import (
     CacheError,
+    CacheExpired,
     CacheNotFound,
     InvalidRequest,
     SourceNotKept,
@@ -54,8 +57,13 @@ _TRIES: Final = 10
 _BUSY_S: Final = 10.0
 _WAL_INDEX_HEADER: Final = 48  # bytes
 
-_UNSIGNED: Final = {"source": None, "tried": (), "certificate": None, "min_quality": None}
-"""What a manifest says of a cache that a bundle does not say."""
+_UNSIGNED: Final = {
+    **dict.fromkeys(("source", "certificate", "min_quality", "parent_id", "guaranteed_until")),
+    "tried": (),
+    "timings": Timings(),
+    "pinned": False,
+}
+"""What a manifest says of a cache that a bundle does not say. Its times and uses, which no bundle says either, stay."""
 
 _OLD: Final = 2
 """Copies that stay, so that who reads the last one can finish."""
@@ -73,7 +81,7 @@ class _ReadFolder(Folder):
 
 class _SignedIndex(SqliteIndex):
     """In which a cache that is not as a trusted key has signed it counts as corrupt, and nothing is said of others that
-    no signature covers."""
+    no signature covers. Its own columns are trusted with nothing: they only name what is then checked."""
 
     signed: SignedCaches
 
@@ -82,15 +90,34 @@ class _SignedIndex(SqliteIndex):
         return None if entry is None else self._signed(entry)
 
     def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
-        return [self._signed(entry) for entry in super().listing(query, now, before, limit)]
+        """Those alone that are as they were signed and, as such, match."""
+        entries: list[Entry] = []
+        while True:
+            rows = super().listing(query, now, before, limit)
+            checked = map(self._signed, rows)
+            entries += [entry for entry in checked if entry.state == "ready" and query.takes(entry.manifest())]
+            if len(rows) < limit or len(entries) >= limit:
+                return entries[:limit]
+            before = rows[-1].seq
 
     def _signed(self, entry: Entry) -> Entry:
         if entry.state != "ready":
             return entry
-        manifest = entry.manifest()
-        if (problem := self.signed.problem(manifest)) is not None:
-            return replace(entry, state="corrupt", problem=problem)
-        return replace(entry, text=manifest.model_copy(update=_UNSIGNED).model_dump_json())
+        try:
+            manifest = entry.manifest().model_copy(update={**_UNSIGNED, "id": entry.id, "tenant": entry.tenant})
+            problem = self.signed.problem(manifest)
+            if problem is None:  # then its identity is what was signed, and its id must be of its tenant
+                made, key, tenant = manifest.made_identity, self.key, entry.tenant
+                document = made.document_id(key=key, tenant=tenant)
+                manifest = manifest.model_copy(update={"document_id": document})
+                codec = manifest.made_codec
+                if made.cache_id(key=key, tenant=tenant, codec=codec, format_major=FORMAT_MAJOR) != entry.id:
+                    problem = "its tenant or the codec that it was made under is not what was signed"
+        except ValueError:  # of pydantic
+            problem = "its row in the index cannot be read"
+        if problem is not None:
+            return replace(entry, state="corrupt", problem=problem, text=None)
+        return replace(entry, text=manifest.model_dump_json())
 
 
 class Below:
@@ -242,8 +269,10 @@ class Overlay(DiskStore):
             return self._first(read)
         try:
             return read(self)
-        except CacheNotFound:
+        except (CacheNotFound, CacheExpired, SourceNotKept):
             self.stat(cache_id, tenant=tenant)
+            if not self._only_below(cache_id, tenant):
+                raise
             raise SourceNotKept(
                 f"the source of cache {cache_id} is on the shelf below, and no signature covers it; put the document "
                 "here to have it",
@@ -276,7 +305,7 @@ class Overlay(DiskStore):
         if ended:
             return super().list(ended=True, limit=limit, after=after, **more)
         manifests: list[Manifest] = []
-        if after is None or not self._only_below(after, tenant):
+        if after is None or not (self.index.find(after, tenant) is None or self._only_below(after, tenant)):
             page = super().list(limit=limit, after=after, **more)
             if page.has_more:
                 return page

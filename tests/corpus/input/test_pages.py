@@ -82,7 +82,8 @@ def test_limits_are_those_of_the_process() -> None:
     assert refusal.value.details["reason"] in ("memory", "time", "crashed")
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pypdfium2", None)
-    with pytest.raises(MissingExtra, match=r"pypdfium2"):
+@pytest.mark.parametrize(("module", "library"), [("pypdfium2", "pypdfium2"), ("PIL", "pillow")])
+def test_without_a_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, module: str, library: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=rf"need {library}; run: .*pages"):
         drawn(pdf(LINE))

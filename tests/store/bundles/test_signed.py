@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from kvshelf.api import Timings
 from kvshelf.errors import CacheCorrupt, CacheNotFound, InvalidRequest, SourceNotKept
 from kvshelf.store.about import export_part
 from kvshelf.store.base import Store
@@ -20,7 +23,8 @@ from kvshelf.store.bundles.places import BundleFolder
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.signing import Signer
-from kvshelf.store.manifest import Judgement
+from kvshelf.store.manifest import Judgement, Manifest
+from kvshelf.store.types import FilterFields
 from kvshelf.store.url import open_store
 from tests.store.caches import make_cache, require_equal
 
@@ -50,8 +54,8 @@ class Shelves:
                 return stored.file.read() + export_part(shelf, shelf.stat(id))
 
         with DiskStore.open(self.theirs) as shelf:
-            exports = (export(shelf, self.ids[seed]) for seed in (SEEDS if seeds is None else seeds))
-            push(BundleFolder(self.bundle), name, exports, signer, signature_only=True)
+            ids = [self.ids[seed] for seed in (SEEDS if seeds is None else seeds)]
+            push(BundleFolder(self.bundle), name, (export(shelf, id) for id in ids), signer, signed_ids=ids)
 
     def tell(self, sql: str) -> None:
         """Change their index, as whoever has its file can."""
@@ -77,7 +81,8 @@ def test_what_is_signed_is_read_where_it_lies(shelves: Shelves) -> None:
     with open_store(shelves.url) as mine, DiskStore.open(shelves.theirs) as shelf:
         for seed, cache_id in enumerate(shelves.ids):
             require_equal(make_cache(seed), mine.get(cache_id))
-            assert mine.stat(cache_id) == shelf.stat(cache_id).model_copy(update={"source": None})
+            there = shelf.stat(cache_id)
+            assert mine.stat(cache_id) == there.model_copy(update={"source": None, "timings": Timings()})
         assert {cache.id for cache in mine.list().data} == set(shelves.ids)
         assert mine.usage().caches == 0
     assert not list(shelves.bundle.glob("blobs/sha256/*"))[2:], "what is said and its manifest, and no cache again"
@@ -87,7 +92,7 @@ def test_a_cache_that_nobody_signed_is_refused_and_can_be_made_here(shelves: She
     with open_store(shelves.url) as mine:
         with DiskStore.open(shelves.theirs) as shelf:
             added = shelf.put(make_cache(7)).id
-        require_refused(mine, added, r"no bundle in .*signed that a trusted key has signed has these bytes")
+        require_refused(mine, added, "no bundle that a trusted key has signed has these bytes")
         assert added not in {cache.id for cache in mine.list().data}
         with pytest.raises(CacheNotFound):
             mine.delete(added)
@@ -104,7 +109,10 @@ def test_a_cache_that_nobody_signed_is_refused_and_can_be_made_here(shelves: She
         ("""manifest = json_set(manifest, '$.name', 'another')""", "its name is not what was signed"),
         ("""manifest = json_set(manifest, '$.labels.of', 'us')""", "its labels is not what was signed"),
         ("""manifest = json_set(manifest, '$.num_tokens', 3)""", "its num_tokens is not what was signed"),
-        ("""manifest = json_set(manifest, '$.identity.model.weights', 'ab')""", "its model is not what was signed"),
+        ("""manifest = json_set(manifest, '$.identity.model.weights', 'ab')""", "its content is not what was signed"),
+        ("""manifest = json_remove(manifest, '$.identity.model')""", "its content is not what was signed"),
+        ("""manifest = json_set(manifest, '$.unknown', 1)""", "its row in the index cannot be read"),
+        ("""manifest = json_set(manifest, '$.recoded', json('{"codec":"int4","at":1}'))""", "made under is not what"),
         ("""manifest = json_set(manifest, '$.blob_digest', printf('%064d', 0))""", "has these bytes"),
     ],
 )
@@ -113,7 +121,143 @@ def test_what_is_told_of_a_cache_must_be_what_was_signed(shelves: Shelves, chang
         first, second, _ = shelves.ids
         shelves.tell(f"UPDATE caches SET {change} WHERE id = '{first}'")
         require_refused(mine, first, words)
+        assert {cache.id for cache in mine.list().data} == {*shelves.ids} - {first}
         require_equal(make_cache(1), mine.get(second))
+
+
+FORGED: dict[str, object] = {
+    "id": "kvs_" + "0" * 40,
+    "parent_id": "kvs_" + "1" * 40,
+    "document_id": "doc_" + "0" * 40,
+    "tenant": "b",
+    "identity": {"model": {"dtype": "float32"}, "document": "ff"},
+    "model": "another",
+    "layout": "chat",
+    "policy": "another",
+    "policy_params": {"x": 1},
+    "compression_ratio": 0.125,
+    "codec": "int4",
+    "num_tokens": 3,
+    "kept_tokens": 1,
+    "bytes_full": 1,
+    "bytes_stored": 1,
+    "blob_digest": "0" * 64,
+    "segment_digests": [],
+    "quality": {
+        "version": 1,
+        "agreement": 1.0,
+        "low": 1.0,
+        "high": 1.0,
+        "worst": None,
+        "kl": 0.0,
+        "cues": 9,
+        "probe_s": 0.0,
+    },
+    "tried": [{"policy": "full", "compression_ratio": 0.0, "codec": "none"}],
+    "certificate": {"name": "sure", "alpha": 0.1, "digest": "00"},
+    "min_quality": 0.9,
+    "recoded": {"codec": "int4", "at": 1.0},
+    "timings": {"prefill_s": 9999.0},
+    "created_at": 1.0,
+    "expires_at": 9e9,
+    "ttl_renew_s": 60.0,
+    "last_used_at": 1.0,
+    "pinned": True,
+    "guaranteed_until": 9e9,
+    "name": "another",
+    "labels": {"of": "us"},
+    "source": {"form": "text", "nbytes": 1, "digest": "00"},
+    "uses": 7,
+}
+TIMES = {"created_at", "expires_at", "ttl_renew_s"}
+"""The documentation names them: they say when, and nothing of what a cache holds."""
+
+
+@pytest.mark.parametrize("field", list(Manifest.model_fields))
+def test_nothing_that_an_index_says_alone_is_taken(shelves: Shelves, field: str) -> None:
+    first = shelves.ids[0]
+    with open_store(shelves.url) as mine:
+        before = mine.stat(first)
+    value = json.dumps(FORGED[field]).replace("'", "''")
+    shelves.tell(f"UPDATE caches SET manifest = json_set(manifest, '$.{field}', json('{value}')) WHERE id = '{first}'")
+    with open_store(shelves.url) as mine:
+        try:
+            after = mine.stat(first)
+        except CacheCorrupt as error:
+            problem: str | None = error.message
+        else:
+            problem = None
+        if problem is not None:
+            assert re.search("is not what was signed|has these bytes", problem)
+            return
+        assert (getattr(after, field) != getattr(before, field)) == (field in TIMES)
+        assert after.model_copy(update={field: getattr(before, field)}) == before
+        mine.update(first, name="mine")
+    with DiskStore.open(shelves.theirs.parent / "mine") as own:
+        assert own.stat(first) == after.model_copy(update={"name": "mine"})
+
+
+def test_a_listing_has_what_was_signed_as_such(shelves: Shelves) -> None:
+    first = shelves.ids[0]
+    shelves.tell(f"INSERT INTO labels SELECT seq, tenant, 'tier', 'hot' FROM caches WHERE id = '{first}'")
+    shelves.tell(f"UPDATE caches SET policy = 'snapkv', model = 'gpt', document_id = 'doc' WHERE id = '{first}'")
+    with open_store(shelves.url) as mine:
+        wrong: list[FilterFields] = [
+            {"labels": {"tier": "hot"}}, {"policy": "snapkv"}, {"model": "gpt"}, {"document_id": "doc"},
+        ]  # fmt: skip
+        for filters in wrong:
+            assert mine.list(**filters).data == ()
+        ids = [cache.id for cache in mine.list(labels={"of": "acme"}, limit=2).data]
+        assert len(ids) == 2
+        rest = mine.list(labels={"of": "acme"}, limit=2, after=ids[-1])
+        assert ({*ids, rest.data[0].id}, rest.has_more) == ({*shelves.ids}, False)
+
+
+def test_a_listing_goes_on_behind_what_lost_its_signature(shelves: Shelves) -> None:
+    with open_store(shelves.url) as mine:
+        last = mine.list(limit=1).data[0].id
+        shelves.sign(seeds=[seed for seed, id in enumerate(shelves.ids) if id != last])
+        assert {cache.id for cache in mine.list(after=last).data} == {*shelves.ids} - {last}
+
+
+def test_a_signature_is_for_one_tenant(shelves: Shelves) -> None:
+    first, cache = shelves.ids[0], make_cache(0)
+    with DiskStore.open(shelves.theirs) as shelf:
+        moved = shelf.cache_id(cache.identity, tenant="b")
+    with open_store(shelves.url) as mine:
+        for id in (first, moved):
+            shelves.tell(f"UPDATE caches SET tenant = 'b', id = '{id}' WHERE id = '{first}'")
+            for read in (mine.stat, mine.get):
+                with pytest.raises(CacheCorrupt, match=r"its tenant or|has these bytes"):
+                    read(id, tenant="b")
+            assert mine.list(tenant="b").data == ()
+
+
+def test_tenants_and_bundles_may_say_different_things_of_one_document(shelves: Shelves) -> None:
+    first, cache = shelves.ids[0], make_cache(0)
+    with DiskStore.open(shelves.theirs) as shelf:
+        theirs = shelf.put(cache, tenant="b", name="of b").id
+        with shelf.open_blob(theirs, tenant="b") as stored:
+            export = stored.file.read() + export_part(shelf, shelf.stat(theirs, tenant="b"))
+    push(BundleFolder(shelves.bundle), "of-b", [export], SIGNER, signed_ids=[theirs])
+    with open_store(shelves.url) as mine:
+        assert mine.stat(theirs, tenant="b").name == "of b"
+        assert mine.stat(first).name == "report 0"
+        with DiskStore.open(shelves.theirs) as shelf:
+            shelf.update(first, name="renamed")
+        shelves.sign("later", seeds=[0])
+        assert mine.stat(first).name == "renamed"
+        shelves.sign("last", seeds=[1])
+        assert mine.stat(first).name == "renamed"
+
+
+def test_a_bundle_of_exports_signs_for_no_shelf(shelves: Shelves) -> None:
+    with DiskStore.open(shelves.theirs) as shelf:
+        added = shelf.put(make_cache(7)).id
+        with shelf.open_blob(added) as stored:
+            push(BundleFolder(shelves.bundle), "exports", [stored.file.read()], SIGNER)
+    with open_store(shelves.url) as mine:
+        require_refused(mine, added, "has these bytes")
 
 
 def test_what_no_bundle_says_is_not_said_here(shelves: Shelves) -> None:
@@ -133,8 +277,20 @@ def test_signed_bytes_under_another_id_are_refused(shelves: Shelves) -> None:
         "UPDATE caches SET (name, nbytes, manifest) = (SELECT name, nbytes, json_set(manifest, '$.id', "
         f"'{first}') FROM caches WHERE id = '{second}') WHERE id = '{first}'"
     )
-    with open_store(shelves.url) as mine, pytest.raises(CacheCorrupt, match="belongs to another cache"):
+    with open_store(shelves.url) as mine, pytest.raises(CacheCorrupt, match="has these bytes"):
         mine.get(first)
+
+
+def test_a_source_stays_below_when_ones_own_copy_has_expired(shelves: Shelves) -> None:
+    first = shelves.ids[0]
+    with open_store(shelves.url) as mine:
+        expired = mine.now() + 0.2
+        mine.update(first, expires_at=expired)
+        while mine.now() <= expired:
+            time.sleep(0.05)
+        assert mine.stat(first).name == "report 0"
+        with pytest.raises(SourceNotKept, match="no signature covers it"):
+            mine.source(first)
 
 
 def test_no_signature_covers_a_source(shelves: Shelves) -> None:
