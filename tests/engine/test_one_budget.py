@@ -4,6 +4,7 @@ from its paper, in which every token runs alone; and that no other answer and no
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -91,6 +92,32 @@ class RecursionLoop(LagKVLoop):
         return stays + done + fresh
 
 
+class SharesLoop(RecursionLoop):
+    """Without r: all judged partitions share what the budget leaves, the earliest one more.
+    copied: entries of the document, the first of which begins a partition."""
+
+    def reduce(self, entries, **_):
+        stays, behind = entries[: self.protected], entries[self.protected :]
+        for entry in behind:
+            place = entry.position - self.protected if entry.position >= 0 else entry.position
+            entry.noted["partition"] = (place + self.copied) // self.interval
+        tokens = entries[-1].position + 1 - self.protected + self.copied
+        full = tokens // self.interval
+        of = [[e for e in behind if e.noted["partition"] == p] for p in range(full + 1)]
+        for own, following in pairwise(of[:full]):
+            if own and "score" not in own[0].noted:
+                both = zip(self.scores(own, following, "key"), self.scores(own, following, "value"), strict=True)
+                for entry, pair in zip(own, both, strict=True):
+                    entry.noted["score"] = sum(pair)
+        room = self.budget - self.protected - len(of[-1]) - len(of[-2])
+        kept = []
+        for p, own in enumerate(of[: full - 1]):
+            count = room // (full - 1) + (p < room % (full - 1))
+            chosen = sorted(own, key=lambda e: (-e.noted["score"], e.position))[:count]
+            kept += sorted(chosen, key=lambda e: e.position)
+        return stays + kept + of[-2] + of[-1]
+
+
 def of(loop, **own):
     loop.__dict__.update(own)
     return loop
@@ -113,6 +140,16 @@ CASES = {
         {"lag": 12, "r": 0.25, "protect_question": False},
         20,
         of(RecursionLoop(12, r=0.25), protected=0),
+    ),
+    # The 28 entries before the tail, the question, partition and remainder stay, and one that all partitions share.
+    "lagkv, by its least budget": (LAG, "lagkv", {"lag": 12}, 20, of(SharesLoop(12, copied=20), budget=28)),
+    "lagkv, by a budget": (LAG, "lagkv", {"lag": 12}, 20, of(SharesLoop(12, copied=20), budget=41, total=69)),
+    "lagkv, by a budget, no question": (
+        LAG,
+        "lagkv",
+        {"lag": 12, "protect_question": False},
+        20,
+        of(SharesLoop(12, copied=20), budget=31, total=59, protected=0),
     ),
 }
 CASES["sage"][-1].protected = 0
@@ -150,7 +187,7 @@ def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, mo
 
     monkeypatch.setattr(SUFFIX_POLICIES[name], "reduce", reduced)
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
-    answer = begun(engine, cache, name, params)
+    answer = begun(engine, cache, name, params, budget=getattr(loop, "total", None))
     stepped(engine, [answer])
     by_hand = WholeCache(engine.model, cache, loop, tail)
     right = [by_hand.logits(token) for token in [*ids(QUESTION, seed=2), *answer.token_ids[:-1]]][QUESTION - 1 :]
@@ -211,6 +248,22 @@ def test_quantized_entries_are_copied_as_they_are_read(codec):
     for answer in (plain, scoped):
         stepped(engine, [answer])
     assert scoped.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("protect", [True, False])
+def test_what_a_reduction_leaves_is_within_the_budget(name, protect):
+    """The default one: as many entries as the document has, or what the policy always keeps."""
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **(LAG if name == "lagkv" else {"policy": "h2o", "budget_tokens": 48}))
+    params = {**SMALL[name], "protect_question": protect}
+    answer, batch, totals = begun(engine, cache, name, params), engine.batch(), []
+    while not answer.finished:
+        assert isinstance(batch.step([answer])[0], str)
+        totals.append(answer.row.stored + answer.seen.read_tokens)
+    interval = params.get("lag") or params["every"]
+    least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
+    assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
 
 
 def test_heads_may_keep_different_tokens_where_few_leave():

@@ -90,14 +90,15 @@ class SuffixReducer(RowHook):
         self.tail = tail
         self._gates = gates
         in_place = 0 if tail is None else tail.entries - tail.copied
-        least = self._protected + policy.least
+        always = policy.least_with(self.of_document)
+        least = self._protected + always
         if not policy.bounded and budget is not None:
             raise InvalidRequest(
                 f"the parameters of policy {policy.name!r} say how much stays; leave suffix.budget out",
                 param="suffix.budget",
             )
         if budget is None:
-            budget = self._protected + max(DEFAULT_BUDGET, policy.least) if tail is None else tail.entries
+            budget = self._protected + max(DEFAULT_BUDGET, always) if tail is None else tail.entries
             budget = max(budget, in_place + least)
         self._budget = budget - in_place if policy.bounded else 0
         if policy.bounded and self._budget < least:
@@ -105,7 +106,7 @@ class SuffixReducer(RowHook):
             of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
             raise InvalidRequest(
                 f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {in_place + least} entries here: "
-                f"{of_document}{of_question}{policy.least} by its parameters; give more, or change these",
+                f"{of_document}{of_question}{always} by its parameters; give more, or change these",
                 param="suffix.budget",
             )
         self._layers = {layer: _Noted(policy, self.most) for layer in layers}

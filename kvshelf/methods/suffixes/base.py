@@ -96,6 +96,10 @@ class SuffixPolicy(Method):
         """The smallest budget beside protected entries."""
         return 1
 
+    def least_with(self, copied: int) -> int:  # noqa: ARG002
+        """The same, where so many entries are the document's at first."""
+        return self.least
+
     @property
     def bounded(self) -> bool:
         """Whether a budget says how much stays, and not its parameters."""

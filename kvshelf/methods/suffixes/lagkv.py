@@ -54,6 +54,10 @@ class LagKV(SuffixPolicy):
         # The last full partition and what a question that is not protected leaves of another one stay whole.
         return self.lag + 1 if self.protect_question else 2 * self.lag
 
+    def least_with(self, copied: int) -> int:
+        # Behind a protected question the document's remainder begins every partition, so it stays whole for good.
+        return self.least + (copied % self.lag if self.protect_question else 0)
+
     @property
     def bounded(self) -> bool:
         return self.r is None
