@@ -102,7 +102,8 @@ class Asker:
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
-        assert selection is None or reducer is None or reducer.tail is None, "both say what is read of the document"
+        if reducer is not None and reducer.tail is not None:
+            _require_tail_of(document, reducer.tail, selection, passages=passages)
         if room < 1:
             raise InvalidRequest(
                 f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
@@ -149,11 +150,17 @@ class Asker:
         require_possible(Combination(facts=self._facts, verb="suffix", scope=suffix.scope))
         attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
         tail = None
+        if suffix.scope == "suffix" and (idle := sorted(policy.of_tail & {*(suffix.params or {})})):
+            raise InvalidRequest(
+                f"{idle[0]} of suffix policy {policy.name!r} is about the document's entries, and under scope suffix "
+                "none of them leave; leave it out, or give suffix.scope cache",
+                param=f"suffix.params.{idle[0]}",
+            )
         if suffix.scope == "cache":
             assert document is not None, "scope cache is about a document"
             if len(document.parts) > 1:
                 require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
-            tail = DocumentTail(document, policy, attending)
+            tail = DocumentTail(document, policy, attending, self._encoder.stored_prefix(document.identity))
         gates = self._gates(policy) if Needs.GATES in policy.needs else None
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
@@ -294,3 +301,17 @@ class Asker:
                     if isinstance(outcome, Exception):
                         raise outcome
         return [row.answer() for row in rows]
+
+
+def _require_tail_of(document: Attached, tail: DocumentTail, selection: Selection | None, *, passages: bool) -> None:
+    """Raises `InvalidRequest` where a tail is not of this document, or something else says what is read of it."""
+    if tail.document is not document:
+        raise InvalidRequest(
+            "the reducer was made for another document; make one for each answer", param="suffix.scope"
+        )
+    if selection is not None or passages:
+        raise InvalidRequest(
+            "under suffix.scope cache an answer selects nothing and tells no passages, because entries that it read "
+            "leave; take one of them",
+            param="suffix.scope",
+        )

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
 
@@ -35,7 +36,7 @@ class H2O(PeriodicPolicy):
     def least(self) -> int:
         return max(1, self.recent or 0)
 
-    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
         return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
