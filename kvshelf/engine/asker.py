@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
-from kvshelf.api.queries import Route, SuffixScope
+from kvshelf.api.queries import JointQuery, Route, SuffixScope
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -74,6 +74,12 @@ class Asker:
     def require_asked(self, query: Asking, caches: int) -> None:
         """Raises `PolicyUnsupported`, before any work, for a question of so many caches that no answer of this kind can
         have."""
+        route = query.route if isinstance(query, JointQuery) else None
+        self._require_scope(query.suffix, 1 if route == "nearest" else caches)
+
+    def _require_scope(self, suffix: SuffixOptions | None, documents: int) -> None:
+        if suffix is not None and suffix.scope == "cache" and documents > 1:
+            require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
@@ -158,8 +164,7 @@ class Asker:
             )
         if suffix.scope == "cache":
             assert document is not None, "scope cache is about a document"
-            if len(document.parts) > 1:
-                require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
+            self._require_scope(suffix, len(document.parts))
             tail = DocumentTail(document, policy, attending, self._encoder.stored_prefix(document.identity))
         gates = self._gates(policy) if Needs.GATES in policy.needs else None
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
@@ -250,6 +255,7 @@ class Asker:
         if route == "nearest":
             places = [self.nearest([part.identity.policy_params for part in caches], prompt)]
         else:
+            self._require_scope(options.suffix, len(caches))
             documents = list(map(self._attachments.of, caches))
             query = self._encoder.behind(documents[0].identity, prompt) if documents else []
             narrowing = self.narrowing(route, documents, query)

@@ -384,7 +384,8 @@ def test_beside_several_documents_and_selectors_it_is_refused(monkeypatch):
     caches = [engine.compress(ids(DOCUMENT, seed=seed), policy="full") for seed in (0, 1)]
     monkeypatch.setattr(engine.passes, "continuing", None)
     suffix = {"policy": "window", "scope": "cache"}
-    for asked, more in ((caches, {}), (caches[0], {"select": "quest", "select_tokens": 64})):
+    routed = {"route": "likelihood"}  # which reads no document first
+    for asked, more in ((caches, {}), (caches, routed), (caches[0], {"select": "quest", "select_tokens": 64})):
         with pytest.raises(PolicyUnsupported) as refused:
             engine.answer(asked, ids(QUESTION), suffix=suffix, **more)
         assert refused.value.param == "suffix.scope"

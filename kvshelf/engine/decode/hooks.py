@@ -48,8 +48,8 @@ class Shown:
 
 
 class Copied(NamedTuple):
-    """`entries` of the document that come before the entry `place` of a row: each layer that attends, with keys `[kv_heads,
-    entries, D]` and values `[kv_heads, entries, Dv]`. One layer at a time is made, when it is asked for."""
+    """`entries` of the document that come before the entry `place` of a row: each layer that attends, with keys
+    `[kv_heads, entries, D]` and values `[kv_heads, entries, Dv]`. A layer is made when it is asked for."""
 
     place: int
     entries: int

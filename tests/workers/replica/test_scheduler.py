@@ -15,6 +15,7 @@ import pytest
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill.prefill import Prefill
@@ -439,6 +440,44 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
     finally:
         scheduler.stop()
     assert scheduler.batch.nbytes == 0
+
+
+def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: CompressedCache) -> None:
+    """Under scope cache: of two answers one is open at a time, and without room for one the scope is to blame."""
+    document, query = engine.attach(cache), engine.encode_query(cache, "Who?")
+    sampling, params = Sampling(max_tokens=20), {"every": 4, "leaving": 30}
+
+    def bound() -> SuffixReducer:
+        return engine.bound("window", question_tokens=len(query), params=params, document=document)
+
+    needed = 64 * engine.kv_bytes_per_token + bound().table_bytes
+    assert bound().table_bytes > 0
+    open_at_once: list[int] = []
+    for room in (needed, needed - 1):
+        scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=room))
+        scheduler.start()
+        try:
+            if room < needed:
+                with pytest.raises(InvalidRequest, match="copy of 30 entries of the document") as refused:
+                    scheduler.generate(document, query, sampling, reducer=bound())
+                assert refused.value.param == "suffix.scope"
+                continue
+            tickets = [
+                scheduler.generate(
+                    document,
+                    query,
+                    sampling,
+                    reducer=bound(),
+                    on_text=lambda _, of=scheduler: open_at_once.append(len(of.open)),
+                )
+                for _ in range(2)
+            ]
+            first, second = (ticket.future.result(WAIT_S) for ticket in tickets)
+            assert first.token_ids == second.token_ids
+        finally:
+            scheduler.stop()
+        assert scheduler.batch.nbytes == 0
+    assert set(open_at_once) == {1}
 
 
 @pytest.mark.slow
