@@ -125,7 +125,8 @@ def _suffix(
     if suffix is None:
         return None
     params = common.parameters(suffix_param)
-    return {"policy": suffix, "scope": suffix_scope or "suffix", "budget": suffix_budget, "params": params}
+    scope = {"scope": suffix_scope} if suffix_scope else {}  # older services do not know it
+    return {"policy": suffix, **scope, "budget": suffix_budget, "params": params}
 
 
 def _at_step(text: str | None) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
-from kvshelf.api.queries import Route, SuffixScope
+from kvshelf.api.queries import JointQuery, Route, SuffixScope
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attached, Attachment
@@ -74,6 +74,12 @@ class Asker:
     def require_asked(self, query: Asking, caches: int) -> None:
         """Raises `PolicyUnsupported`, before any work, for a question of so many caches that no answer of this kind can
         have."""
+        route = query.route if isinstance(query, JointQuery) else None
+        self._require_scope(query.suffix, 1 if route == "nearest" else caches)
+
+    def _require_scope(self, suffix: SuffixOptions | None, documents: int) -> None:
+        if suffix is not None and suffix.scope == "cache" and documents > 1:
+            require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
@@ -102,7 +108,8 @@ class Asker:
         room = longest - document.next_position - len(query)
         if not query:
             raise InvalidRequest("the question is empty; ask something", param="prompt")
-        assert selection is None or reducer is None or reducer.tail is None, "both say what is read of the document"
+        if reducer is not None and reducer.tail is not None:
+            _require_tail_of(document, reducer.tail, selection, passages=passages)
         if room < 1:
             raise InvalidRequest(
                 f"document ({document.next_position} tokens) and question ({len(query)}) leave no room for an answer "
@@ -149,11 +156,16 @@ class Asker:
         require_possible(Combination(facts=self._facts, verb="suffix", scope=suffix.scope))
         attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
         tail = None
+        if suffix.scope == "suffix" and (idle := sorted(policy.of_tail & {*(suffix.params or {})})):
+            raise InvalidRequest(
+                f"{idle[0]} of suffix policy {policy.name!r} is about the document's entries, and under scope suffix "
+                "none of them leave; leave it out, or give suffix.scope cache",
+                param=f"suffix.params.{idle[0]}",
+            )
         if suffix.scope == "cache":
             assert document is not None, "scope cache is about a document"
-            if len(document.parts) > 1:
-                require_possible(Combination(facts=self._facts, verb="join", scope=suffix.scope))
-            tail = DocumentTail(document, policy, attending)
+            self._require_scope(suffix, len(document.parts))
+            tail = DocumentTail(document, policy, attending, self._encoder.stored_prefix(document.identity))
         gates = self._gates(policy) if Needs.GATES in policy.needs else None
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
@@ -243,6 +255,7 @@ class Asker:
         if route == "nearest":
             places = [self.nearest([part.identity.policy_params for part in caches], prompt)]
         else:
+            self._require_scope(options.suffix, len(caches))
             documents = list(map(self._attachments.of, caches))
             query = self._encoder.behind(documents[0].identity, prompt) if documents else []
             narrowing = self.narrowing(route, documents, query)
@@ -294,3 +307,17 @@ class Asker:
                     if isinstance(outcome, Exception):
                         raise outcome
         return [row.answer() for row in rows]
+
+
+def _require_tail_of(document: Attached, tail: DocumentTail, selection: Selection | None, *, passages: bool) -> None:
+    """Raises `InvalidRequest` where a tail is not of this document, or something else says what is read of it."""
+    if tail.document is not document:
+        raise InvalidRequest(
+            "the reducer was made for another document; make one for each answer", param="suffix.scope"
+        )
+    if selection is not None or passages:
+        raise InvalidRequest(
+            "under suffix.scope cache an answer selects nothing and tells no passages, because entries that it read "
+            "leave; take one of them",
+            param="suffix.scope",
+        )

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -235,6 +237,25 @@ def test_what_a_suffix_policy_chooses_among_is_one_of_two_and_needs_the_policy()
     other = run("ask", "kvs_1", "Who?", "--suffix", "h2o", "--suffix-scope", "all", "--url", NOBODY)
     assert "'suffix'" in other.stderr
     assert (alone.exit_code, other.exit_code) == (2, 2)
+
+
+def test_a_scope_that_nobody_gave_is_not_sent() -> None:
+    """Services of earlier versions do not know the field, and refuse it."""
+    bodies: list[dict[str, dict[str, object]]] = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_error(400)
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for more in ((), ("--suffix-scope", "cache")):
+            url = f"http://127.0.0.1:{server.server_port}"
+            run("ask", "kvs_" + 40 * "1", "Who?", "--suffix", "h2o", *more, "--url", url)
+        server.shutdown()
+    assert [body["suffix"].get("scope") for body in bodies] == [None, "cache"]
+    assert "scope" not in bodies[0]["suffix"]
 
 
 @pytest.mark.slow

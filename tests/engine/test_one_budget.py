@@ -4,6 +4,7 @@ from its paper, in which every token runs alone; and that no other answer and no
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -91,6 +92,32 @@ class RecursionLoop(LagKVLoop):
         return stays + done + fresh
 
 
+class SharesLoop(RecursionLoop):
+    """Without r: all judged partitions share what the budget leaves, the earliest one more.
+    copied: entries of the document, the first of which begins a partition."""
+
+    def reduce(self, entries, **_):
+        stays, behind = entries[: self.protected], entries[self.protected :]
+        for entry in behind:
+            place = entry.position - self.protected if entry.position >= 0 else entry.position
+            entry.noted["partition"] = (place + self.copied) // self.interval
+        tokens = entries[-1].position + 1 - self.protected + self.copied
+        full = tokens // self.interval
+        of = [[e for e in behind if e.noted["partition"] == p] for p in range(full + 1)]
+        for own, following in pairwise(of[:full]):
+            if own and "score" not in own[0].noted:
+                both = zip(self.scores(own, following, "key"), self.scores(own, following, "value"), strict=True)
+                for entry, pair in zip(own, both, strict=True):
+                    entry.noted["score"] = sum(pair)
+        room = self.budget - self.protected - len(of[-1]) - len(of[-2])
+        kept = []
+        for p, own in enumerate(of[: full - 1]):
+            count = room // (full - 1) + (p < room % (full - 1))
+            chosen = sorted(own, key=lambda e: (-e.noted["score"], e.position))[:count]
+            kept += sorted(chosen, key=lambda e: e.position)
+        return stays + kept + of[-2] + of[-1]
+
+
 def of(loop, **own):
     loop.__dict__.update(own)
     return loop
@@ -100,8 +127,8 @@ SAGE = {"policy": "sage", "budget_tokens": 48}
 LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
 CASES = {
     # SAGE-KV, step 4: R has 12 of 48 entries, and each new token, the question's included, takes the oldest's place.
-    "sage": (SAGE, "window", {"every": 1, "recent": 12, "protect_question": False}, 12, of(WindowLoop(1), budget=12)),
-    "sage, question kept": (SAGE, "window", {"every": 4, "recent": 12}, 12, of(WindowLoop(4), budget=12)),
+    "sage": (SAGE, "window", {"every": 1, "leaving": 12, "protect_question": False}, 12, of(WindowLoop(1), budget=12)),
+    "sage, question kept": (SAGE, "window", {"every": 4, "leaving": 12}, 12, of(WindowLoop(4), budget=12)),
     "streaming": ({"policy": "full"}, "window", {"every": 8}, 116, of(WindowLoop(8), budget=116)),
     "h2o": ({"policy": "h2o", "budget_tokens": 48}, "h2o", {"every": 1}, 48, of(H2OLoop(1), budget=48)),
     "h2o, every 8th": ({"policy": "snapkv", "budget_tokens": 48}, "h2o", {"every": 8}, 48, of(H2OLoop(8), budget=48)),
@@ -114,9 +141,19 @@ CASES = {
         20,
         of(RecursionLoop(12, r=0.25), protected=0),
     ),
+    # The 28 entries before the tail, the question, partition and remainder stay, and one that all partitions share.
+    "lagkv, by its least budget": (LAG, "lagkv", {"lag": 12}, 20, of(SharesLoop(12, copied=20), budget=28)),
+    "lagkv, by a budget": (LAG, "lagkv", {"lag": 12}, 20, of(SharesLoop(12, copied=20), budget=41, total=69)),
+    "lagkv, by a budget, no question": (
+        LAG,
+        "lagkv",
+        {"lag": 12, "protect_question": False},
+        20,
+        of(SharesLoop(12, copied=20), budget=31, total=59, protected=0),
+    ),
 }
 CASES["sage"][-1].protected = 0
-SMALL = {"window": {"every": 8, "recent": 12}, "h2o": {"every": 8}, "lagkv": {"lag": 12}}
+SMALL = {"window": {"every": 8, "leaving": 12}, "h2o": {"every": 8}, "lagkv": {"lag": 12}}
 SCOPED = list(SMALL)
 
 
@@ -150,7 +187,7 @@ def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, mo
 
     monkeypatch.setattr(SUFFIX_POLICIES[name], "reduce", reduced)
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
-    answer = begun(engine, cache, name, params)
+    answer = begun(engine, cache, name, params, budget=getattr(loop, "total", None))
     stepped(engine, [answer])
     by_hand = WholeCache(engine.model, cache, loop, tail)
     right = [by_hand.logits(token) for token in [*ids(QUESTION, seed=2), *answer.token_ids[:-1]]][QUESTION - 1 :]
@@ -168,7 +205,8 @@ def bits(cache):
 @pytest.mark.parametrize("name", SCOPED)
 def test_a_budget_for_all_changes_no_bit(name):
     engine = engine_of("llama", 2)
-    cache, room = engine.compress(ids(DOCUMENT), policy="full"), DOCUMENT + QUESTION + TOKENS
+    cache = engine.compress(ids(DOCUMENT), **(LAG if name == "lagkv" else {"policy": "full"}))
+    room = len(cache.layers[0].positions[0]) + QUESTION + TOKENS
     plain = engine.start(cache, ids(QUESTION, seed=2), Sampling(TOKENS))
     scoped = begun(engine, cache, name, SMALL[name], budget=room)
     tight = begun(engine, cache, name, SMALL[name], budget=room - 2)  # the last token is in no cache
@@ -201,23 +239,97 @@ def test_other_answers_and_what_is_stored_see_nothing_of_it(name):
     assert all(map(torch.equal, bits(cache), before))
 
 
-@pytest.mark.parametrize("codec", ["int4:group=32,residual=16", "int8"])
-def test_quantized_entries_are_copied_as_they_are_read(codec):
-    """The budget has room for all but one token, so that until then all is seen, in another order."""
-    engine = engine_of("llama", 2)
-    cache = engine.compress(ids(DOCUMENT), policy="full").encoded(codec)
-    plain = engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(TOKENS))
-    scoped = begun(engine, cache, "h2o", {"every": TOKENS - 1}, budget=DOCUMENT + QUESTION + TOKENS - 2)
-    for answer in (plain, scoped):
+STORED = {
+    "full": lambda engine: engine.compress(ids(DOCUMENT), policy="full"),
+    "protected": lambda engine: engine.compress(
+        ids(DOCUMENT), policy="snapkv", budget_tokens=80, protect=["tokens:40-60"]
+    ),
+    "appended": lambda engine: engine.extend(engine.compress(ids(80), policy="full"), ids(40, seed=9), policy="full"),
+}
+
+
+def logits_of(engine, answer):
+    """Of each token of an answer, `[vocabulary]`."""
+    passed, rows = engine.passes.continuing, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.passes, "continuing", lambda *given: rows.append(passed(*given)) or rows[-1])
         stepped(engine, [answer])
-    assert scoped.token_ids == plain.token_ids
+    return torch.stack([row[0, -1] for row in rows])
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
+    """The budget has room for all but one token, so that until then all is seen, in another order: the logits."""
+    engine, tokens = engine_of("llama", 2), 12
+    cache = engine.encoded(STORED[stored](engine), codec)
+    right = logits_of(engine, engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(tokens)))
+    room = max(len(own) for record in engine.decoded(cache).layers for own in record.positions) + QUESTION + tokens - 2
+    for name, params in (
+        ("window", {"leaving": 5}),
+        ("window", {"leaving": 20}),
+        ("window", {"leaving": 40}),
+        ("h2o", {}),
+    ):
+        answer = begun(engine, cache, name, {"every": tokens - 1, **params}, tokens=tokens, budget=room)
+        logits = logits_of(engine, answer)
+        assert answer.seen.read_tokens < DOCUMENT
+        assert (logits - right).abs().max() < 5e-6 * right.abs().max()
+
+
+PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}
+
+
+@pytest.mark.parametrize("name", ["window", "h2o"])
+@pytest.mark.parametrize("where", PROTECTED)
+def test_protected_text_stays(where, name):
+    """And all before it; what is behind it leaves, down to the least budget."""
+    rules, tokens = PROTECTED[where]
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), policy="full", protect=rules)
+    with pytest.raises(InvalidRequest, match=f"{tokens[-1] + 1} of the document"):
+        begun(engine, cache, name, {"every": 8}, budget=tokens[-1] + 1 + QUESTION)
+    answer = begun(engine, cache, name, {"every": 8}, budget=tokens[-1] + 2 + QUESTION)
+    stepped(engine, [answer])
+    assert answer.answer().usage.read_tokens == tokens[-1] + 1
+    whole = engine.compress(ids(DOCUMENT), policy="full", protect=["tokens:119-120"])
+    with pytest.raises(PolicyUnsupported, match="lets no entry of this cache leave"):
+        begun(engine, whole, name, {"every": 8})
+
+
+@pytest.mark.parametrize("name", ["window", "h2o"])
+def test_tokens_of_the_chat_template_stay(tiny, name):
+    engine = tiny
+    cache = engine.compress("The falcon is amber. " * 20, policy="full")
+    document = engine.attach(cache)
+    params = {"every": 4, **({"sink": 0} if name == "window" else {})}
+    reducer = engine.bound(name, question_tokens=5, params=params, document=document)
+    prefix = engine.encoder.stored_prefix(cache.identity)
+    assert prefix > 0
+    assert reducer.of_document == cache.num_tokens - prefix
+
+
+@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("protect", [True, False])
+def test_what_a_reduction_leaves_is_within_the_budget(name, protect):
+    """The default one: as many entries as the document has, or what the policy always keeps."""
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **(LAG if name == "lagkv" else {"policy": "h2o", "budget_tokens": 48}))
+    params = {**SMALL[name], "protect_question": protect}
+    answer, batch, totals = begun(engine, cache, name, params), engine.batch(), []
+    while not answer.finished:
+        assert isinstance(batch.step([answer])[0], str)
+        totals.append(answer.row.stored + answer.seen.read_tokens)
+    interval = params.get("lag") or params["every"]
+    least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
+    assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
 
 
 def test_heads_may_keep_different_tokens_where_few_leave():
     engine = engine_of("llama", 2)
     cache = engine.compress(ids(DOCUMENT), policy="ada", budget_tokens=60)
     lengths = {len(own) for record in cache.layers for own in record.positions}
-    answer = begun(engine, cache, "window", {"every": 8, "recent": 12})
+    answer = begun(engine, cache, "window", {"every": 8, "leaving": 12})
     stepped(engine, [answer])
     usage = answer.answer().usage
     assert len(lengths) > 1
@@ -250,16 +362,9 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(name, every):
         ("full", {"policy": "cam"}, "suffix.scope", "among question and answer alone"),
         ("full", {"policy": "window", "scope": "all"}, "suffix.scope", "it must be suffix or cache"),
         ("full", {"policy": "window", "budget": 10}, "suffix.budget", "4 of the document, 7 of the question"),
-        (
-            "full",
-            {"policy": "lagkv", "budget": 900, "params": {"r": 0.5, "lag": 12}},
-            "suffix.budget",
-            "leave suffix.budget out",
-        ),
         ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
-        ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "last 20 tokens"),
+        ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "not of policy lagkv"),
         ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),
-        ("full", {"policy": "lagkv"}, "suffix.scope", "lets no entry of this cache leave"),  # less than a partition
         ("ems", {"policy": "window"}, "suffix.scope", "merged tokens"),
         ("think", {"policy": "h2o"}, "suffix.scope", "have lost channels"),
     ],
@@ -279,7 +384,91 @@ def test_beside_several_documents_and_selectors_it_is_refused(monkeypatch):
     caches = [engine.compress(ids(DOCUMENT, seed=seed), policy="full") for seed in (0, 1)]
     monkeypatch.setattr(engine.passes, "continuing", None)
     suffix = {"policy": "window", "scope": "cache"}
-    for asked, more in ((caches, {}), (caches[0], {"select": "quest", "select_tokens": 64})):
+    routed = {"route": "likelihood"}  # which reads no document first
+    for asked, more in ((caches, {}), (caches, routed), (caches[0], {"select": "quest", "select_tokens": 64})):
         with pytest.raises(PolicyUnsupported) as refused:
             engine.answer(asked, ids(QUESTION), suffix=suffix, **more)
         assert refused.value.param == "suffix.scope"
+
+
+def lagged(engine, **more):
+    return engine.compress(ids(DOCUMENT), **{**LAG, **more})
+
+
+CUTS = {
+    "not of policy lagkv": lambda engine: engine.compress(ids(DOCUMENT), policy="full"),
+    "not of policy lagkv by score lag": lambda engine: lagged(engine, score="local"),
+    "its lag is 30, not 12": lambda engine: lagged(engine, lag=30),
+    "its r is 0.5, not 0.25": lambda engine: lagged(engine, r=0.5),
+    "protected tokens": lambda engine: lagged(engine, protect=["tokens:10-20"]),
+    "its last tokens were appended": lambda engine: engine.extend(lagged(engine), ids(97, seed=9), **LAG),
+    "lets no entry of this cache leave": lambda engine: engine.compress(ids(15), **LAG),  # less than a partition
+}
+
+
+@pytest.mark.parametrize("why", CUTS)
+def test_lagkv_goes_on_with_its_own_partitions_alone(why):
+    engine = engine_of("llama", 2)
+    cache = CUTS[why](engine)
+    with pytest.raises(PolicyUnsupported, match=why) as refused:
+        begun(engine, cache, "lagkv", {"lag": 12, "r": 0.25})
+    assert refused.value.param == "suffix.scope"
+
+
+def test_what_a_retention_keeps_has_no_budget():
+    engine = engine_of("llama", 2)
+    with pytest.raises(InvalidRequest, match=r"leave suffix\.budget out") as refused:
+        begun(engine, lagged(engine), "lagkv", {"lag": 12, "r": 0.25}, budget=900)
+    assert refused.value.param == "suffix.budget"
+
+
+@pytest.mark.parametrize("sink", [0, 1, 9])
+def test_lagkv_finds_where_the_partitions_of_a_cache_begin(tiny, sink):
+    """Behind its sinks, or behind what the chat template wrote: the tail begins a whole number of them later."""
+    cache = tiny.compress("The falcon is amber. " * 40, policy="lagkv", lag=12, sink=sink, r=0.25)
+    reducer = tiny.bound("lagkv", question_tokens=5, params={"lag": 12, "r": 0.25}, document=tiny.attach(cache))
+    first = max(sink, tiny.encoder.stored_prefix(cache.identity))
+    assert reducer.of_document == 12 + (cache.num_tokens - first) % 12
+    messages = [{"role": "user", "content": "The falcon is amber. " * 40}]
+    cache = tiny.compress(messages, policy="lagkv", lag=12, sink=sink, r=0.25)
+    with pytest.raises(PolicyUnsupported, match="it is of messages"):
+        tiny.bound("lagkv", question_tokens=5, params={"lag": 12}, document=tiny.attach(cache))
+
+
+@pytest.mark.parametrize("params", [{"leaving": 3}, {"sink": 4}])
+def test_what_is_about_the_document_s_entries_needs_the_scope(params):
+    engine = engine_of("llama", 2)
+    with pytest.raises(InvalidRequest, match=r"give suffix\.scope cache") as refused:
+        engine.bound("window", question_tokens=QUESTION, params=params)
+    assert refused.value.param == f"suffix.params.{next(iter(params))}"
+
+
+def test_a_reducer_is_of_its_document_and_alone_says_what_is_read():
+    engine = engine_of("llama", 2)
+    documents = [engine.attach(engine.compress(ids(DOCUMENT, seed=seed), policy="full")) for seed in (0, 1)]
+    reducer = engine.bound("window", question_tokens=QUESTION, document=documents[0])
+    for document, more, words in (
+        (documents[1], {}, "another document"),
+        (documents[0], {"passages": True}, "tells no passages"),
+        (documents[0], {"selection": reducer.tail}, "selects nothing"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            engine.start(document, ids(QUESTION), Sampling(3), reducer=reducer, **more)
+
+
+def test_the_copy_is_made_layer_by_layer_and_its_tables_are_counted():
+    engine = engine_of("llama", 2)
+    document = engine.attach(engine.compress(ids(4000), policy="full"))
+    reducer = engine.bound("window", question_tokens=QUESTION, params={"leaving": 16}, document=document)
+    answer, batch = engine.start(document, ids(QUESTION), Sampling(20), reducer=reducer), engine.batch()
+    batch.step([answer])
+    tables = [prefix.chosen.rows.nbytes for layer in (0, 1) for prefix in answer.seen.prefixes(layer)]
+    assert reducer.table_bytes == sum(tables) == 4 * 2 * 2 * (4000 - 16)
+    again = engine.bound("window", question_tokens=QUESTION, params={"leaving": 16}, document=document)
+    second = engine.start(document, ids(QUESTION), Sampling(20), reducer=again)
+    second.row.stored = 3
+    copied = again.copies(second.row)
+    assert again.tail.prefixes(0) == ()
+    next(copied.layers)
+    assert again.tail.prefixes(0)
+    assert again.tail.prefixes(1) == ()

@@ -159,7 +159,7 @@ class DecodeBatch:
                 if generation.finished:
                     continue
                 if (copied := generation.copies()) is not None:
-                    self._pool.insert(generation.row, copied.place, copied.layers)
+                    self._pool.insert(generation.row, copied.place, copied.entries, copied.layers)
                 if (length := generation.reduced()) is not None:
                     self._pool.shrink(generation.row, length)
             except Exception as exc:

@@ -5,7 +5,7 @@ Selections, suffix reducers, and what counts passages and sources are hooks. A b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import NamedTuple
@@ -48,11 +48,12 @@ class Shown:
 
 
 class Copied(NamedTuple):
-    """Entries that come before the entry `place` of a row: of each layer that attends, keys `[kv_heads, K, D]` and
-    values `[kv_heads, K, Dv]`."""
+    """`entries` of the document that come before the entry `place` of a row: each layer that attends, with keys
+    `[kv_heads, entries, D]` and values `[kv_heads, entries, Dv]`. A layer is made when it is asked for."""
 
     place: int
-    layers: Mapping[int, tuple[Tensor, Tensor]]
+    entries: int
+    layers: Iterator[tuple[int, tuple[Tensor, Tensor]]]
 
 
 NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)

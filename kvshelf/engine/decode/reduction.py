@@ -3,7 +3,7 @@ the answer has a copy of the document's last entries, which leave as its own do;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -32,18 +32,23 @@ _COPY: Final = EntryReader(
 class DocumentTail(Selection):
     """The document of one answer that has a copy of its last entries: what the answer reads in place are those before.
 
-    entries: of a KV head, at most. copied: of these, in the copy.
+    entries: of a KV head, at most. copied: of these, in the copy. table_bytes: what says which are read in place.
     """
 
-    def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int]) -> None:
-        """layers: those that attend. Waits for layers that are arriving. Raises `PolicyUnsupported` for entries that
-        cannot be copied one by one, and as `SuffixPolicy.tail`."""
+    def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int], prefix: int) -> None:
+        """layers: those that attend. prefix: first tokens, which the chat template wrote; these, and what a document
+        protects, and all before them, are in no copy. Waits for layers that are arriving. Raises `PolicyUnsupported`
+        for entries that cannot be copied one by one, and as `SuffixPolicy.tail`."""
         super().__init__(document)
-        self._stored = {layer: StoredEntries.of(document, layer, _COPY) for layer in layers}
-        positions = [own for stored in self._stored.values() for own in stored.positions]
+        self.document = document
+        # What is read of all layers is not kept: a question may wait for long before it runs.
+        positions = [own for layer in layers for own in self._entries(layer).positions]
+        made = document.identity
+        last = max([prefix, *(end for _, end in made.protect)])
         self.tokens = document.num_tokens
         self.entries = max(map(len, positions))
-        self.copied = policy.tail(positions, self.tokens)
+        self.copied = min(policy.tail(positions, made, prefix), *(int((own >= last).sum()) for own in positions))
+        self.table_bytes = torch.int32.itemsize * sum(len(own) - self.copied for own in positions)
         if not self.copied:
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} lets no entry of this cache leave; leave suffix.scope out, or give "
@@ -55,10 +60,13 @@ class DocumentTail(Selection):
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
         return self._rest.get(layer, ())
 
+    def _entries(self, layer: int) -> StoredEntries:
+        return StoredEntries.of(self.document, layer, _COPY)
+
     def copy(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys `[kv_heads, K, D]`, values and positions `[kv_heads, K]` of the tail of a layer, which is no longer read
         in place."""
-        stored = self._stored.pop(layer)
+        stored = self._entries(layer)
         if any(len(own) > self.copied for own in stored.order):
             kept = [torch.arange(len(own) - self.copied, device=own.device) for own in stored.order]
             self._rest[layer] = stored.selected(kept)
@@ -90,14 +98,15 @@ class SuffixReducer(RowHook):
         self.tail = tail
         self._gates = gates
         in_place = 0 if tail is None else tail.entries - tail.copied
-        least = self._protected + policy.least
+        always = policy.least_with(self.of_document)
+        least = self._protected + always
         if not policy.bounded and budget is not None:
             raise InvalidRequest(
                 f"the parameters of policy {policy.name!r} say how much stays; leave suffix.budget out",
                 param="suffix.budget",
             )
         if budget is None:
-            budget = self._protected + max(DEFAULT_BUDGET, policy.least) if tail is None else tail.entries
+            budget = self._protected + max(DEFAULT_BUDGET, always) if tail is None else tail.entries
             budget = max(budget, in_place + least)
         self._budget = budget - in_place if policy.bounded else 0
         if policy.bounded and self._budget < least:
@@ -105,7 +114,7 @@ class SuffixReducer(RowHook):
             of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
             raise InvalidRequest(
                 f"suffix.budget is {budget}, and policy {policy.name!r} always keeps {in_place + least} entries here: "
-                f"{of_document}{of_question}{policy.least} by its parameters; give more, or change these",
+                f"{of_document}{of_question}{always} by its parameters; give more, or change these",
                 param="suffix.budget",
             )
         self._layers = {layer: _Noted(policy, self.most) for layer in layers}
@@ -114,6 +123,11 @@ class SuffixReducer(RowHook):
     def of_document(self) -> int:
         """Entries of a KV head of the document that the row has a copy of."""
         return 0 if self.tail is None else self.tail.copied
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes that say which of the document's entries the answer reads in place."""
+        return 0 if self.tail is None else self.tail.table_bytes
 
     @property
     def most(self) -> int | None:
@@ -162,12 +176,13 @@ class SuffixReducer(RowHook):
     def copies(self, row: SuffixRow) -> Copied | None:
         if self.tail is None:
             return None
-        layers = {}
+        return Copied(self._protected, self.tail.copied, self._copied(row, self.tail))
+
+    def _copied(self, row: SuffixRow, tail: DocumentTail) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         for layer, noted in self._layers.items():
-            keys, values, positions = self.tail.copy(layer)
-            noted.insert(row, self._protected, (positions - self.tail.tokens).to(keys.device))
-            layers[layer] = keys, values
-        return Copied(self._protected, layers)
+            keys, values, positions = tail.copy(layer)
+            noted.insert(row, self._protected, (positions - tail.tokens).to(keys.device))
+            yield layer, (keys, values)
 
     def reduced(self, row: SuffixRow) -> int | None:
         """Move the entries that stay to the front of the row's slot, if it is time. Returns how many entries it has

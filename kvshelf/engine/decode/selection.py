@@ -402,9 +402,20 @@ class StoredEntries(NamedTuple):
         head; 0: of all, where all heads have equally many."""
         both = []
         for kind in (0, 1):
-            heads = [torch.cat([p.heads[head][kind][:] for p in self.prefixes]) for head in range(len(self.order))]
-            both.append(torch.stack([rows[order[-last:]] for rows, order in zip(heads, self.order, strict=True)]))
+            both.append(torch.stack([self._rows(head, kind, own[-last:]) for head, own in enumerate(self.order)]))
         return both[0], both[1]
+
+    def _rows(self, head: int, kind: int, order: Tensor) -> Tensor:
+        """Keys (kind 0) or values of a head, in this order; no other rows are dequantized."""
+        found, places, begin = [], [], 0
+        for prefix in self.prefixes:
+            end = begin + prefix.lengths[head]
+            own = ((order >= begin) & (order < end)).nonzero()[:, 0]
+            if len(own):
+                found.append(prefix.heads[head][kind][order[own] - begin])
+                places.append(own)
+            begin = end
+        return torch.cat(found)[torch.cat(places).argsort()]
 
     def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
         """The prefixes with the entries kept of each head, which are numbers in `order`."""

@@ -8,7 +8,7 @@ would cost a call per row, layer and step. A row that a suffix policy bounds has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -128,11 +128,12 @@ class SuffixPool:
         assert row.slab is not None
         return row.slab
 
-    def insert(self, row: SuffixRow, place: int, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Put entries before the row's entry `place`: of each layer keys `[kv_heads, K, D]` and values."""
-        count = next(iter(layers.values()))[0].shape[1]
+    def insert(
+        self, row: SuffixRow, place: int, count: int, layers: Iterable[tuple[int, tuple[Tensor, Tensor]]]
+    ) -> None:
+        """Put `count` entries before the row's entry `place`: of each layer keys `[kv_heads, count, D]` and values."""
         slab = self.reserve(row, row.stored + count)
-        for layer, copied in layers.items():
+        for layer, copied in layers:
             for states, new in zip(slab.of_row(layer, row), copied, strict=True):
                 insert(states, place, row.stored, new)
         row.stored += count

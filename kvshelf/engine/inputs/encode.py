@@ -363,10 +363,14 @@ class Encoder:
     def stored_view(self, made: Identity, entries: int) -> DocumentView:
         """The entries of a KV head of a stored cache as policies see them: as many tokens, of which nobody knows the
         text, behind those of the chat template."""
-        told, prefix = TemplateOptions.behind(made), 0
-        if self.text is not None and made.layout == "chat":
-            prefix = self.text.document("", "chat", told).protected_prefix
+        prefix = self.stored_prefix(made) if made.layout == "chat" else 0
         return DocumentView(token_ids=range(entries), protected_prefix=prefix, max_tokens=self.max_tokens)
+
+    def stored_prefix(self, made: Identity) -> int:
+        """First tokens of a stored cache that the chat template wrote, or the BOS token of a plain text."""
+        if self.text is None:
+            return 0
+        return self.text.document("", made.layout, TemplateOptions.behind(made)).protected_prefix
 
     def require_askable(self, texts: Sequence[str], param: str, room: int | None = None) -> None:
         """Raises `InvalidRequest` about `param` where the texts of a question are more than the model takes, or than

@@ -58,6 +58,7 @@ class PartitionCut:
         """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If
         the division is uneven, the earliest partitions keep one more. Only the length decides, so shares are known
         while the document is read."""
+        assert entries >= self.whole, "what stays whole has room"
         share, left = divmod(entries - self.whole, self.reduced)
         return [share + (index < left) for index in range(self.reduced)]
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.identity import Identity, ModelIdentity
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
@@ -83,6 +83,8 @@ class SuffixPolicy(Method):
 
     kind: ClassVar[Kind] = SUFFIX_POLICY
     columns: ClassVar[Mapping[str, float]] = {}
+    of_tail: ClassVar[frozenset[str]] = frozenset()
+    """The parameters that say something under scope "cache" alone."""
 
     protect_question: bool = parameter(True, "keep all entries of the question")
 
@@ -96,15 +98,20 @@ class SuffixPolicy(Method):
         """The smallest budget beside protected entries."""
         return 1
 
+    def least_with(self, copied: int) -> int:  # noqa: ARG002
+        """The same, where so many entries are the document's at first."""
+        return self.least
+
     @property
     def bounded(self) -> bool:
         """Whether a budget says how much stays, and not its parameters."""
         return True
 
-    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
-        """Of how many last entries of each KV head an answer has a copy under scope "cache", to choose among them.
-        positions: of the document's entries, ascending, of each head of each layer. tokens: of the document. Raises
-        `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        """Of how many last entries of each KV head an answer has a copy under scope "cache", to choose among them;
+        those that are behind the last token which no policy may lose, whatever this says. positions: of the document's
+        entries, ascending, of each head of each layer. made: how. prefix: first tokens, which the chat template wrote.
+        Raises `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
             "window, h2o or lagkv",

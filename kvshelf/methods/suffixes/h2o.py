@@ -8,18 +8,20 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
 
 
 @dataclass(frozen=True)
 class H2O(PeriodicPolicy):
-    """Keep the entries to which all tokens of the answer together attended most, and the most recent ones.
+    """In part, as sums begin with the answer: keep the entries to which all its tokens together attended most, and the
+    most recent ones.
 
     The score of an entry is the running sum of the weights that it received, each a share of the attention to document
     and suffix together: under scope "suffix", what the document takes is no one's. Under scope "cache" every entry of
     the document competes with those of the answer. Heavy hitters and recent entries each get half of what the question
-    leaves, as in the paper's experiments. Departures: sums begin with the answer, as a stored cache has none of its
+    leaves, as in the paper's experiments. Departures: a stored cache has no sums of its
     prefill; the mean over a GQA group; a reduction after every 32nd token, not after each, unless `every` is 1.
     """
 
@@ -35,7 +37,7 @@ class H2O(PeriodicPolicy):
     def least(self) -> int:
         return max(1, self.recent or 0)
 
-    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
         return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.methods.method import parameter
@@ -26,9 +27,9 @@ class LagKV(SuffixPolicy):
     the answer has more partitions than entries to share, the oldest keep one each and the others none.
 
     With `r`, the paper's retention, each judged partition keeps r * lag entries for good, rounded down, in place of a
-    budget: the answer grows, slower. Under scope "cache" the recursion goes on where the document's ended: its last
-    full partition and the remainder, cut by `sink` and `lag` as its policy cut it, are the first that the answer
-    completes and judges. What was judged before stays.
+    budget: the answer grows, slower. Under scope "cache" the recursion goes on where the document's ended, in a cache
+    of policy `lagkv`: its last full partition and the remainder are the first that the answer completes and judges.
+    What was judged before stays.
 
     Departures: without `r` the share follows from the budget; the question is in no partition unless
     `protect_question` is false; `lag` is 128, not 1024, because answers are shorter than documents.
@@ -40,7 +41,6 @@ class LagKV(SuffixPolicy):
     columns: ClassVar[dict[str, float]] = {"score": torch.inf}
 
     lag: int = parameter(128, "tokens per partition", minimum=2)
-    sink: int = parameter(4, "tokens of the document before its first partition", minimum=0)
     r: float | None = parameter(
         None, "part of a partition that stays; null: what the budget leaves", minimum=1e-6, maximum=1
     )
@@ -54,22 +54,34 @@ class LagKV(SuffixPolicy):
         # The last full partition and what a question that is not protected leaves of another one stay whole.
         return self.lag + 1 if self.protect_question else 2 * self.lag
 
+    def least_with(self, copied: int) -> int:
+        # Behind a protected question the document's remainder begins every partition, so it stays whole for good.
+        return self.least + (copied % self.lag if self.protect_question else 0)
+
     @property
     def bounded(self) -> bool:
         return self.r is None
 
-    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:
-        if tokens - self.sink < self.lag:
-            return 0
-        count = self.lag + (tokens - self.sink) % self.lag
-        if any(len(own) < count or int(own[-count]) != tokens - count for own in positions):
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        own = made.policy_params
+        sink = max(own.get("sink", 0), prefix)
+        refusals = (
+            (made.policy != "lagkv" or own.get("score") != "lag", "it is not of policy lagkv by score lag"),
+            (bool(made.parent), "its last tokens were appended, and partitions begin anew there"),
+            (made.boundary not in ("text", "document"), "it is of messages, and not known where partitions begin"),
+            (bool(made.protect), "it has protected tokens, which are in no partition"),
+            (made.layout == "plain" and sink > own.get("sink", 0), "it has no sink"),  # the BOS token, if it is there
+            (self.lag != own.get("lag"), f"its lag is {own.get('lag')}, not {self.lag}"),
+            (None not in (self.r, own.get("r")) and self.r != own.get("r"), f"its r is {own.get('r')}, not {self.r}"),
+        )
+        if why := next((why for cannot, why in refusals if cannot), ""):
             raise PolicyUnsupported(
-                f"the cache has not all of the document's last {count} tokens, which are its last partition of "
-                f"{self.lag} tokens behind {self.sink} and the remainder; give suffix.params.lag and sink as the cache "
-                "was made with, or ask a cache of policy lagkv or full",
+                f"suffix policy lagkv goes on where the partitions of this cache end, but {why}; leave suffix.scope "
+                "out, or ask a cache of policy lagkv with suffix.params as that has them",
                 param="suffix.scope",
             )
-        return count
+        count = self.lag + (made.num_tokens - sink) % self.lag
+        return count if made.num_tokens - sink >= self.lag else 0
 
     def reduce(self, suffix: Suffix) -> Reduction:
         cut = PartitionCut(suffix.copied + suffix.tokens, suffix.protected, self.lag)

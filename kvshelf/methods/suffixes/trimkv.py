@@ -21,8 +21,8 @@ _TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimK
 
 @dataclass(frozen=True)
 class TrimKV(PeriodicPolicy):
-    """Keep the entries that a gate lets fade least: each has a rate beta, and at time T what is left of it is
-    beta^(T - p).
+    """In part, as the document's entries do not compete: keep the entries that a gate lets fade least. Each has a rate
+    beta, and at time T what is left of it is beta^(T - p).
 
     Gates and rates are those of policy `trimkv`: a gate reads a token's query, key and value as the token is made, the
     question's, too, and nothing later. Whenever there are more entries than the budget, those of the least beta^(T - p)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import parameter
 from kvshelf.methods.suffixes.base import PeriodicPolicy, Reduction, Suffix, ends
 
@@ -18,7 +19,7 @@ class Window(PeriodicPolicy):
     """Keep the question and the most recent tokens of the answer; as many as the budget has room for.
 
     So SAGE-KV decodes (step 4: each new token enters the recent window, and the oldest leaves), and StreamingLLM behind
-    its sinks. Under scope "cache" the document's last `recent` entries are the first that leave; sinks and what the
+    its sinks. Under scope "cache" the document's last `leaving` entries are the first that leave; sinks and what the
     document's policy chose between them stay. Under scope "suffix" all of the document stands before the window. It
     costs nothing but the moving of entries, and forgets what the answer said before the window.
 
@@ -30,21 +31,23 @@ class Window(PeriodicPolicy):
     source: ClassVar[str] = "SAGE-KV, arXiv 2503.08879; StreamingLLM, arXiv 2309.17453"
     advice: ClassVar[str] = "where the answer needs the document and its own last sentences; it is the fastest."
 
-    recent: int | None = parameter(
+    of_tail: ClassVar[frozenset[str]] = frozenset({"leaving", "sink"})
+
+    leaving: int | None = parameter(
         None, "entries of the document that may leave; null: the run of last tokens that every head kept", minimum=1
     )
     sink: int = parameter(4, "first tokens of the document, which never leave", minimum=0)
 
-    def tail(self, positions: Sequence[Tensor], tokens: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
         return min(self._leaving(own) for own in positions)
 
     def _leaving(self, positions: Tensor) -> int:
         leaves = positions >= self.sink
-        if self.recent is None:  # within the run, a position and its place differ by the same number
+        if self.leaving is None:  # within the run, a position and its place differ by the same number
             beyond = positions - torch.arange(len(positions), device=positions.device)
             leaves &= beyond == beyond[-1:]
         count = int(leaves.sum())
-        return count if self.recent is None else min(count, self.recent)
+        return count if self.leaving is None else min(count, self.leaving)
 
     def reduce(self, suffix: Suffix) -> Reduction:
         return Reduction(ends(suffix).expand(suffix.keys.shape[0], -1))

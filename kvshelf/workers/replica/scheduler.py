@@ -161,7 +161,15 @@ class Scheduler:
         entries = min(tokens, self._engine.max_tokens) + (0 if reducer is None else reducer.of_document)
         entries = min(entries, most or entries)
         needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
+        needed += 0 if reducer is None else reducer.table_bytes
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
+        if needed > self._limits.max_suffix_bytes and reducer is not None and reducer.of_document:
+            raise InvalidRequest(
+                f"under suffix.scope cache an answer has a copy of {reducer.of_document} entries of the document, and "
+                f"takes {needed} bytes with it, of the {self._limits.max_suffix_bytes} that this worker allows for "
+                "all; leave suffix.scope out, or ask a cache with fewer entries",
+                param="suffix.scope",
+            )
         if needed > self._limits.max_suffix_bytes:
             raise InvalidRequest(
                 f"question and answer of up to {tokens} tokens take {needed} bytes beside the document, and this "

@@ -15,6 +15,7 @@ import pytest
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.compressor import Compressor
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.prefill.prefill import Prefill
@@ -436,6 +437,43 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
         with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document") as refused:
             scheduler.generate(cache, query, Sampling(max_tokens=1000))
         assert refused.value.param == "prompt"
+    finally:
+        scheduler.stop()
+    assert scheduler.batch.nbytes == 0
+
+
+def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: CompressedCache) -> None:
+    """Under scope cache: of two answers one is open at a time, and without room for one the scope is to blame."""
+    document, query = engine.attach(cache), engine.encode_query(cache, "Who?")
+    sampling, params = Sampling(max_tokens=20), {"every": 4, "leaving": 30}
+
+    def bound() -> SuffixReducer:
+        return engine.bound("window", question_tokens=len(query), params=params, document=document)
+
+    needed = 64 * engine.kv_bytes_per_token + bound().table_bytes
+    assert bound().table_bytes > 0
+    with pytest.raises(InvalidRequest, match="copy of 30 entries of the document") as refused:
+        Scheduler(engine, SchedulerLimits(max_suffix_bytes=needed - 1)).generate(
+            document, query, sampling, reducer=bound()
+        )
+    assert refused.value.param == "suffix.scope"
+    scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=needed))
+    open_at_once: list[int] = []
+    scheduler.start()
+    try:
+        tickets = [
+            scheduler.generate(
+                document,
+                query,
+                sampling,
+                reducer=bound(),
+                on_text=lambda _: open_at_once.append(len(scheduler.open)),
+            )
+            for _ in range(2)
+        ]
+        first, second = (ticket.future.result(WAIT_S) for ticket in tickets)
+        assert first.token_ids == second.token_ids
+        assert set(open_at_once) == {1}
     finally:
         scheduler.stop()
     assert scheduler.batch.nbytes == 0
