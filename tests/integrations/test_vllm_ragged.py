@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvshelf import Engine, open_store
 from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables, Storage, full_pages, stand_ins
+from kvshelf.integrations.vllm.request import is_ragged
+from kvshelf.methods.policies.registry import POLICIES
+from kvshelf.samples.tasks import make_facts, write_document
+from kvshelf.store.manifest import Manifest
 
 LAYERS, HEADS, PAGE, WIDTH, PAGES = 3, 2, 8, 4, 64
 
@@ -103,3 +110,31 @@ def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
         query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([1]), block_table=torch.tensor([[5]])
     )
     assert rows.of(one) is None
+
+
+MADE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget and not POLICIES[name].merges),
+    *(("kvzip", {"across": across}) for across in ("layer", "head")),
+    ("kvzip", {"prefill": "chunked"}),
+    ("ada", {"base": "h2o", "across": "cache"}),
+    ("fair", {"base": "snapkv", "by": "blocks"}),
+    ("epicache", {"layers": "sensitivity"}),
+    ("pyramidkv", {"beta": 1}),
+    ("sage", {"union": "ragged"}),
+    ("lagkv", {"skip_layers": 1}),
+    ("kvzip_gate", {"across": "head"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "params"), MADE, ids=str)
+def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: dict[str, Any], tmp_path: Path) -> None:
+    """By what the manifest of its cache has, which earlier versions read: it has no field of later ones."""
+    document = write_document(
+        random.Random(3), make_facts(random.Random(3), [4] * 2), "prose", 400, lambda text: len(text.split())
+    )
+    cache = tiny.compress(document.text, policy=policy, compression_ratio=0.5, **params)
+    with open_store(f"disk://{tmp_path}/home") as store:
+        manifest = store.put(cache)
+    kept = {length for layer in cache.reduced for length in layer.lengths}
+    assert is_ragged(manifest) == (len(kept) > 1)
+    assert not manifest.model_dump().keys() & set(Manifest.LATER)

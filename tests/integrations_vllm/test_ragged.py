@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvshelf.integrations.vllm.ragged.pages import stand_ins
+from kvshelf.integrations.vllm.request import is_ragged
 from kvshelf.store.manifest import Manifest
 from tests.integrations_vllm.conftest import Serving, document
 
@@ -21,7 +22,7 @@ WAYS: list[dict[str, Any]] = [
 
 def made(serving: Serving, number: int, **how: Any) -> Manifest:
     cache = serving.put(document(number).text, **({"policy": "kvzip", "compression_ratio": 0.75} | how))
-    assert cache.ragged
+    assert is_ragged(cache)
     return cache
 
 
