@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,3 +71,19 @@ def test_another_question_needs_no_blob(serving: Serving) -> None:
     serving.blob(cache).unlink()
     (output,) = serving.ask(serving.request(cache, document(7).questions[1].text))
     assert list(output.outputs[0].token_ids) == own
+
+
+def test_a_cache_made_again_is_read_again(serving: Serving) -> None:
+    """Under the same id, with other entries, as another machine may make it."""
+    cache = made(serving, 8)
+    serving.ask(serving.request(cache, QUESTION))
+    stored, other = (
+        serving.store.get(cache.id),
+        serving.engine.compress(document(8).text, policy="kvcues", compression_ratio=0.75),
+    )
+    serving.store.delete(cache.id)
+    again = serving.store.put(replace(stored, reduced=other.reduced))
+    assert again.id == cache.id
+    (output,) = serving.ask(serving.request(again, QUESTION))
+    assert list(output.outputs[0].token_ids) == serving.own(again, QUESTION)
+    assert again.blob_digest != cache.blob_digest

@@ -134,8 +134,8 @@ class ShelfRequest:
 
 
 def is_ragged(cache: Manifest | Told) -> bool:
-    """Whether heads of a cache may keep different numbers of entries, by its policy. What is known from a service alone,
-    and a policy that is not installed here, do not say so."""
+    """Whether heads of a cache may keep different numbers of entries, by its policy. What a service tells, and
+    a policy that is not installed here, do not say so."""
     if isinstance(cache, Told) or cache.kept_tokens == cache.num_tokens:
         return False
     with suppress(InvalidRequest):
