@@ -82,8 +82,24 @@ def test_a_cache_made_again_is_read_again(serving: Serving) -> None:
         serving.engine.compress(document(8).text, policy="kvcues", compression_ratio=0.75),
     )
     serving.store.delete(cache.id)
-    again = serving.store.put(replace(stored, reduced=other.reduced))
+    again = serving.store.put(replace(stored, layers=other.layers))
     assert again.id == cache.id
     (output,) = serving.ask(serving.request(again, QUESTION))
     assert list(output.outputs[0].token_ids) == serving.own(again, QUESTION)
     assert again.blob_digest != cache.blob_digest
+
+
+@pytest.mark.parametrize("codec", ["int4", "klt:bits=4"])
+def test_codecs(serving: Serving, codec: str) -> None:
+    cache = made(serving, 9, codec=codec)
+    (output,) = serving.ask(serving.request(cache, QUESTION))
+    assert list(output.outputs[0].token_ids) == serving.own(cache, QUESTION)
+
+
+def test_a_cache_that_was_extended(serving: Serving) -> None:
+    stored = serving.store.get(made(serving, 10).id)
+    cache = serving.store.put(serving.engine.extend(stored, document(11).text, compression_ratio=0.5))
+    assert is_ragged(cache)
+    for question in document(11).questions:
+        (output,) = serving.ask(serving.request(cache, question.text))
+        assert list(output.outputs[0].token_ids) == serving.own(cache, question.text)

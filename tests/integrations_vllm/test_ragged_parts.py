@@ -40,7 +40,7 @@ def cache(tiny: Engine) -> CompressedCache:
 def made_again(tiny: Engine, cache: CompressedCache) -> CompressedCache:
     """The same cache but for the entries of its heads."""
     other = tiny.compress(document(90).text, policy="kvcues", compression_ratio=0.5)
-    return replace(cache, reduced=other.reduced)
+    return replace(cache, layers=other.layers)
 
 
 @pytest.fixture

@@ -94,8 +94,8 @@ class ShelfWorker:
             raise PolicyUnsupported(NO_TABLES, param="cache_id")
         if cache.root.hex() != load.root:
             raise StateConflict(f"{load.cache_id} was made again after vLLM got the request; ask once more")
-        heads = self._heads(self.rows.storage.heads)
-        lengths = [cache.lengths[_index(name)][heads] for name in self.rows.index]
+        heads, of_layers = self._heads(self.rows.storage.heads), cache.lengths
+        lengths = [of_layers[_index(name)][heads] for name in self.rows.index]
         head_pages = HeadPages.of(lengths, load.entries, self._page)
         if not head_pages.fits:
             raise PolicyUnsupported("its heads keep more entries than its manifest says", param="cache_id")
