@@ -89,7 +89,7 @@ def test_a_cache_made_again_is_read_again(serving: Serving) -> None:
     assert again.blob_digest != cache.blob_digest
 
 
-@pytest.mark.parametrize("codec", ["int4", "klt:bits=4"])
+@pytest.mark.parametrize("codec", ["int4", "klt"])
 def test_codecs(serving: Serving, codec: str) -> None:
     cache = made(serving, 9, codec=codec)
     (output,) = serving.ask(serving.request(cache, QUESTION))
