@@ -101,11 +101,10 @@ class Manifest(StoredRecord):
     guaranteed_until: as `pinned` until then; None once a sweep has seen that it is over.
     source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
     quality, tried, certificate, min_quality: see `Judgement`. parent_id: the cache that this one extends, None if it
-    extends none. codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made. ragged: if
-    its heads keep different numbers of entries.
+    extends none. codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made.
     """
 
-    LATER = ("certificate", "guaranteed_until", "min_quality", "ragged", "recoded")
+    LATER = ("certificate", "guaranteed_until", "min_quality", "recoded")
 
     id: str
     parent_id: str | None = None
@@ -120,7 +119,6 @@ class Manifest(StoredRecord):
     codec: str
     num_tokens: int
     kept_tokens: int
-    ragged: bool = False
     bytes_full: int
     bytes_stored: int
     blob_digest: str
@@ -210,7 +208,6 @@ def describe(cache: CompressedCache, packed: PackedBlob, **fields: Any) -> Manif
         compression_ratio=identity.compression_ratio,
         num_tokens=cache.num_tokens,
         kept_tokens=cache.kept_tokens,
-        ragged=len({length for layer in cache.reduced for length in layer.lengths}) > 1,
         bytes_full=cache.bytes_full,
         **described_blob(packed),
         **fields,

@@ -15,7 +15,8 @@ import pytest
 from jsonschema.validators import validator_for
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings
+from kvshelf.integrations.vllm.ragged.plugin import TESTED
+from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.store.redis.address import parse
 from kvshelf.store.redis.link import RedisLink, ServerFacts
 from tests.deploy.files import (

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables, Storage, full_pages, stand_ins
+from kvshelf import Engine, open_store
+from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables, Storage, full_of, rows_of, stand_ins
+from kvshelf.integrations.vllm.request import is_ragged
+from kvshelf.methods.policies.registry import POLICIES
+from kvshelf.samples.tasks import make_facts, write_document
+from kvshelf.store.manifest import Manifest
 
 LAYERS, HEADS, PAGE, WIDTH, PAGES = 3, 2, 8, 4, 64
 
@@ -58,7 +67,7 @@ def test_each_entry_has_its_place_on_the_requests_pages(caches, seed: int) -> No
         for request, each in enumerate(plans):
             if each is not None:
                 assert each.fits
-                before = rows.slots(each, at, pages[request])
+                before = rows.slots(each.stored(at), pages[request])
                 slots += before.tolist()
                 for head, kept in enumerate(before.split(each.lengths[at].tolist())):
                     assert kept.tolist() == read(step.tables[at, request * HEADS + head], len(kept))
@@ -86,7 +95,7 @@ def read(table: Tensor, count: int) -> list[int]:
 def test_a_cache_lies_on_few_pages(seed: int) -> None:
     kept = lengths(seed, most=4000)
     mean = round(sum(map(sum, kept)) / (LAYERS * HEADS))
-    assert full_pages(mean, PAGE) * PAGE <= mean + PAGE
+    assert full_of(stand_ins(mean, PAGE), PAGE) * PAGE <= mean + PAGE
     assert mean < stand_ins(mean, PAGE) < mean + 2 * PAGE
     assert HeadPages.of(kept, stand_ins(mean, PAGE), PAGE).fits
 
@@ -96,6 +105,58 @@ def test_pages_that_are_not_of_one_allocation_have_no_rows() -> None:
     assert Storage.of(list(torch.zeros(LAYERS, PAGES, PAGE, HEADS, WIDTH).transpose(2, 3))) is None
 
 
+def test_heads_that_have_numbers_of_their_own_get_no_rows() -> None:
+    """Sinks and slopes are of a query head, which vLLM's attention would take for those of another KV head."""
+    for other in ({}, {"sinks": torch.zeros(4)}, {"alibi_slopes": torch.zeros(4)}, {"sliding_window": 9}):
+        impl = {"rows": None, "sinks": None, "alibi_slopes": None, "sliding_window": -1} | other
+        layers = [
+            SimpleNamespace(impl=SimpleNamespace(**impl), kv_cache=pages, layer_name=str(at))
+            for at, pages in enumerate(layer_outermost())
+        ]
+        assert (rows_of({layer.layer_name: layer for layer in layers}) is None) == bool(other)
+
+
+def test_a_plan_has_the_lengths_of_its_heads_alone() -> None:
+    """A worker keeps it: the places of all entries would be megabytes."""
+    head_pages = plan(3)
+    for layer in range(LAYERS):
+        head_pages.stored(layer)
+    head_pages.spread(900)
+    assert vars(head_pages).keys() == {"lengths", "stand_ins", "full", "page"}
+
+
+def test_tables_that_are_kept_are_those_of_the_pages() -> None:
+    """Over 30 tokens of an answer, in which pages come, and other pages after a preemption."""
+    caches, head_pages = layer_outermost(), plan(4)
+    kept = HeadTables(Storage(caches), list(map(str, range(LAYERS))))
+    for token in range(30):
+        own = [*range(1, 20)] if token < 20 else [1, *range(30, 48)]
+        total = head_pages.stand_ins + 5 + token
+        metadata = SimpleNamespace(
+            query_start_loc=torch.tensor([0, 1]),
+            seq_lens=torch.tensor([total]),
+            block_table=torch.tensor([own], dtype=torch.int32),
+        )
+        new = HeadTables(Storage(caches), list(map(str, range(LAYERS))))
+        kept.requests = new.requests = {1: head_pages}
+        steps = kept.of(metadata), new.of(metadata)
+        assert steps[0] is not None
+        assert steps[1] is not None
+        assert steps[0].tables.equal(steps[1].tables)
+        assert steps[0].slots.equal(steps[1].slots)
+
+
+def test_the_plug_in_imports_nothing_that_vllm_has_not() -> None:
+    """vLLM loads it wherever kvshelf is installed, also without the extra `serve`."""
+    code = (
+        "import sys; import kvshelf.integrations.vllm.ragged.plugin; "
+        "print(*sorted(name for name in sys.modules if name.startswith('kvshelf.')), 'pydantic' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    packages = "kvshelf.integrations", "kvshelf.integrations.vllm", "kvshelf.integrations.vllm.ragged"
+    assert said == ["kvshelf._extras", "kvshelf.errors", *packages, f"{packages[-1]}.plugin", "False"]
+
+
 def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
     rows = HeadTables(Storage(layer_outermost()), ["0", "1", "2"])
     rows.requests = {7: plan(0)}
@@ -103,3 +164,33 @@ def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
         query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([1]), block_table=torch.tensor([[5]])
     )
     assert rows.of(one) is None
+
+
+MADE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget and not POLICIES[name].merges),
+    *(("kvzip", {"across": across}) for across in ("layer", "head")),
+    ("kvzip", {"prefill": "chunked"}),
+    ("ada", {"base": "h2o", "across": "cache"}),
+    ("fair", {"base": "snapkv", "by": "blocks"}),
+    ("epicache", {"layers": "sensitivity"}),
+    ("pyramidkv", {"beta": 1}),
+    ("sage", {"union": "ragged"}),
+    ("lagkv", {"skip_layers": 1}),
+    ("kvzip_gate", {"across": "head"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "params"), MADE, ids=str)
+def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: dict[str, Any], tmp_path: Path) -> None:
+    """By what the manifest of its cache has, which earlier versions read: it has no field of later ones."""
+    document = write_document(
+        random.Random(3), make_facts(random.Random(3), [4] * 2), "prose", 400, lambda text: len(text.split())
+    )
+    cache = tiny.compress(document.text, policy=policy, compression_ratio=0.5, **params)
+    with open_store(f"disk://{tmp_path}/home") as store:
+        manifest = store.put(cache)
+        with store.open_cache(manifest.id) as opened:
+            assert opened.lengths == [list(layer.lengths) for layer in cache.reduced]
+    kept = {length for layer in cache.reduced for length in layer.lengths}
+    assert is_ragged(manifest) == (len(kept) > 1)
+    assert not manifest.model_dump().keys() & set(Manifest.LATER)

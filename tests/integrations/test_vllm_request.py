@@ -17,8 +17,9 @@ from kvshelf import Engine, open_store
 from kvshelf.errors import Forbidden, InvalidRequest, ModelMismatch, PolicyUnsupported, Unauthorized
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.model import ReadingModel
+from kvshelf.integrations.vllm.ragged.plugin import is_tested
 from kvshelf.integrations.vllm.request import Named
-from kvshelf.integrations.vllm.settings import ShelfSettings, is_tested
+from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.tenants import HiddenKeys, Tenants
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from kvshelf.artifact.transforms import Transforms
+from kvshelf.integrations.vllm.request import is_ragged
 from kvshelf.model.calibration import OWN_FOLDER, TRANSFORMS_BESIDE_THE_WEIGHTS
 from kvshelf.samples.tasks import TaskDocument, make_facts, write_document
 from kvshelf.store.base import Store
@@ -88,7 +89,7 @@ class Serving:
         which cannot be, is asked as it stands."""
         stored = self.store.get(cache.id, tenant=cache.tenant)
         ids, said = self.engine.encode_query(stored, question), []
-        prefix = self.engine.attached(stored) if cache.ragged else nullcontext(self.engine.export(stored))
+        prefix = self.engine.attached(stored) if is_ragged(cache) else nullcontext(self.engine.export(stored))
         with torch.no_grad(), prefix as past:
             for _ in range(tokens):
                 logits = self.engine.model(torch.tensor([ids]), past_key_values=past).logits

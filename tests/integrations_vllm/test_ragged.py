@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvshelf.integrations.vllm.ragged.pages import stand_ins
+from kvshelf.integrations.vllm.request import is_ragged
 from kvshelf.store.manifest import Manifest
 from tests.integrations_vllm.conftest import Serving, document
 
@@ -21,7 +23,7 @@ WAYS: list[dict[str, Any]] = [
 
 def made(serving: Serving, number: int, **how: Any) -> Manifest:
     cache = serving.put(document(number).text, **({"policy": "kvzip", "compression_ratio": 0.75} | how))
-    assert cache.ragged
+    assert is_ragged(cache)
     return cache
 
 
@@ -69,3 +71,35 @@ def test_another_question_needs_no_blob(serving: Serving) -> None:
     serving.blob(cache).unlink()
     (output,) = serving.ask(serving.request(cache, document(7).questions[1].text))
     assert list(output.outputs[0].token_ids) == own
+
+
+def test_a_cache_made_again_is_read_again(serving: Serving) -> None:
+    """Under the same id, with other entries, as another machine may make it."""
+    cache = made(serving, 8)
+    serving.ask(serving.request(cache, QUESTION))
+    stored, other = (
+        serving.store.get(cache.id),
+        serving.engine.compress(document(8).text, policy="kvcues", compression_ratio=0.75),
+    )
+    serving.store.delete(cache.id)
+    again = serving.store.put(replace(stored, layers=other.layers))
+    assert again.id == cache.id
+    (output,) = serving.ask(serving.request(again, QUESTION))
+    assert list(output.outputs[0].token_ids) == serving.own(again, QUESTION)
+    assert again.blob_digest != cache.blob_digest
+
+
+@pytest.mark.parametrize("codec", ["int4", "klt"])
+def test_codecs(serving: Serving, codec: str) -> None:
+    cache = made(serving, 9, codec=codec)
+    (output,) = serving.ask(serving.request(cache, QUESTION))
+    assert list(output.outputs[0].token_ids) == serving.own(cache, QUESTION)
+
+
+def test_a_cache_that_was_extended(serving: Serving) -> None:
+    stored = serving.store.get(made(serving, 10).id)
+    cache = serving.store.put(serving.engine.extend(stored, document(11).text, compression_ratio=0.5))
+    assert is_ragged(cache)
+    for question in document(11).questions:
+        (output,) = serving.ask(serving.request(cache, question.text))
+        assert list(output.outputs[0].token_ids) == serving.own(cache, question.text)

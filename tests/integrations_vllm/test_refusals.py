@@ -68,8 +68,9 @@ def test_an_expired_cache_also_if_vllm_still_has_its_pages(serving: Serving, ref
     refused(request, "cache_expired")
 
 
-def test_a_cache_that_is_deleted_after_it_was_scheduled(serving: Serving, refused: Any) -> None:
-    cache = serving.put(document(52).text, policy="full")
+@pytest.mark.parametrize("policy", ["keydiff", "kvzip"])
+def test_a_cache_that_is_deleted_after_it_was_scheduled(serving: Serving, policy: str, refused: Any) -> None:
+    cache = serving.put(document(52).text, policy=policy, compression_ratio=0.5)
     losing.before_load.append(lambda: serving.store.delete(cache.id))
     refused(serving.request(cache, QUESTION), "cache_not_found")
 
@@ -91,8 +92,9 @@ def test_a_key_where_none_is_asked_for_is_in_no_log(serving: Serving, good: Mani
     assert "secret" not in said
 
 
-def test_a_damaged_layer_behind_sound_ones(serving: Serving, refused: Any) -> None:
-    cache = serving.put(document(53).text, policy="full")
+@pytest.mark.parametrize("policy", ["keydiff", "kvzip"])
+def test_a_damaged_layer_behind_sound_ones(serving: Serving, policy: str, refused: Any) -> None:
+    cache = serving.put(document(53).text, policy=policy, compression_ratio=0.5)
     blob = serving.blob(cache)
     data = bytearray(blob.read_bytes())
     data[int(0.9 * len(data))] ^= 16

@@ -58,7 +58,7 @@ def test_several_groups_of_pages_are_refused(model_folder: Path) -> None:
 def test_a_vllm_that_computes_what_was_refused_is_ended(shelf: dict[str, str]) -> None:
     extra = {"kv_transfer_params": {"kvshelf": {"cache_id": "kvs_" + "0" * 40}}}
     request = Request("lost", [0] * 8, SamplingParams(extra_args=extra), None)
-    scheduler = ShelfScheduler(ShelfSettings.parse(shelf), page=128)
+    scheduler = ShelfScheduler(ShelfSettings.parse(shelf), page=128, rows=True)
     scheduler.arrived(request)
     assert scheduler.matched(request, 0) == (1, True)
     assert scheduler.take_step(["other"]).loads == []

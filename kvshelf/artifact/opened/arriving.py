@@ -65,6 +65,12 @@ class OpenedCache(abc.ABC):
         self.root = summary.root
         """The blob's root digest: equal roots mean equal content. `Manifest.blob_digest` is its hex form."""
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Entries of each head of each layer."""
+        of_records = ([record.lengths for record in layer.records] for layer in self._header.layers)
+        return [[sum(of_head) for of_head in zip(*lengths, strict=True)] for lengths in of_records]
+
     @abc.abstractmethod
     def close(self) -> None:
         """End the reading. May be called more than once; what is not read by then raises `StoreUnavailable`."""

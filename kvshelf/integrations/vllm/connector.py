@@ -19,8 +19,9 @@ from kvshelf.integrations.vllm.loading import ShelfWorker
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.pages import require_read_back
 from kvshelf.integrations.vllm.ragged.pages import rows_of
+from kvshelf.integrations.vllm.ragged.plugin import TESTED, is_registered, is_tested
 from kvshelf.integrations.vllm.scheduling import ShelfScheduler
-from kvshelf.integrations.vllm.settings import TESTED, ShelfSettings, is_tested, require_supported
+from kvshelf.integrations.vllm.settings import ShelfSettings, require_supported
 from kvshelf.integrations.vllm.step import ConnectorStep
 from kvshelf.integrations.vllm.tenants import HiddenKeys
 
@@ -47,8 +48,9 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
         self._worker: ShelfWorker | None = None
         self._version = vllm.__version__
         self._pages_read = is_tested(self._version)
+        self._has_rows = self._pages_read and vllm_config.parallel_config.world_size == 1 and is_registered()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ShelfScheduler(settings, vllm_config.cache_config.block_size)
+            self._scheduler = ShelfScheduler(settings, vllm_config.cache_config.block_size, rows=self._has_rows)
         else:
             model = vllm_config.model_config
             self._worker = ShelfWorker(
@@ -91,7 +93,8 @@ class ShelfConnector(KVConnectorBase_V1):  # type: ignore[misc]  # without vLLM 
             self._pages_read = True
             if not get_tensor_model_parallel_rank():
                 log.warning("untested_version", vllm=self._version, tested=TESTED, pages="read back as written")
-        self._of_worker.rows = rows_of(its_layers)
+        if self._has_rows:
+            self._of_worker.rows = rows_of(its_layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if not self._pages_read:

@@ -16,14 +16,14 @@ from kvshelf.errors import InternalError, KvshelfError, PolicyUnsupported, State
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.pages import write_rows
 from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables
-from kvshelf.integrations.vllm.settings import ShelfSettings
+from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tails import Rows, Tails
 
 log = structlog.get_logger("kvshelf.vllm")
 
-_REMEMBERED: Final = 10_000
-"""Ragged caches whose head pages a worker knows, besides those that are being asked: some kilobytes each."""
+_REMEMBERED: Final = 1_000
+"""Ragged caches of which a worker knows the heads' lengths, 8 bytes each, beside those that are being asked."""
 
 
 class ShelfWorker:
@@ -46,56 +46,60 @@ class ShelfWorker:
         """Begin to read what a forward pass needs. layers: of vLLM, by name. A cache that several requests want is read
         once."""
         self._layers = {name: layer for name, layer in layers.items() if getattr(layer, "kv_cache", None) is not None}
-        wanted: dict[str, list[Load]] = {}
+        wanted: dict[tuple[str, str], list[Load]] = {}
         for load in step.loads:
-            wanted.setdefault(load.cache_id, []).append(load)
-        for cache_id, its_loads in wanted.items():
+            wanted.setdefault((load.cache_id, load.root), []).append(load)
+        for (_, root), its_loads in wanted.items():
             try:
-                reading = _Reading(its_loads, self._source(cache_id, its_loads), set(self._layers))
+                source = self._source(its_loads)
             except KvshelfError as error:
                 self._fail(its_loads, error)
                 continue
-            self._reading.append(reading)
-            if its_loads[0].ragged:
-                self._try(reading, self._find_head_pages)
+            self._reading.append(_Reading(its_loads, source, set(self._layers), self._ragged.get(root)))
+        self._give_rows(step)
+
+    def _give_rows(self, step: ConnectorStep) -> None:
+        """Which requests of the pass have head pages. One without, which would be computed as if it had none, fails."""
+        loaded = {load.pages[0] for load in step.loads}
+        for page, root in step.ragged.items():
+            if root not in self._ragged and page not in loaded:
+                log.error("refused", code=InternalError.code, error=f"no head pages of the blob {root} are known")
+                self._failed.add(page)
         if self.rows is not None:
             self.rows.requests = {page: self._ragged[of] for page, of in step.ragged.items() if of in self._ragged}
-        for cache_id in [of for of in self._ragged if of not in step.unfinished][:-_REMEMBERED]:
-            del self._ragged[cache_id]
+        if len(self._ragged) > _REMEMBERED:
+            for root in [root for root in self._ragged if root not in step.unfinished][:-_REMEMBERED]:
+                del self._ragged[root]
 
-    def _source(self, cache_id: str, loads: Sequence[Load]) -> ArrivingCache | Mapping[str, Rows]:
+    def _source(self, loads: Sequence[Load]) -> ArrivingCache | Mapping[str, Rows]:
         """The cache, which a thread begins to read, or the rows of its tail where more is not wanted."""
-        tail = self._tails.find(cache_id) if not loads[0].ragged or cache_id in self._ragged else None
+        load = loads[0]
+        tail = self._tails.find(load.kept_as) if not load.root or load.root in self._ragged else None
         if tail is not None and all(load.first >= self._full_pages(load) for load in loads):
             return tail
-        cache = self._store.open_cache(cache_id, tenant=loads[0].tenant)
+        cache = self._store.open_cache(load.cache_id, tenant=load.tenant)
         try:
             self._model.require_own(cache, self._store.transforms)
+            if load.root:
+                self._ragged[load.root] = self._head_pages(cache, load)
         except KvshelfError:
             cache.close()
             raise
         threading.Thread(target=cache.read, name="kvshelf-vllm-read", daemon=True).start()
         return cache
 
-    def _find_head_pages(self, reading: _Reading) -> None:
-        """Where the entries of a ragged cache lie. Waits for all of its layers."""
-        load = reading.loads[0]
-        if self.rows is None or self._workers > 1:
-            raise PolicyUnsupported(
-                "its heads keep different numbers of entries, for which this vLLM has no page tables: that takes one "
-                "worker on a CPU, a tested version with the plug-in kvshelf, and equal heads in every layer",
-                param="cache_id",
-            )
-        if isinstance(reading.source, ArrivingCache):
-            lengths = self._model.lengths(reading.source, self._heads(self.rows.storage.heads))
-            head_pages = HeadPages.of(lengths, load.entries, self._page)
-            if not head_pages.fits:
-                raise PolicyUnsupported("its heads keep more entries than its manifest says", param="cache_id")
-            if not self._ragged.setdefault(load.cache_id, head_pages).lengths.equal(head_pages.lengths):
-                raise StateConflict(
-                    f"{load.cache_id} was made again with other entries since it was asked; restart vLLM"
-                )
-        reading.head_pages = self._ragged[load.cache_id]
+    def _head_pages(self, cache: ArrivingCache, load: Load) -> HeadPages:
+        """Where the entries of a ragged cache lie, by the blob's header alone."""
+        if self.rows is None:
+            raise PolicyUnsupported(NO_TABLES, param="cache_id")
+        if cache.root.hex() != load.root:
+            raise StateConflict(f"{load.cache_id} was made again after vLLM got the request; ask once more")
+        heads, of_layers = self._heads(self.rows.storage.heads), cache.lengths
+        lengths = [of_layers[_index(name)][heads] for name in self.rows.index]
+        head_pages = HeadPages.of(lengths, load.entries, self._page)
+        if not head_pages.fits:
+            raise PolicyUnsupported("its heads keep more entries than its manifest says", param="cache_id")
+        return head_pages
 
     def _heads(self, count: int) -> slice:
         first = self._rank * self._model.layers[0].kv_heads // self._workers  # several workers share one head of few
@@ -141,7 +145,8 @@ class ShelfWorker:
         assert self.rows is not None
         assert reading.head_pages is not None
         layer, at = self._layers[name], self.rows.index[name]
-        page_of = reading.head_pages.page_of(at)
+        stored = reading.head_pages.stored(at)
+        page_of = stored[0].pages
         rest = page_of >= reading.head_pages.full
         if isinstance(reading.source, ArrivingCache):
             question, heads = reading.loads[0].entries, self._heads(layer.num_kv_heads)
@@ -151,7 +156,7 @@ class ShelfWorker:
             rows, there = reading.source[name], rest
         for load in reading.loads:
             wanted = page_of >= load.first // self._page
-            slots = self.rows.slots(reading.head_pages, at, load.pages)[there & wanted]
+            slots = self.rows.slots(stored, load.pages)[there & wanted]
             keys, values = (part[wanted[there]] for part in rows)
             layer.impl.do_kv_cache_update(layer, keys, values, self.rows.storage.rows, slots)
 
@@ -161,7 +166,7 @@ class ShelfWorker:
             if reading.missing:
                 self._fail(reading.loads, InternalError(f"vLLM did not wait for the layers {sorted(reading.missing)}"))
             elif reading.tail:
-                self._tails.keep(reading.loads[0].cache_id, reading.tail)
+                self._tails.keep(reading.loads[0].kept_as, reading.tail)
             if isinstance(reading.source, ArrivingCache):
                 reading.source.close()
         self._reading = []
@@ -184,9 +189,15 @@ class _Reading:
     """One cache in one step. missing: names of vLLM's layers that are not in their pages. head_pages: of a ragged
     cache. tail: rows to be kept."""
 
-    def __init__(self, loads: Sequence[Load], source: ArrivingCache | Mapping[str, Rows], missing: set[str]) -> None:
+    def __init__(
+        self,
+        loads: Sequence[Load],
+        source: ArrivingCache | Mapping[str, Rows],
+        missing: set[str],
+        head_pages: HeadPages | None,
+    ) -> None:
         self.loads = loads
-        self.head_pages: HeadPages | None = None
+        self.head_pages = head_pages
         self.source = source
         self.missing = missing
         self.tail: dict[str, Rows] = {}

@@ -107,12 +107,6 @@ class ReadingModel:
         keys, values = (torch.cat(part)[:, None] for part in zip(*places.heads(parts, heads), strict=True))
         return keys, values
 
-    def lengths(self, cache: ArrivingCache, heads: slice) -> list[list[int]]:
-        """How many entries those heads of each layer have. Waits for all layers, and raises what reading them
-        raises."""
-        kept = (entries_of(layer.result()) for layer in cache.layers)
-        return [entries.lengths[heads] for entries in kept if entries is not None]
-
     def _entries(self, cache: ArrivingCache, index: int) -> Entries:
         record: LayerRecord = cache.layers[index].result()
         if cache.coded:

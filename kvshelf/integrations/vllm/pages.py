@@ -11,7 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshelf.errors import MissingExtra
-from kvshelf.integrations.vllm.settings import TESTED
+from kvshelf.integrations.vllm.ragged.plugin import TESTED
 from kvshelf.integrations.vllm.tails import Rows
 
 QUESTION: Final = 16

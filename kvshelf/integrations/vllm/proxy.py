@@ -206,8 +206,7 @@ def create_app(
 
 def serve(settings: Settings, urls: Sequence[str], model: str, page: int) -> None:
     """Run the proxy until SIGINT or SIGTERM. model: whose tokenizer writes the questions. page: tokens of a page of all
-    servers. Raises a `KvshelfError` for
-    settings, a store or a tokenizer that cannot be used."""
+    servers. Raises a `KvshelfError` for settings, a store or a tokenizer that cannot be used."""
     logs.configure(settings.log_level)
     metrics, api_key = ProxyMetrics(), os.environ.get("VLLM_API_KEY")
     upstreams = Upstreams(urls, silence_s=settings.request_deadline_s, metrics=metrics, api_key=api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Self
 
@@ -10,6 +11,7 @@ from kvshelf.api.strict import MAX_TOKENS
 from kvshelf.engine.inputs.encode import Encoder, Prompt
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.integrations.vllm.ragged.pages import stand_ins
+from kvshelf.methods.policies.registry import build
 from kvshelf.model.text import TextFormat
 from kvshelf.store.manifest import Manifest
 
@@ -56,7 +58,6 @@ class Told:
     id: str
     kept_tokens: int
     tenant: str
-    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ class ShelfRequest:
         """The request that a server with pages of `page` tokens received for a cache. ragged: as of `Named`. Raises
         `InvalidRequest` for one that this module does not build."""
         cache_id, entries = cache.id, places_of(cache, page)
-        if ragged != (str(entries) if cache.ragged else None):
+        own_places = is_ragged(cache)
+        if ragged != (str(entries) if own_places else None):
             raise InvalidRequest(
                 f"the request is for {ragged or 'no'} places of {cache_id}, and this vLLM keeps "
-                f"{entries if cache.ragged else 'no'} places of its own for the heads of that cache; build it with "
+                f"{entries if own_places else 'no'} places of its own for the heads of that cache; build it with "
                 f"kvshelf.integrations.vllm.shelf_request and page={page}",
                 param="kv_transfer_params",
             )
@@ -128,12 +130,22 @@ class ShelfRequest:
                 "then the question; build it with kvshelf.integrations.vllm.shelf_request",
                 param="prompt",
             )
-        return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant, ragged=cache.ragged)
+        return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant, ragged=own_places)
+
+
+def is_ragged(cache: Manifest | Told) -> bool:
+    """Whether heads of a cache may keep different numbers of entries, by its policy. What a service tells, and
+    a policy that is not installed here, do not say so."""
+    if isinstance(cache, Told) or cache.kept_tokens == cache.num_tokens:
+        return False
+    with suppress(InvalidRequest):
+        return build(cache.policy, cache.policy_params).ragged
+    return False
 
 
 def places_of(cache: Manifest | Told, page: int) -> int:
     """Stand-ins that a request to a cache has, in a vLLM with pages of `page` tokens."""
-    return stand_ins(cache.kept_tokens, page) if cache.ragged else cache.kept_tokens
+    return stand_ins(cache.kept_tokens, page) if is_ragged(cache) else cache.kept_tokens
 
 
 class QuestionBuilder:
@@ -160,7 +172,7 @@ class QuestionBuilder:
         encoder = Encoder(cache.model, self._text, most, self._vocabulary, lambda _: most)
         question = tuple(encoder.query(cache.identity["boundary"], prompt))
         places = places_of(cache, self._page)
-        return ShelfRequest(cache.id, places, question, cache.tenant, ragged=cache.ragged)
+        return ShelfRequest(cache.id, places, question, cache.tenant, ragged=is_ragged(cache))
 
 
 def shelf_request(
@@ -170,7 +182,7 @@ def shelf_request(
 
     cache: what `store.stat(cache_id)` gives. tokenizer: the model's, from transformers. api_key: the caller's, for a
     vLLM that asks for keys; without it the request names the cache's tenant. page: vLLM's `--block-size`, which matters
-    to caches whose heads keep different numbers of entries. Raises `InvalidRequest` for a
-    prompt that cannot be asked, and `ModelMismatch` for another tokenizer or template than the document's.
+    to caches whose heads keep different numbers of entries. Raises `InvalidRequest` for a prompt that cannot be asked,
+    and `ModelMismatch` for another tokenizer or template than the document's.
     """
     return replace(QuestionBuilder(tokenizer, page).request(cache, prompt), api_key=api_key)

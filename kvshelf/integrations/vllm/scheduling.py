@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import structlog
 
-from kvshelf.errors import InternalError, InvalidRequest, KvshelfError
+from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, PolicyUnsupported, StateConflict
+from kvshelf.integrations.vllm.ragged.pages import full_of
 from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
-from kvshelf.integrations.vllm.settings import ShelfSettings
+from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tenants import Tenants
+from kvshelf.store.manifest import Manifest
 
 log = structlog.get_logger("kvshelf.vllm")
 
@@ -25,12 +28,15 @@ answer of a connector ends one request without ending the server."""
 
 
 class ShelfScheduler:
-    """Decides by the index of the shelf alone; no blob is read. page: tokens of a page of vLLM."""
+    """Decides by the index of the shelf alone; no blob is read. page: tokens of a page of vLLM. rows: whether its
+    attention can have page tables for heads."""
 
-    def __init__(self, settings: ShelfSettings, page: int) -> None:
+    def __init__(self, settings: ShelfSettings, page: int, *, rows: bool) -> None:
         self._store = settings.open()
         self._tenants = Tenants(settings)
         self._page = page
+        self._has_rows = rows and settings.service is None
+        self._roots: dict[str, str] = {}
         self._named: dict[str, Named | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
         self._ragged: dict[str, tuple[int, str]] = {}
@@ -44,9 +50,10 @@ class ShelfScheduler:
         request.skip_reading_prefix_cache = False
         try:
             named = Named.parse(_params(request).get(FIELD))
-            self._named[request.request_id] = replace(named, api_key=None, tenant=self._tenants.of(named))
+            named = replace(named, api_key=None, tenant=self._tenants.of(named))
             if named.ragged is not None:
-                _keep_apart(request, named.ragged, self._page)
+                self._keep_apart(request, named, named.ragged)
+            self._named[request.request_id] = named
         except KvshelfError as error:
             self._named[request.request_id] = error
         _without_params(request)
@@ -73,8 +80,34 @@ class ShelfScheduler:
             raise InvalidRequest("a stored document has no logprobs and gives no embedding", param="prompt_logprobs")
         assert named.tenant is not None, "as `arrived` writes it"
         cache = self._store.stat(named.cache_id, tenant=named.tenant)
+        if named.ragged is not None and isinstance(cache, Manifest):
+            self._require_root(request, cache)
         prompt = request.prompt_token_ids or ()
         return ShelfRequest.parse(cache, prompt, request.cache_salt, named.ragged, self._page)
+
+    def _keep_apart(self, request: Any, named: Named, places: str) -> None:
+        """Have vLLM share the pages with full head pages alone, and with requests to the same blob: the entries on
+        later ones lie where only this request finds them. Answers of one request (`n`) are requests of their own with
+        the same tokens."""
+        if not self._has_rows:
+            raise PolicyUnsupported(NO_TABLES, param="cache_id")
+        assert named.tenant is not None, "as `arrived` writes it"
+        cache = self._store.stat(named.cache_id, tenant=named.tenant)
+        assert isinstance(cache, Manifest), "as a store has it"
+        hashes, prompt = request.block_hashes, len(request.prompt_token_ids or ())
+        if not (places.isdecimal() and len(places) < 10) or len(hashes) not in (0, prompt // self._page):
+            raise InvalidRequest(
+                f"kv_transfer_params.{FIELD}.ragged is {places!r}; it must be a number, and pages must be hashed whole",
+                param="kv_transfer_params",
+            )
+        shared = max(0, full_of(int(places), self._page))
+        root = self._roots[request.request_id] = cache.blob_digest
+        of_blob = [f"{cache.id} {root} {number}".encode() for number in range(len(hashes[:shared]))]
+        hashes[:] = [*(sha256(text).digest() for text in of_blob), *(os.urandom(32) for _ in hashes[shared:])]
+
+    def _require_root(self, request: Any, cache: Manifest) -> None:
+        if self._roots[request.request_id] != cache.blob_digest:
+            raise StateConflict(f"{cache.id} was made again after vLLM got the request; ask once more")
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""
@@ -84,14 +117,15 @@ class ShelfScheduler:
             self._step.refused.append(request.request_id)
             return
         if decision is not None and decision.ragged:
-            self._ragged[request.request_id] = pages[0], decision.cache_id
+            self._ragged[request.request_id] = pages[0], self._roots[request.request_id]
         if decision is not None and tokens:
             assert decision.tenant is not None, "as its manifest names it"
             with suppress(KvshelfError):  # a use that is not counted harms no answer
                 self._store.touch(decision.cache_id, tenant=decision.tenant)
             first, entries = decision.entries - tokens, decision.entries
             name, of = request.request_id, (decision.cache_id, decision.tenant)
-            self._step.loads.append(Load(name, *of, first, entries, tuple(pages), decision.ragged))
+            root = self._roots[name] if decision.ragged else ""
+            self._step.loads.append(Load(name, *of, first, entries, tuple(pages), root))
 
     def take_step(self, computed: Iterable[str]) -> ConnectorStep:
         """What the workers are told. computed: requests of the step. Raises `InternalError`, which ends vLLM, if one of
@@ -100,14 +134,14 @@ class ShelfScheduler:
             if isinstance(self._decided.get(request_id), KvshelfError):
                 raise InternalError(f"vLLM computes the request {request_id}, which was refused; take a tested version")
             if request_id in self._ragged:
-                page, cache_id = self._ragged[request_id]
-                self._step.ragged[page] = cache_id
-        self._step.unfinished = frozenset(cache_id for _, cache_id in self._ragged.values())
+                page, root = self._ragged[request_id]
+                self._step.ragged[page] = root
+        self._step.unfinished = frozenset(root for _, root in self._ragged.values())
         step, self._step = self._step, ConnectorStep()
         return step
 
     def finished(self, request: Any) -> None:
-        for requests in (self._named, self._decided, self._ragged):
+        for requests in (self._named, self._decided, self._ragged, self._roots):
             requests.pop(request.request_id, None)
 
     def close(self) -> None:
@@ -122,19 +156,6 @@ def _is_ours(request: Any) -> bool:
 def _params(request: Any) -> Mapping[str, Any]:
     params = request.kv_transfer_params
     return params if isinstance(params, Mapping) else {}
-
-
-def _keep_apart(request: Any, places: str, page: int) -> None:
-    """Have vLLM share the pages with full head pages alone: the entries on later ones lie where only this request finds
-    them. Answers of one request (`n`) are requests of their own with the same tokens."""
-    hashes, prompt = request.block_hashes, len(request.prompt_token_ids or ())
-    if not (places.isdecimal() and len(places) < 10) or len(hashes) not in (0, prompt // page):
-        raise InvalidRequest(
-            f"kv_transfer_params.{FIELD}.ragged is {places!r}; it must be a number, and pages must be hashed whole",
-            param="kv_transfer_params",
-        )
-    shared = (int(places) + 1) // page - 1
-    hashes[shared:] = [os.urandom(32) for _ in hashes[shared:]]
 
 
 def _without_params(request: Any) -> None:

@@ -13,8 +13,11 @@ from kvshelf.integrations.vllm.service import ServiceShelf
 from kvshelf.store.base import Store
 from kvshelf.store.url import StoreConfig
 
-TESTED: Final = ("0.31", "0.32")
-"""Versions of vLLM that the tests run: its interface for connectors changes without notice."""
+NO_TABLES: Final = (
+    "its heads keep different numbers of entries, for which this vLLM has no page tables: that takes store in place of "
+    "service, one worker on a CPU, a tested version with the plug-in kvshelf, and equal heads in every layer"
+)
+"""Why a cache whose heads keep different numbers of entries is refused."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,6 @@ class ShelfSettings:
             return ServiceShelf(self.service)
         assert self.store is not None, "as `parse` gives it"
         return StoreConfig(self.store, encryption_key_file=self.encryption_key_file).open()
-
-
-def is_tested(version: str) -> bool:
-    """Whether the tests run this version of vLLM; others test themselves when they start."""
-    return version.startswith(tuple(f"{tested}." for tested in TESTED))
 
 
 def require_supported(config: Any, page_groups: int) -> None:

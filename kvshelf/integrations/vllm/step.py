@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 @dataclass(frozen=True)
 class Load:
     """The entries `first` to `entries` (excluded) of a tenant's cache go to vLLM's pages of a request. pages: all of
-    the request, from its first token on. ragged: its heads have different numbers of entries, and a page table each."""
+    the request, from its first token on. root: the digest of the blob of a cache whose heads have different numbers of
+    entries, and a page table each; "" of any other."""
 
     request_id: str
     cache_id: str
@@ -18,13 +19,19 @@ class Load:
     first: int
     entries: int
     pages: tuple[int, ...]
-    ragged: bool = False
+    root: str = ""
+
+    @property
+    def kept_as(self) -> str:
+        """What names its tail in a worker."""
+        return self.root or self.cache_id
 
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]
-    """Loads that the step's forward pass needs, and requests that fail without one. ragged: the ragged caches that its
-    requests ask, by each request's first page. unfinished: those that any request asks, also one that waits."""
+    """Loads that the step's forward pass needs, and requests that fail without one. ragged: the roots of ragged caches
+    that its requests ask, by each request's first page. unfinished: those that any request asks, also one that
+    waits."""
 
     loads: list[Load] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)

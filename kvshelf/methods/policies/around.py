@@ -94,6 +94,10 @@ class Around(Policy):
         return self.inner.exact
 
     @property
+    def ragged(self) -> bool:
+        return self.budgets_heads or self.inner.ragged
+
+    @property
     def sizes_itself(self) -> bool:
         return super().sizes_itself or (self.inner.takes_budget and self.inner.sizes_itself)
 

@@ -189,6 +189,11 @@ class Policy(Method):
         """Whether the entries kept add up to the budget. If not, the policy's docstring states its granularity."""
         return True
 
+    @property
+    def ragged(self) -> bool:
+        """Whether heads or layers keep different numbers of entries, as a rule."""
+        return self.budgets_heads or self.budgets_layers
+
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
         """The passes to run behind the document for this policy to observe."""
         return ()
@@ -256,6 +261,10 @@ class ScoringPolicy(Policy):
     def sharing(self) -> Sharing | None:
         """How the layers share one budget; None if each has its own. If shared, layers are reduced in cascade."""
         return None
+
+    @property
+    def ragged(self) -> bool:
+        return super().ragged or self.sharing is not None or type(self).counts is not ScoringPolicy.counts
 
     def weight(self, layer: LayerView) -> float:  # noqa: ARG002
         """The weight of this layer where layers share by weight."""

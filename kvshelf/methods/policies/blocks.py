@@ -79,6 +79,10 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         return Needs.QUERIES
 
     @property
+    def ragged(self) -> bool:
+        return self.across != "head"
+
+    @property
     def sharing(self) -> Sharing | None:
         return GlobalSharing() if self.across == "cache" else None
 

@@ -52,6 +52,10 @@ class ChunkKV(TailPolicy):
     def exact(self) -> bool:
         return False
 
+    @property
+    def ragged(self) -> bool:
+        return False  # only where a shorter last chunk goes in some layers
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         policy = replace(policy, share=1 - budget.compression_ratio)

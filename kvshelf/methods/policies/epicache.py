@@ -77,6 +77,10 @@ class EpiCache(BlockPolicy):
     def needs(self) -> Needs:
         return super().needs | (Needs.CALIBRATION if self.layers == "sensitivity" else Needs.NOTHING)
 
+    @property
+    def ragged(self) -> bool:
+        return super().ragged or self.layers == "sensitivity"
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         if self.centroid is not None:
             unpacked(self.centroid)

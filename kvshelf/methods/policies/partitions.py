@@ -142,6 +142,10 @@ class PartitionPolicy(Policy):
         return policy
 
     @property
+    def ragged(self) -> bool:
+        return self.skip_layers > 0
+
+    @property
     def _whole_layers(self) -> WholeLayers:
         return WholeLayers(first=self.skip_layers)
 

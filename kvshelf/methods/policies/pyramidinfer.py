@@ -59,6 +59,10 @@ class PyramidInfer(Policy):
     )
     sink: int = parameter(4, "first tokens always kept", minimum=0)
 
+    @property
+    def ragged(self) -> bool:
+        return True
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)

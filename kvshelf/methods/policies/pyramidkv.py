@@ -45,6 +45,10 @@ class PyramidKV(SnapKV):
     def exact(self) -> bool:
         return False
 
+    @property
+    def ragged(self) -> bool:
+        return self.beta > 1
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         high, low = policy._ends(budget.tokens, document.num_tokens)

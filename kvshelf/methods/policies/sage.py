@@ -54,6 +54,10 @@ class Sage(ProbedPolicy):
     def exact(self) -> bool:
         return self.union == "refill"
 
+    @property
+    def ragged(self) -> bool:
+        return not self.exact
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
         if self.sinks + self.chosen > 1:

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 
-def full_pages(kept_tokens: int, page: int) -> int:
-    """Pages that hold the full head pages of a cache. kept_tokens: the mean of its heads, rounded."""
-    return kept_tokens // page + 1
-
-
 def stand_ins(kept_tokens: int, page: int) -> int:
-    """Tokens that a request has in the place of the document: those of `full_pages` and all but one of the page behind
-    them, so that the longest rest of a head has room there, and the question behind it."""
-    return (full_pages(kept_tokens, page) + 1) * page - 1
+    """Tokens that a request has in the place of the document: those of the pages that hold full head pages, and all but
+    one of the page behind them, so that the longest rest of a head has room there, and the question behind it.
+    kept_tokens: the mean of its heads, rounded."""
+    return (kept_tokens // page + 2) * page - 1
+
+
+def full_of(stand_ins: int, page: int) -> int:
+    """Pages that hold the full head pages of a cache. stand_ins: of a request to it."""
+    return (stand_ins + 1) // page - 1
 
 
 class Spread(NamedTuple):
@@ -54,47 +54,36 @@ class HeadPages:
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], stand_ins: int, page: int) -> Self:
         """lengths: of each head of each layer."""
-        return cls(torch.tensor(lengths, dtype=torch.int64), stand_ins, (stand_ins + 1) // page - 1, page)
+        return cls(torch.tensor(lengths, dtype=torch.int64), stand_ins, full_of(stand_ins, page), page)
 
     @property
     def fits(self) -> bool:
         return int((self.lengths // self.page).sum()) <= self.full * self.lengths.numel()
 
-    def spread(self, tokens: int) -> Spread:
-        """The head pages of every head `[layers, heads, most]` for a request that has so many tokens, stand-ins
-        included; those behind a head's own repeat its last page."""
+    def spread(self, tokens: int, of: slice = slice(None)) -> Spread:
+        """The head pages of every head of some layers `[layers, heads, most]` for a request that has so many tokens,
+        stand-ins included; those behind a head's own repeat its last page."""
         layers, heads = self.lengths.shape
         full = self.lengths // self.page
-        own = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)
+        first = (full.flatten().cumsum(0) - full.flatten()).view(layers, heads)[of]
+        own = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)[of]
+        full, layer = full[of], torch.arange(layers)[of, None, None]
         column = torch.arange(int((full + own).max()))
-        first = (full.flatten().cumsum(0) - full.flatten()).view(layers, heads)
         number = first[..., None] + column
         shared = column < full[..., None]
         behind = (self.full + column - full[..., None]).clamp(max=self.full + int(own.max()) - 1)
         return Spread(
             torch.where(shared, number // (layers * heads), behind),
-            torch.where(shared, number // heads % layers, torch.arange(layers)[:, None, None]),
+            torch.where(shared, number // heads % layers, layer),
             torch.where(shared, number % heads, torch.arange(heads)[:, None]),
         )
 
-    @cached_property
-    def stored(self) -> Spread:
-        """As `spread`, of the cache alone."""
-        return self.spread(self.stand_ins)
-
-    def page_of(self, layer: int) -> Tensor:
-        """The page of the request on which each entry of a layer lies, one head behind the other."""
-        return self._of_entries(layer, self.stored.pages)[0]
-
-    def slots(self, layer: int, numbers: Tensor) -> Tensor:
-        """The slot of each entry of a layer among the places of all head pages. numbers: those of `stored`."""
-        pages, places = self._of_entries(layer, numbers)
-        return pages * self.page + places
-
-    def _of_entries(self, layer: int, of_pages: Tensor) -> tuple[Tensor, Tensor]:
-        places = [torch.arange(length) for length in self.lengths[layer].tolist()]
-        pages = [head[place // self.page] for head, place in zip(of_pages[layer], places, strict=True)]
-        return torch.cat(pages), torch.cat(places) % self.page
+    def stored(self, layer: int) -> tuple[Spread, Tensor]:
+        """Where the entries of a layer lie, one head behind the other: the head page of each, and the place in it."""
+        spread = self.spread(self.stand_ins, slice(layer, layer + 1))
+        head = torch.arange(len(self.lengths[layer])).repeat_interleave(self.lengths[layer])
+        place = torch.cat([torch.arange(length) for length in self.lengths[layer].tolist()])
+        return Spread(*(part[0][head, place // self.page] for part in spread)), place % self.page
 
 
 class Storage:
@@ -150,11 +139,12 @@ class HeadTables:
         self.index: Final[Mapping[str, int]] = {name: at for at, name in enumerate(names)}
         self.requests: Mapping[int, HeadPages] = {}
         self._last: tuple[Any, StepRows | None] = (None, None)
+        self._tables: dict[int, _Table] = {}
 
-    def slots(self, head_pages: HeadPages, layer: int, pages: Sequence[int]) -> Tensor:
-        """The slot of each entry of a cache's layer in `storage.rows`. pages: of the request."""
-        numbers = self.storage.numbers(head_pages.stored, torch.tensor(pages))
-        return head_pages.slots(layer, numbers)
+    def slots(self, stored: tuple[Spread, Tensor], pages: Sequence[int]) -> Tensor:
+        """The slot of each entry in `storage.rows`. stored: of `HeadPages`. pages: of the request."""
+        spread, places = stored
+        return self.storage.numbers(spread, torch.tensor(pages)) * self.storage.page + places
 
     def of(self, metadata: Any) -> StepRows | None:
         """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
@@ -171,13 +161,17 @@ class HeadTables:
         plans = [self.requests.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]
         if not any(plans):
             return None
+        plain = HeadPages.plain(layers, heads, page)
         tables, lengths, slots, order = [], [], [], []
+        before, self._tables = self._tables, {}
         for request, head_pages in enumerate(plans):
-            plan = head_pages or HeadPages.plain(layers, heads, page)
+            plan = head_pages or plain
             begin, end, total = starts[request], starts[request + 1], totals[request]
-            table = self.storage.numbers(plan.spread(total), metadata.block_table[request].long())
+            pages = metadata.block_table[request, : -(-total // page)].long()
+            table = self._table(before.get(int(pages[0])), head_pages, pages)
             entries = plan.lengths[..., None] + torch.arange(total - end + begin, total) - plan.stand_ins
-            slots.append((table.gather(2, entries // page) * page + entries % page).transpose(1, 2).flatten(1))
+            places = table.gather(2, entries // page).long()
+            slots.append((places * page + entries % page).transpose(1, 2).flatten(1))
             tables.append(table)
             lengths.append(plan.lengths + total - plan.stand_ins)
             order.append((torch.arange(begin, end) * heads + torch.arange(heads)[:, None]).flatten())
@@ -185,18 +179,36 @@ class HeadTables:
         padded = [torch.nn.functional.pad(table, (0, most - table.shape[2])) for table in tables]
         counts = torch.tensor(starts).diff().repeat_interleave(heads)
         return StepRows(
-            torch.cat(padded, 1).int(),
+            torch.cat(padded, 1),
             torch.cat(lengths, 1).int(),
             torch.cat(slots, 1),
             torch.cat(order),
             torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
         )
 
+    def _table(self, before: _Table | None, head_pages: HeadPages | None, pages: Tensor) -> Tensor:
+        """The rows of a request `[layers, heads, most]`, int32: those of the pass before, unless a page has come."""
+        if before is None or before.head_pages is not head_pages or not before.pages.equal(pages):
+            plan = head_pages or HeadPages.plain(len(self.index), self.storage.heads, self.storage.page)
+            spread = plan.spread(len(pages) * self.storage.page)
+            before = _Table(head_pages, pages, self.storage.numbers(spread, pages).int())
+        self._tables[int(pages[0])] = before
+        return before.rows
+
+
+class _Table(NamedTuple):
+    """The rows of a request of which these are the pages. head_pages: None if it is vLLM's own."""
+
+    head_pages: HeadPages | None
+    pages: Tensor
+    rows: Tensor
+
 
 def rows_of(layers: Mapping[str, Any]) -> HeadTables | None:
     """Gives all layers of a worker the same rows. layers: of vLLM, by name. None where another attention than
-    `attention.RowsImpl` runs them, or where their pages are not of one shape in one allocation."""
-    if not all(hasattr(layer.impl, "rows") for layer in layers.values()):
+    `attention.RowsImpl` runs them or one with sinks, slopes or a window, which it does not cut to one head, and where
+    their pages are not of one shape in one allocation."""
+    if not all(hasattr(layer.impl, "rows") and _is_plain(layer.impl) for layer in layers.values()):
         return None
     storage = Storage.of([layer.kv_cache for layer in layers.values()])
     if storage is None:
@@ -205,3 +217,7 @@ def rows_of(layers: Mapping[str, Any]) -> HeadTables | None:
     for layer in layers.values():
         layer.impl.rows = rows
     return rows
+
+
+def _is_plain(impl: Any) -> bool:
+    return impl.sinks is None and impl.alibi_slopes is None and impl.sliding_window == -1
