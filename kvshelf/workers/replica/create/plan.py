@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from kvshelf.engine.inputs.job import Level, shared
-from kvshelf.errors import OutOfMemory
+from kvshelf.errors import DocumentTooLong, OutOfMemory
 from kvshelf.workers.replica.create.sizes import Dimensions
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ class MemoryPlan:
                 "KVSHELF_RESIDENT_BYTES, KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype "
                 "bfloat16 or a smaller model",
                 param="gpu_memory",
+                fits=False,
                 needed_bytes=needed,
                 there_bytes=self.there,
             )
@@ -186,13 +187,13 @@ class MemoryPlan:
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.there / total), device)
 
     def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
-        """Raise `OutOfMemory` for a document of which a prefill would not fit beside the other parts, its cues
+        """Raise `DocumentTooLong` for a document of which a prefill would not fit beside the other parts, its cues
         included. A policy that reads chunk by chunk needs room for a chunk. The model does not run."""
         if self.room is None:
             return
         needed = max(self._group_bytes(engine, group, work.cues) for group in shared(work.levels))
         if needed > self.room:
-            raise OutOfMemory(
+            raise DocumentTooLong(
                 f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
                 f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens that are all kept); shorten it, "
                 "have it split (split), remove more of it, read it in chunks (policy lagkv with prefill=chunked), or "
