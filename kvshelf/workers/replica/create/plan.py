@@ -1,14 +1,13 @@
 """What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
 
-Caches, suffixes and prefills each have a part of their own, so that whether a document fits never depends on what else
-is asked at the time.
+Caches, suffixes and prefills each have a part of their own. Finished caches that wait for their store have none.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
@@ -125,7 +124,8 @@ class MemoryPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document that fits in one pass whatever its policy; 0 if none does."""
+        """Tokens of the longest document that fits in one pass under policy `full`, without cues of a quality; 0 if
+        none does. Policies that keep less take more, and those with passes of their own less."""
         if self.room is None:
             return self.max_tokens
         return bisect_right(range(1, self.max_tokens + 1), self.room, key=self.prefill_bytes)
@@ -147,8 +147,9 @@ class MemoryPlan:
         if self.there is None:
             return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"
         return (
-            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); the longest document that "
-            f"fits in one pass has {self.longest:,} tokens of {self.max_tokens:,}"
+            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); under policy full, without "
+            f"cues of quality, the longest document that fits in one pass has {self.longest:,} tokens of "
+            f"{self.max_tokens:,}"
         )
 
     def require(self) -> None:
@@ -189,19 +190,37 @@ class MemoryPlan:
     def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
         """Raise `DocumentTooLong` for a document of which a prefill would not fit beside the other parts, its cues
         included. A policy that reads chunk by chunk needs room for a chunk. The model does not run."""
-        if self.room is None:
-            return
-        needed = max(self._group_bytes(engine, group, work.cues) for group in shared(work.levels))
-        if needed > self.room:
-            raise DocumentTooLong(
-                f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
-                f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens that are all kept); shorten it, "
-                "have it split (split), remove more of it, read it in chunks (policy lagkv with prefill=chunked), or "
-                "give the replica more memory (KVSHELF_GPU_MEMORY)",
-                param="document",
-                needed_bytes=needed,
-                there_bytes=self.room,
-            )
+        for _, refusal in self._without_room(engine, work):
+            raise refusal
+
+    def fitting(self, engine: Engine, choice: PolicyChoice) -> PolicyChoice:
+        """A choice without the levels whose prefill has no room; the same where none has. The model does not run."""
+        reasons = {
+            choice.levels.index(level): refusal.message
+            for group, refusal in self._without_room(engine, choice)
+            for level in group
+        }
+        return choice.without(reasons) if len(reasons) < len(choice.levels) else choice
+
+    def _without_room(
+        self, engine: Engine, work: Levels | PolicyChoice
+    ) -> Iterator[tuple[Sequence[Level], DocumentTooLong]]:
+        """The levels of each prefill that does not fit, and why."""
+        for group in shared(work.levels) if self.room is not None else ():
+            needed = self._group_bytes(engine, group, work.cues)
+            if self.room is not None and needed > self.room:
+                yield (
+                    group,
+                    DocumentTooLong(
+                        f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
+                        f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
+                        "shorten it, have it split (split), remove more of it, read it in chunks (policy lagkv with "
+                        "prefill=chunked), or give the replica more memory (KVSHELF_GPU_MEMORY)",
+                        param="document",
+                        needed_bytes=needed,
+                        there_bytes=self.room,
+                    ),
+                )
 
     def _group_bytes(self, engine: Engine, group: Sequence[Level], cues: int) -> int:
         """Of a prefill that these levels share."""

@@ -22,8 +22,10 @@ from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.errors import DocumentTooLong, InternalError, OutOfMemory
 from kvshelf.model.prepacking import prepack
+from kvshelf.samples.tasks import make_document
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Caller, named_errors
+from kvshelf.workers.replica.create.auto import auto
 from kvshelf.workers.replica.create.plan import LEAST_TOKENS, MemoryPlan, machine_bytes
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.replica import Replica
@@ -142,7 +144,9 @@ async def create(replica: Replica, tokens: int, **fields: Any) -> Created:
 
 @pytest.mark.anyio
 async def test_a_document_that_has_no_room_is_refused_before_any_work(replica: Replica) -> None:
-    with pytest.raises(DocumentTooLong, match=r"3,200 tokens needs .*3,000 tokens.*prefill=chunked") as refused:
+    with pytest.raises(
+        DocumentTooLong, match=r"3,200 tokens needs .*3,000 tokens under policy full.*prefill=chunked"
+    ) as refused:
         await create(replica, 3200, policy="full")
     assert refused.value.is_final
     assert refused.value.details["needed_bytes"] > refused.value.details["there_bytes"]
@@ -162,6 +166,22 @@ async def test_what_needs_less_room_is_taken(replica: Replica) -> None:
         await create(replica, 2900, policy="knorm", compression_ratio=0.01, quality="full")
     with pytest.raises(DocumentTooLong):
         await create(replica, 2900, policy="knorm", levels=[0.01, 0.05])
+
+
+@pytest.mark.anyio
+async def test_a_choice_leaves_out_what_has_no_room(replica: Replica) -> None:
+    """Of policy auto the candidates that run the document twice; the others share one prefill and its entries."""
+    text = make_document("multikey", "prose", 800, 1, replica.engine.text.count_tokens).text
+    made = await replica.create(CreateCache(document=text, policy="auto", min_quality=1.0), caller=DEFAULT)
+    reasons = {(one.policy, one.compression_ratio): one.reason or "" for one in made.manifest.tried}
+    assert {policy for (policy, _), reason in reasons.items() if "under policy full" in reason} == {"kvcues"}
+    choice = auto(replica.engine, ids(1000))
+    assert len({id(level.job) for level in choice.levels if level.job.policy.name == "full"}) == 1
+    assert replica.creations.plan is not None
+    none = replace(replica.creations.plan, there=1)
+    assert none.fitting(replica.engine, choice) is choice
+    with pytest.raises(DocumentTooLong):
+        none.require_room(replica.engine, choice)
 
 
 @dataclass(frozen=True)
