@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from kvshelf.artifact.cache import CompressedCache
     from kvshelf.engine.engine import Engine
     from kvshelf.engine.inputs.job import Job
     from kvshelf.workers.replica.create.auto import PolicyChoice
@@ -231,8 +232,13 @@ class MemoryPlan:
             tokens = first.run_tokens + (0 if quality is None else quality.num_tokens)
         else:
             tokens = max(first.absorber.chunks) + max((len(probe.token_ids) for probe in first.passes), default=0)
-        behind = 0 if first.parent is None else first.parent.cache.nbytes
+        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache)
         return tokens * self.token_bytes + behind + sum(map(self._kept_bytes, jobs))
+
+    def _parent_bytes(self, cache: CompressedCache) -> int:
+        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest."""
+        plain = self.shape.held_bytes(cache.num_tokens, cache.kept_tokens) if cache.coded else 0
+        return cache.nbytes * (2 if self.shape.device == "cpu" else 1) + plain
 
     def _kept_bytes(self, job: Job) -> int:
         """Of all layers, when the last one is reduced."""

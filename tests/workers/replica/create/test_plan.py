@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kvshelf.api import CreateCache
+from kvshelf.api import AppendCache, CreateCache
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job
@@ -26,7 +26,7 @@ from kvshelf.samples.tasks import make_document
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica.calls import Caller, named_errors
 from kvshelf.workers.replica.create.auto import auto
-from kvshelf.workers.replica.create.plan import LEAST_TOKENS, MemoryPlan, machine_bytes
+from kvshelf.workers.replica.create.plan import LEAST_TOKENS, MemoryPlan, machine_bytes, token_bytes
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
@@ -119,6 +119,14 @@ def test_a_plan_needs_no_weights(tiny: Engine) -> None:
     assert rounded.weights == before.weights // 4
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_layers_are_planned_as_plain_ones(family: str) -> None:
+    """Their passes by modules, as where no program fits, hold the same."""
+    plain, packed = engine_of(family, recorded=False), engine_of(family, recorded=True)
+    assert token_bytes(packed.model) == token_bytes(plain.model)
+    assert token_bytes(packed.model, recorded=True) == token_bytes(plain.model, recorded=True)
+
+
 def ids(tokens: int) -> list[int]:
     return [7 + number % 90 for number in range(tokens)]
 
@@ -166,6 +174,20 @@ async def test_what_needs_less_room_is_taken(replica: Replica) -> None:
         await create(replica, 2900, policy="knorm", compression_ratio=0.01, quality="full")
     with pytest.raises(DocumentTooLong):
         await create(replica, 2900, policy="knorm", levels=[0.01, 0.05])
+
+
+@pytest.mark.anyio
+async def test_a_coded_cache_that_is_appended_to_counts_as_attention_reads_it(replica: Replica) -> None:
+    parent = await create(replica, 3000, policy="full", codec="klt")
+    plan = replica.creations.plan
+    assert plan is not None
+    plain = plan.shape.held_bytes(3000, 3000)
+    assert parent.manifest.bytes_stored < plain / 10
+    tokens = next(n for n in range(3000) if plan.prefill_bytes(n) > plan.room - plain)  # type: ignore[operator]
+    with pytest.raises(DocumentTooLong, match=f"document of {tokens:,} tokens needs"):
+        await replica.append(parent.manifest.id, AppendCache(token_ids=ids(tokens), policy="full"), caller=DEFAULT)
+    less = await replica.append(parent.manifest.id, AppendCache(token_ids=ids(tokens // 2)), caller=DEFAULT)
+    assert less.manifest.num_tokens == 3000 + tokens // 2
 
 
 @pytest.mark.anyio
