@@ -96,13 +96,15 @@ class MemoryPlan:
     def of_name(
         cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[_Limits]
     ) -> MemoryPlan:
-        """As `of`, before any weight is read. shown: the model's name for callers. rounded: weights of a byte each, in
-        a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for a dtype that it lacks."""
+        """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers
+        of a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for a dtype that it lacks."""
         from kvshelf.model.loading import chosen_device, outline
+        from kvshelf.model.weights.int8 import saved_bytes
 
         where = chosen_device(device)
-        plan = cls.of(outline(name, device=device, dtype="float32" if rounded else dtype), shown, where, **limits)
-        return replace(plan, weights=plan.weights // 4) if rounded else plan
+        model = outline(name, device=device, dtype="float32" if rounded else dtype)
+        plan = cls.of(model, shown, where, **limits)
+        return replace(plan, weights=plan.weights - saved_bytes(model)) if rounded else plan
 
     def loaded(self, engine: Engine) -> MemoryPlan:
         """The same, as the weights of an engine are, and as it runs its passes."""
