@@ -96,8 +96,9 @@ class MemoryPlan:
     def of_name(
         cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[_Limits]
     ) -> MemoryPlan:
-        """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers
-        of a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for a dtype that it lacks."""
+        """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers of
+        a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for
+        a dtype that it lacks."""
         from kvshelf.model.loading import chosen_device, outline
         from kvshelf.model.weights.int8 import saved_bytes
 
