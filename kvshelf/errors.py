@@ -47,6 +47,11 @@ class KvshelfError(Exception):
         # `args` alone and lose the keywords.
         return partial(type(self), self.message, param=self.param, **self.details), ()
 
+    @property
+    def is_final(self) -> bool:
+        """Whether another attempt would fail the same way, as for a cache that does not fit even on an empty shelf."""
+        return isinstance(self, CallerError) or self.details.get("fits") is False
+
 
 class CallerError(KvshelfError):
     """The request is wrong; repeating it unchanged fails again."""
@@ -156,12 +161,6 @@ class DocumentTooShort(CallerError):
     code, status = "document_too_short", 422
 
 
-class OutOfMemory(CallerError):
-    """The device has no room for what was asked. It ended alone; all else goes on."""
-
-    code, status = "out_of_memory", 507
-
-
 class CacheError(KvshelfError):
     """The stored cache cannot be used."""
 
@@ -238,6 +237,12 @@ class NoWorker(WorkerError):
 
 class WorkerCrashed(WorkerError):
     code, status = "worker_crashed", 503
+
+
+class OutOfMemory(WorkerError):
+    """The device had no room for what was asked, which ended alone. Another attempt, or another worker, may have it."""
+
+    code, status = "out_of_memory", 507
 
 
 class DeadlineExceeded(WorkerError):

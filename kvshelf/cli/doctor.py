@@ -179,13 +179,14 @@ def _intensity(device: str, dtype: str) -> str:
 
 
 def _memory(model: str, device: str, dtype: str) -> str:
-    """The plan of a replica under the settings of this environment."""
+    """The plan of a replica under the settings of this environment, with the device and the dtype that are named."""
     with needs_extra("serve", purpose="the memory"):
         from kvshelf.service.process.preflight import memory_plan
         from kvshelf.service.settings import load_settings
-    if device == "spread":
-        return "no plan: the layers are spread over devices as they have room"
-    plan = memory_plan(load_settings(device=device, dtype=dtype), model)
+    named = {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
+    plan = memory_plan(load_settings(**named), model)
+    if plan is None:
+        return "no plan: the model is on several devices, or another engine holds it"
     plan.require()
     return str(plan)
 

@@ -55,6 +55,11 @@ class PackedLinear(nn.Module, abc.ABC):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
 
+    @property
+    @abc.abstractmethod
+    def out_features(self) -> int:
+        """As of `nn.Linear`."""
+
     @staticmethod
     def of(weight: Tensor, bias: Tensor | None, weights: str = "plain") -> PackedLinear:
         """The layer of a weight `[out_features, in_features]`, with its own copy of it. weights: "int8" where it was
@@ -118,6 +123,10 @@ class PrepackedLinear(PackedLinear):
         return packed
 
     @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
     def unpacked(self) -> Tensor:
         return self.weight.to_dense()
 
@@ -151,6 +160,10 @@ class PanelLinear(PackedLinear):
     def _packed(weight: Tensor) -> Tensor:
         bits = bits_of_bf16(weight) if weight.dtype == torch.float32 else None
         return pack_weight(weight if bits is None else bits)
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0] * PANEL
 
     @property
     def unpacked(self) -> Tensor:

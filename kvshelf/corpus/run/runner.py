@@ -147,7 +147,7 @@ class Runner:
                 if error.details.get("begun") is not False:
                     failed += 1
                     log.info("an attempt failed", code=error.code)
-                    if failed >= max_attempts or isinstance(error, errors.CallerError | errors.CacheError):
+                    if failed >= max_attempts or error.is_final or isinstance(error, errors.CacheError):
                         return error, failed
                 return self._pause_s(error)
 
@@ -193,7 +193,7 @@ class Runner:
                 about = {"request_id": job.id, "max_attempts": job.max_attempts}
                 return await job.create(spec, caller=Caller(job.tenant, job.deadline_s), **about)
         except self.breaker.trips as error:
-            if error.details.get("fits") is False:  # the document is to blame, and recorded so
+            if error.is_final:  # the document is to blame, and recorded so
                 return 0.0
             job.lost = record.attempts + 1
             raise

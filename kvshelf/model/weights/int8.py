@@ -73,6 +73,17 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield layer, module
 
 
+def saved_bytes(model: PreTrainedModel) -> int:
+    """Bytes by which a model in fp32 is smaller with these layers in int8, scales included. A head that is tied to the
+    embedding has its own beside it."""
+    tied = model.get_input_embeddings().weight
+    saved = 0
+    for _, module in linear_layers(model):
+        scaled = module.weight.numel() + 4 * module.weight.shape[0]
+        saved += (0 if module.weight is tied else module.weight.nbytes) - scaled
+    return saved
+
+
 def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`[outputs, inputs]` in fp32 as the nearest numbers int8 of the same shape and scales `[outputs]` fp32."""
     scales = (weight.abs().amax(dim=1) / MOST).clamp_min(_LEAST_SCALE)

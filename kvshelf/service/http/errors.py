@@ -34,6 +34,7 @@ LINGER_S = 2.0
 _LITTLE_BYTES = 64 << 10
 _STOPPED_RETRY_S = 1.0  # during a restart the next service is already ready
 _BEFORE_THE_BODY = (errors.BodyTooLarge, errors.Forbidden, errors.RateLimited, errors.ServiceBusy, errors.Unauthorized)
+_MAY_PASS = (errors.RequestTimeout, errors.StateConflict)  # of the refusals: another try may come at a better time
 
 MESSAGES: Final = "/v1/messages"
 """The path of Anthropic's API."""
@@ -106,6 +107,8 @@ def error_response(error: errors.KvshelfError, scope: Scope | None = None) -> Re
     retry_after_s = error.details.get("retry_after_s", 1.0 if isinstance(error, errors.StoreUnavailable) else None)
     if retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(retry_after_s))  # whole seconds: RFC 9110, section 10.2.3
+    if error.is_final and not isinstance(error, _MAY_PASS):
+        headers["x-should-retry"] = "false"  # read by OpenAI's and Anthropic's clients, which repeat 409 and 5xx
     if isinstance(error, errors.Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="kvshelf"'
     if isinstance(error, errors.RequestTimeout):

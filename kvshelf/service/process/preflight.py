@@ -70,15 +70,17 @@ def _require_planned(settings: Settings) -> None:
     from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
 
     chosen_device(settings.device)
-    if settings.gpus_per_replica > 1 or settings.engine != "kvshelf":
-        return
     for model, _ in settings.served:
-        if (Path(source_of(model)) / "config.json").is_file():  # of one to be downloaded its replica says it
-            memory_plan(settings, model).require()
+        there = (Path(source_of(model)) / "config.json").is_file()  # of one to be downloaded its replica says it
+        if there and (plan := memory_plan(settings, model)) is not None:
+            plan.require()
 
 
-def memory_plan(settings: Settings, model: str) -> MemoryPlan:
-    """The memory of a replica of a model under these settings. Raises as `MemoryPlan.of_name`."""
+def memory_plan(settings: Settings, model: str) -> MemoryPlan | None:
+    """The memory of a replica of a model under these settings; None where the model is on several devices, or another
+    engine holds it. Raises as `MemoryPlan.of_name`."""
+    if settings.gpus_per_replica > 1 or settings.device == "spread" or settings.engine != "kvshelf":
+        return None
     from kvshelf.workers.replica.create.plan import MemoryPlan
 
     return MemoryPlan.of_name(

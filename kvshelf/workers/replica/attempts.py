@@ -10,7 +10,6 @@ from enum import Enum
 import structlog
 
 from kvshelf.errors import (
-    CallerError,
     Cancelled,
     KvshelfError,
     NoWorker,
@@ -70,13 +69,8 @@ _BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
 def _counts(error: KvshelfError) -> bool:
     """Whether an attempt that failed with this error counts."""
     if isinstance(error, _BLAMELESS):
-        return _is_final(error) or error.details.get("stored") is False
+        return error.is_final or error.details.get("stored") is False
     return error.details.get("begun") is not False
-
-
-def _is_final(error: KvshelfError) -> bool:
-    """Whether another attempt would fail the same way, as for a cache that does not fit even on an empty shelf."""
-    return isinstance(error, CallerError | QuotaExceeded) or error.details.get("fits") is False
 
 
 class Attempts:
@@ -107,7 +101,8 @@ class Attempts:
         except KvshelfError as error:
             record = await self._threads.run(self._requests.get, request_id, tenant=tenant)
             counted = _counts(error)
-            final = counted and (_is_final(error) or record.tries >= max_attempts)
+            spent = record.tries >= max_attempts
+            final = counted and (error.is_final or isinstance(error, QuotaExceeded) or spent)
             await self._record_failure(request_id, attempt, error, final=final, counted=counted)
             raise
         finally:

@@ -19,7 +19,6 @@ import structlog
 
 from kvshelf.errors import InternalError, KvshelfError
 from kvshelf.workers.replica.queues import Rounds
-from kvshelf.workers.replica.ticket import out_of_memory
 
 log = structlog.get_logger("kvshelf.workers")
 
@@ -171,7 +170,5 @@ def named_errors() -> Iterator[None]:
     except KvshelfError:
         raise
     except Exception as exc:
-        if (memory := out_of_memory(exc)) is not None:
-            raise memory from None
         log.exception("a bug in a replica")
         raise InternalError(f"the worker failed unexpectedly ({type(exc).__name__}); its log has the details") from exc

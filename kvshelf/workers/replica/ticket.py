@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import structlog
+
 from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, OutOfMemory
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.turns import Turn  # torch
+
+log = structlog.get_logger("kvshelf.workers")
 
 ResultT = TypeVar("ResultT")
 
@@ -89,21 +93,22 @@ class Ticket(Generic[ResultT]):
 
 
 def out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """The error of a request whose work found no memory, None for any other error. What that work held is given back
-    before this returns: tracebacks would keep the tensors of its frames."""
+    """The error of a request whose work on the model found no memory, None for any other error. The log has it, and
+    what that work held is given back before this returns: tracebacks would keep the tensors of its frames."""
     import torch  # here, because callers of replicas import this module, and they need no torch
 
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     if not (on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
         return None
+    log.warning("work on the model found no memory", exc_info=error)
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)
     gc.collect()
     torch.cuda.empty_cache()  # without a card it does nothing
     said = str(error).strip().splitlines()
     return OutOfMemory(
-        f"this does not fit into the memory of the device: {said[0][:200] if said else 'no memory'}; what it held is "
-        "free again. Ask for less, or give the replica more (KVSHELF_GPU_MEMORY)"
+        f"there was no room in the memory of the device: {said[0][:200] if said else 'no memory'}; what it held is "
+        "free again. Try again, ask for less, or give the replica more (KVSHELF_GPU_MEMORY)"
     )
 
 

@@ -109,19 +109,7 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_clust
         result = found[f"d{1000 + number}"]
         assert result.error is not None
         assert result.error.code == KINDS[kind]
-        if kind != SWELLS:  # which may have died before with one that was beside it; alone it is tested below
-            assert result.attempts == 3
-    require_order(run_cluster)
-
-
-@pytest.mark.faults
-def test_a_document_that_is_too_large_is_tried_once(run_cluster: RunCluster) -> None:
-    lines = [*corpus(3), document(1900, kind=SWELLS), *corpus(6)[3:]]
-    summary, journal = whole(run_cluster, lines, options(max_attempts=3))
-    assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 6, 1)
-    result = journal.by_id()["d1900"]
-    assert result.error is not None
-    assert (result.error.code, result.attempts) == (KINDS[SWELLS], 1)
+        assert result.attempts == 3
     require_order(run_cluster)
 
 

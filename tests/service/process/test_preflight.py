@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvshelf.errors import InvalidRequest, MissingExtra, NoWorker, OutOfMemory, PolicyUnsupported
-from kvshelf.service.process.preflight import require_startable
+from kvshelf.service.process.preflight import memory_plan, require_startable
 from kvshelf.service.settings import Settings
 from kvshelf.workers.cluster.connect import _require_listener
 
@@ -51,6 +52,33 @@ def test_a_model_that_has_no_room_is_refused_before_anything_is_loaded() -> None
     require_startable(Settings(**small))
     with pytest.raises(OutOfMemory, match="a document of 16,384 tokens"):
         require_startable(Settings(**(small | {"max_document_tokens": 16384, "resident_bytes": 1_400_000_000})))
+
+
+@pytest.mark.parametrize("several", [{"gpus_per_replica": 2}, {"engine": "llama.cpp"}, {"device": "spread"}])
+def test_what_one_device_does_not_hold_has_no_plan(several: dict[str, Any]) -> None:
+    assert memory_plan(Settings(**several), "kvshelf-tiny") is None
+    assert memory_plan(Settings(device="cpu"), "kvshelf-tiny") is not None
+
+
+@pytest.mark.slow
+def test_doctor_prints_the_plan_of_the_environment() -> None:
+    """Its own default device is no wish for another one than the environment's."""
+    command = [sys.executable, "-m", "kvshelf", "doctor", "--json"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSHELF_")}
+    done = subprocess.run(
+        command,
+        env=environment | {"KVSHELF_DEVICE": "spread"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    findings = {one["check"]: one for one in map(json.loads, done.stdout.splitlines())}
+    assert findings["memory"] == {
+        "check": "memory",
+        "ok": True,
+        "finding": "no plan: the model is on several devices, or another engine holds it",
+    }
 
 
 def test_only_a_local_cluster_needs_the_folder_here(tmp_path: Path) -> None:

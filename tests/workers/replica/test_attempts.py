@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshelf.errors import KvshelfError, StorageFull, StoreUnavailable
+from kvshelf.errors import DocumentTooLong, KvshelfError, OutOfMemory, StorageFull, StoreUnavailable
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
 from kvshelf.store.rules import Rules
@@ -65,6 +65,19 @@ async def test_a_store_that_is_away_costs_no_attempt(attempted: Callable[..., ob
         (home / "shelf.sqlite3").unlink()
         for _ in range(4):
             assert await attempted(lambda: store.put(make_cache()), StoreUnavailable) == ("queued", 0)
+
+
+async def test_memory_that_ran_out_is_tried_again_and_a_document_without_room_is_not(
+    attempted: Callable[..., object],
+) -> None:
+    def fail(error: KvshelfError) -> None:
+        raise error
+
+    assert [await attempted(lambda: fail(OutOfMemory("x")), OutOfMemory) for _ in range(2)] == [
+        ("queued", 1),
+        ("queued", 2),
+    ]
+    assert await attempted(lambda: fail(DocumentTooLong("x")), DocumentTooLong) == ("failed", 3)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.engine.certify.certificate import Certified, certified
 from kvshelf.engine.certify.grading import levels_of
 from kvshelf.engine.inputs.encode import Document
-from kvshelf.engine.inputs.job import Level, shared
+from kvshelf.engine.inputs.job import Job, Level, shared
 from kvshelf.engine.progress import Checkpoint, Progress
 from kvshelf.engine.quality import CUES, LEAST, Reference, highest_low
 from kvshelf.errors import InvalidRequest, KvshelfError, PolicyUnsupported, QualityBelowFloor
@@ -148,6 +148,14 @@ class PolicyChoice:
     def num_tokens(self) -> int:
         return self.levels[0].job.num_tokens
 
+    def without(self, reasons: Mapping[int, str]) -> PolicyChoice:
+        """The same choice among the other levels. reasons: why some are dropped, by their place in `levels`."""
+        levels = tuple(level for number, level in enumerate(self.levels) if number not in reasons)
+        dropped = [
+            _untried(self.levels[number]).model_copy(update={"reason": reason}) for number, reason in reasons.items()
+        ]
+        return replace(self, levels=levels, refused=(*self.refused, *dropped))
+
     def run(self, engine: Engine, *, checkpoint: Checkpoint | None = None) -> AutoChoice:
         """Compress and measure until no level that is left could be better; prefills that could not give one are
         skipped.
@@ -210,10 +218,12 @@ def auto(engine: Engine, document: Document | EncodedDocument, *, target: SizeTa
     """
     encoded = document if isinstance(document, EncodedDocument) else engine.encode_document(document)
     levels, refused = [], []
+    jobs: dict[tuple[str, float | None], Job] = {}  # codecs of one job are made of the same entries
     for policy, ratio, codec in candidates(engine.coders.writes_klt):
         try:
-            job = engine.prepare(encoded, policy=policy, compression_ratio=ratio)
-            levels.append(engine.compressor.level(job, codec))
+            if (policy, ratio) not in jobs:
+                jobs[policy, ratio] = engine.prepare(encoded, policy=policy, compression_ratio=ratio)
+            levels.append(engine.compressor.level(jobs[policy, ratio], codec))
         except KvshelfError as error:  # what a policy refuses, others may take
             if policy == "full":
                 raise

@@ -199,6 +199,8 @@ class Creations:
         if spec.certificate is not None:
             certificate = await self.threads.run(self.store.certificates.get, spec.certificate, tenant=tenant)
         work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date, certificate)
+        if self.plan is not None and isinstance(work, PolicyChoice):
+            work = await self.threads.compute(self.plan.fitting, self.engine, work)
         publisher = Publisher.of(self.store, tenant, spec, work.levels)
         if isinstance(work, PolicyChoice) and work.target.certified is not None:
             publisher = replace(publisher, certificate=work.target.certified.by)

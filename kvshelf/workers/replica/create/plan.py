@@ -1,26 +1,26 @@
 """What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
 
-Caches, suffixes and prefills each have a part of their own, so that whether a document fits never depends on what else
-is asked at the time.
+Caches, suffixes and prefills each have a part of their own. Finished caches that wait for their store have none.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from kvshelf.engine.inputs.job import Level, shared
-from kvshelf.errors import OutOfMemory
+from kvshelf.errors import DocumentTooLong, OutOfMemory
 from kvshelf.workers.replica.create.sizes import Dimensions
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from kvshelf.artifact.cache import CompressedCache
     from kvshelf.engine.engine import Engine
     from kvshelf.engine.inputs.job import Job
     from kvshelf.workers.replica.create.auto import PolicyChoice
@@ -96,13 +96,16 @@ class MemoryPlan:
     def of_name(
         cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[_Limits]
     ) -> MemoryPlan:
-        """As `of`, before any weight is read. shown: the model's name for callers. rounded: weights of a byte each, in
-        a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for a dtype that it lacks."""
+        """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers of
+        a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for
+        a dtype that it lacks."""
         from kvshelf.model.loading import chosen_device, outline
+        from kvshelf.model.weights.int8 import saved_bytes
 
         where = chosen_device(device)
-        plan = cls.of(outline(name, device=device, dtype="float32" if rounded else dtype), shown, where, **limits)
-        return replace(plan, weights=plan.weights // 4) if rounded else plan
+        model = outline(name, device=device, dtype="float32" if rounded else dtype)
+        plan = cls.of(model, shown, where, **limits)
+        return replace(plan, weights=plan.weights - saved_bytes(model)) if rounded else plan
 
     def loaded(self, engine: Engine) -> MemoryPlan:
         """The same, as the weights of an engine are, and as it runs its passes."""
@@ -125,7 +128,8 @@ class MemoryPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document that fits in one pass whatever its policy; 0 if none does."""
+        """Tokens of the longest document that fits in one pass under policy `full`, without cues of a quality; 0 if
+        none does. Policies that keep less take more, and those with passes of their own less."""
         if self.room is None:
             return self.max_tokens
         return bisect_right(range(1, self.max_tokens + 1), self.room, key=self.prefill_bytes)
@@ -147,8 +151,9 @@ class MemoryPlan:
         if self.there is None:
             return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"
         return (
-            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); the longest document that "
-            f"fits in one pass has {self.longest:,} tokens of {self.max_tokens:,}"
+            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); under policy full, without "
+            f"cues of quality, the longest document that fits in one pass has {self.longest:,} tokens of "
+            f"{self.max_tokens:,}"
         )
 
     def require(self) -> None:
@@ -162,6 +167,7 @@ class MemoryPlan:
                 "KVSHELF_RESIDENT_BYTES, KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype "
                 "bfloat16 or a smaller model",
                 param="gpu_memory",
+                fits=False,
                 needed_bytes=needed,
                 there_bytes=self.there,
             )
@@ -186,21 +192,39 @@ class MemoryPlan:
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.there / total), device)
 
     def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
-        """Raise `OutOfMemory` for a document of which a prefill would not fit beside the other parts, its cues
+        """Raise `DocumentTooLong` for a document of which a prefill would not fit beside the other parts, its cues
         included. A policy that reads chunk by chunk needs room for a chunk. The model does not run."""
-        if self.room is None:
-            return
-        needed = max(self._group_bytes(engine, group, work.cues) for group in shared(work.levels))
-        if needed > self.room:
-            raise OutOfMemory(
-                f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
-                f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens that are all kept); shorten it, "
-                "have it split (split), remove more of it, read it in chunks (policy lagkv with prefill=chunked), or "
-                "give the replica more memory (KVSHELF_GPU_MEMORY)",
-                param="document",
-                needed_bytes=needed,
-                there_bytes=self.room,
-            )
+        for _, refusal in self._without_room(engine, work):
+            raise refusal
+
+    def fitting(self, engine: Engine, choice: PolicyChoice) -> PolicyChoice:
+        """A choice without the levels whose prefill has no room; the same where none has. The model does not run."""
+        reasons = {
+            choice.levels.index(level): refusal.message
+            for group, refusal in self._without_room(engine, choice)
+            for level in group
+        }
+        return choice.without(reasons) if len(reasons) < len(choice.levels) else choice
+
+    def _without_room(
+        self, engine: Engine, work: Levels | PolicyChoice
+    ) -> Iterator[tuple[Sequence[Level], DocumentTooLong]]:
+        """The levels of each prefill that does not fit, and why."""
+        for group in shared(work.levels) if self.room is not None else ():
+            needed = self._group_bytes(engine, group, work.cues)
+            if self.room is not None and needed > self.room:
+                yield (
+                    group,
+                    DocumentTooLong(
+                        f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
+                        f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
+                        "shorten it, have it split (split), remove more of it, read it in chunks (policy lagkv with "
+                        "prefill=chunked), or give the replica more memory (KVSHELF_GPU_MEMORY)",
+                        param="document",
+                        needed_bytes=needed,
+                        there_bytes=self.room,
+                    ),
+                )
 
     def _group_bytes(self, engine: Engine, group: Sequence[Level], cues: int) -> int:
         """Of a prefill that these levels share."""
@@ -211,8 +235,13 @@ class MemoryPlan:
             tokens = first.run_tokens + (0 if quality is None else quality.num_tokens)
         else:
             tokens = max(first.absorber.chunks) + max((len(probe.token_ids) for probe in first.passes), default=0)
-        behind = 0 if first.parent is None else first.parent.cache.nbytes
+        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache)
         return tokens * self.token_bytes + behind + sum(map(self._kept_bytes, jobs))
+
+    def _parent_bytes(self, cache: CompressedCache) -> int:
+        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest."""
+        plain = self.shape.held_bytes(cache.num_tokens, cache.kept_tokens) if cache.coded else 0
+        return cache.nbytes * (2 if self.shape.device == "cpu" else 1) + plain
 
     def _kept_bytes(self, job: Job) -> int:
         """Of all layers, when the last one is reduced."""
