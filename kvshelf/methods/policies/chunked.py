@@ -5,7 +5,7 @@
     gates                                 by an output of each token, which stays with its entry
     d2o                                   by sums of attention, which stay with the entry, and a threshold of the layer
 
-A layer never has more than the budget and a chunk; where layers share the budget, all of them together.
+Between two layers, one has no more than the budget and a chunk; where layers share the budget, all of them together.
 """
 
 from __future__ import annotations
@@ -198,9 +198,13 @@ class ChunkedPolicy(Policy):
         """The part of the budget that one layer has, as a mean of its heads."""
         return budget
 
-    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
-        """What stays of one layer, or of all of them where `phase` is not "during"."""
-        return [past.best([min(budget.tokens, length) for length in past.record.lengths]) for past in pasts]
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
+        """How many entries each head keeps, of one layer, or of all of them where `phase` is not "during"."""
+        return [[min(budget.tokens, length) for length in past.record.lengths] for past in pasts]
+
+    def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
+        """What stays of a layer whose head h keeps `counts[h]` entries."""
+        return past.best(counts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ loops."""
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 
@@ -24,7 +25,9 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import CallerError
+from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
+from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
 from tests.methods.policies.gates import GATED, header, random_gates
 
@@ -397,38 +400,57 @@ def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
             assert positions.tolist() == by_hand.visible[index, head, :132].nonzero()[:, 0].tolist()
 
 
+def alive() -> int:
+    """Bytes of all that layers have of a document, and of what they had and somebody still refers to."""
+    objects = gc.get_objects()
+    prefixes = [prefix for prefix in objects if type(prefix) in (StackedPrefix, PackedPrefix)]
+    pasts = [past for past in objects if type(past) is LayerPast]
+    records = [past.record for past in pasts]
+    tensors = [tensor for prefix in prefixes for tensor in (prefix.keys, prefix.values)]
+    tensors += [rows for record in records for rows in (*record.rows, record.entry_positions, record.importance)]
+    tensors += [rows for past in pasts for rows in (*past.columns.values(), past.note)]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "d2o whole layers"])
-def test_no_more_is_held_than_the_budget_and_a_chunk(
+def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bytes, of every tensor that stays of all layers, and in tokens that a layer attends to."""
-    stays: dict[int, int] = {}
-    bytes_held, attended = [], []
-    hold, reduce = RejudgedLayer.hold, RejudgedLayer.reduce
+    """In bytes, whenever a layer has read a chunk or was cut, and in tokens that a layer attends to."""
+    before = alive()
+    memory, attended, stays, widths = [], [], [], [0]
+    policy, reduce = type(build(SETTINGS[name][0], {})), RejudgedLayer.reduce
+    taken, cut = policy.taken, policy.cut
 
-    def counted(self: RejudgedLayer, past: Any) -> None:
-        hold(self, past)
-        record = past.record
-        tensors = [record.keys, record.values, record.entry_positions, record.importance, *past.columns.values()]
-        assert all(tensor.shape[0] == record.entries for tensor in tensors)
-        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        stays[id(self)] = sum(memory.values())
-        bytes_held.append(sum(stays.values()))
+    def measured_taken(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
+        result = taken(self, past, chunk)
+        memory.append(alive() - before)
+        if isinstance(result.note, torch.Tensor):  # of the attention gate, the key and value of each token
+            widths.append(result.note[0].numel())
+        return result
+
+    def measured_cut(self: Any, past: LayerPast, counts: Any) -> LayerPast:
+        result = cut(self, past, counts)
+        memory.append(alive() - before)
+        stays.append(result.record.entries / 2)
+        return result
 
     def watched(self: RejudgedLayer, layer: Any, chunk: Any) -> None:
         attended.append(sum(sum(prefix.lengths) for prefix in self.prefix) / 2 + self.keys.shape[2])
         reduce(self, layer, chunk)
 
-    monkeypatch.setattr(RejudgedLayer, "hold", counted)
+    monkeypatch.setattr(policy, "taken", measured_taken)
+    monkeypatch.setattr(policy, "cut", measured_cut)
     monkeypatch.setattr(RejudgedLayer, "reduce", watched)
-    cache = compressed(engine, name)
-    layers, row = len(cache.layers), 2 * (2 * HEAD * 4 + 3 * 4)  # two heads: key, value, position, two numbers
-    most = BUDGET + CHUNK if name in TOGETHER else BUDGET
-    assert max(bytes_held) <= layers * most * row
-    assert bytes_held[-1] <= layers * BUDGET * row
-    if name in TOGETHER:  # a layer may have more than others
-        assert sum(attended) / len(attended) <= BUDGET + CHUNK
-    else:
+    layers, row = len(compressed(engine, name).layers), 2 * (2 * HEAD * 4 + 3 * 4)  # key, value, position, two numbers
+    together = [sum(attended[first : first + layers]) for first in range(0, len(attended), layers)]
+    notes = (layers + 1) * TOKENS * max(widths) * 4  # one layer has its note of before and the new one
+    if name in TOGETHER:  # all layers have their chunk, and a layer may have more than others
+        assert max(memory) <= (layers * (BUDGET + CHUNK) + max(stays)) * row
+        assert max(together) == layers * (BUDGET + CHUNK)
+    else:  # one layer has what it kept before, that and the chunk joined, and what it will keep
+        assert max(memory) <= (layers * BUDGET + BUDGET + CHUNK + BUDGET) * row + notes
         assert max(attended) == BUDGET + CHUNK < TOKENS
 
 
