@@ -25,7 +25,7 @@ from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.parameters import require_held
-from kvshelf.methods.policies.view import DocumentView, LayerView
+from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,12 +235,17 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
 
     settled: ClassVar[Mapping[str, str]] = {**ChunkedPolicy.settled, **ProbedPolicy.settled}
 
-    @property
-    def takes_questions(self) -> bool:
-        return not self.chunked
+    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        return () if self.chunked else super().probe_passes(document)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
+        if self.chunked and document.questions:
+            raise PolicyUnsupported(
+                "with prefill=chunked the last tokens of each chunk observe, and no question behind it does; leave "
+                "expected_questions out, or take prefill=whole",
+                param="expected_questions",
+            )
         if self.chunked and self.probe is not None:
             raise PolicyUnsupported(
                 "with prefill=chunked the last tokens of each chunk observe, and no text behind it does; leave probe "
