@@ -307,7 +307,14 @@ class ProbedPolicy(Policy):
     def takes_questions(self) -> bool:
         return True
 
+    @property
+    def observes_behind(self) -> bool:
+        """Whether the end of the prompt stands behind the document, and is not its own last tokens."""
+        return True
+
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
+        if not self.observes_behind:
+            return ()
         end = document.end
         if document.questions:
             return [ProbePass(ids, end) for ids in document.questions]

@@ -25,7 +25,7 @@ from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.parameters import require_held
-from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
+from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +235,9 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
 
     settled: ClassVar[Mapping[str, str]] = {**ChunkedPolicy.settled, **ProbedPolicy.settled}
 
-    def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        return () if self.chunked else super().probe_passes(document)
+    @property
+    def observes_behind(self) -> bool:
+        return not self.chunked
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
