@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -183,7 +183,7 @@ def _memory(model: str, device: str, dtype: str) -> str:
     with needs_extra("serve", purpose="the memory"):
         from kvshelf.service.process.preflight import memory_plan
         from kvshelf.service.settings import load_settings
-    named = {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
+    named: dict[str, Any] = {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
     plan = memory_plan(load_settings(**named), model)
     if plan is None:
         return "no plan: the model is on several devices, or another engine holds it"

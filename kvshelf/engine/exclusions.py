@@ -243,7 +243,6 @@ READS_TEXT: Final = Feature("a policy that reads the text", lambda c: c.observes
 READS_OUTPUT: Final = Feature("a policy that reads o_proj", lambda c: c.observes(Needs.WEIGHTS))
 CALIBRATED: Final = _at_work("a policy with calibration", lambda policy: Needs.CALIBRATION in policy.needs)
 CALLS: Final = _at_work("a policy that sees calls (press)", lambda policy: Needs.CALL in policy.needs)
-LAYER_BUDGETS: Final = _at_work("budgets of layers", lambda policy: policy.budgets_layers)
 HEAD_BUDGETS: Final = _at_work("budgets of heads", lambda policy: policy.budgets_heads)
 PRUNES: Final = _of_policy("channels removed (think)", lambda policy: policy.prunes)
 RESIDUALS: Final = _of_policy("policy kvdirect", lambda policy: policy.has_residuals)
@@ -470,13 +469,6 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     ),
     *_beside(
         IN_CHUNKS, "reads the document in chunks that see only what was kept of those before", (WINDOWS, CHUNKS, STATES)
-    ),
-    *_each(
-        AGAIN,
-        [(LAYER_BUDGETS, "layer"), (HEAD_BUDGETS, "head")],
-        "policy {policy!r} gives each {why} a budget of its own, and a chunk is judged where all hold equally many "
-        "entries; take prefill=whole, or policy snapkv",
-        "policy_params.prefill",
     ),
     *_beside(ELSEWHERE, "asks from other positions than the document's end", (WINDOWS, CHUNKS, STATES)),
     *_each(

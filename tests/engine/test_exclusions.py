@@ -103,7 +103,7 @@ def of(kind: str) -> Callable[[], Any]:
     return lambda: small_model(kind)
 
 
-ONE_CHUNK: Final = "lagkv chunked", "snapkv chunked", "pyramidkv chunked", "headkv chunked", "trimkv chunked"
+ONE_CHUNK: Final = "lagkv chunked", "snapkv chunked", "trimkv chunked"
 """Policies that read a document of 60 tokens in one."""
 
 PLAIN: Final = "plain"
@@ -174,7 +174,6 @@ def chosen(policy: str, *features: Feature, entries: Sequence[str] = (), sized: 
 
 SMALL: Final = {"lag": 8, "sink": 1}
 IN_CHUNKS: Final = {"prefill": "chunked", "chunk": 64, "window": 4}
-CHUNKED: Final = x.BLIND, x.IN_CHUNKS, x.AGAIN
 CHOSEN: Final = {
     "full": chosen("full", x.KEEPS_ALL, x.BLIND, sized=True),
     "keydiff": chosen("keydiff", x.BLIND),
@@ -194,10 +193,8 @@ CHOSEN: Final = {
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
     "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),
-    "snapkv chunked": chosen("snapkv", *CHUNKED, **IN_CHUNKS),
-    "pyramidkv chunked": chosen("pyramidkv", *CHUNKED, x.LAYER_BUDGETS, **IN_CHUNKS),
-    "headkv chunked": chosen("headkv", *CHUNKED, x.CALIBRATED, x.HEAD_BUDGETS, x.APART, **IN_CHUNKS),
-    "trimkv chunked": chosen("trimkv", *CHUNKED, x.UNROTATES, prefill="chunked", chunk=64),
+    "snapkv chunked": chosen("snapkv", x.IN_CHUNKS, x.AGAIN, **IN_CHUNKS),
+    "trimkv chunked": chosen("trimkv", x.BLIND, x.IN_CHUNKS, x.AGAIN, x.UNROTATES, prefill="chunked", chunk=64),
     "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),
     "infllm": chosen(

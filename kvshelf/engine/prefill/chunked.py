@@ -108,9 +108,9 @@ class ChunkedPrefill(ForwardContext):
             return
         started, layers = time.perf_counter(), cast("list[RejudgedLayer]", self._layers)
         absorber = cast(ChunkAbsorber, self._absorber)
-        pasts = absorber.policy.reduced([layer.past for layer in layers], absorber.budget)
-        for layer, past in zip(layers, pasts, strict=True):
-            layer.hold(past)
+        shares = absorber.policy.shares([layer.past for layer in layers], absorber.budget)
+        for layer, counts in zip(layers, shares, strict=True):
+            layer.cut(counts)
         self.compress_s += time.perf_counter() - started
 
     def records(self) -> tuple[LayerRecord, ...]:
@@ -180,8 +180,8 @@ class RejudgedLayer(ReadLayer):
     """One layer while the document is read: what is left of it is the prefix, a chunk and the probe behind it the
     suffix.
 
-    Heads may keep different numbers of entries. While a layer is reduced, what it kept before and what it will keep are
-    both in memory; other layers hold the budget.
+    Heads may keep different numbers of entries. While a layer is reduced, what it kept before, that and the chunk
+    joined, and what it will keep are in memory; of other layers, what they have between two chunks.
     """
 
     def __init__(self, absorber: ChunkAbsorber) -> None:
@@ -200,13 +200,12 @@ class RejudgedLayer(ReadLayer):
         """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;
         all of them where layers share it."""
         layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
-        past = policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer)
+        self._hold(policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer))
         if policy.phase == "during":
-            (past,) = policy.reduced([past], self._absorber.layer_budget(layer.layer_idx))
+            self.cut(*policy.shares([self.past], self._absorber.layer_budget(layer.layer_idx)))
         self.start += layer.num_tokens
         self._length = 0
         del self.keys, self.values
-        self.hold(past)
 
     @property
     def past(self) -> LayerPast:
@@ -214,7 +213,11 @@ class RejudgedLayer(ReadLayer):
         assert self._past is not None, "a chunk has been read"
         return self._past
 
-    def hold(self, past: LayerPast) -> None:
+    def cut(self, counts: Sequence[int]) -> None:
+        """Keep `counts[h]` entries of head h."""
+        self._hold(self._absorber.policy.cut(self.past, counts))
+
+    def _hold(self, past: LayerPast) -> None:
         """Let this be what the next chunk sees."""
         self._past = past
         self.prefix = (*past.record.prefixes(), *self._aside)

@@ -71,11 +71,10 @@ class Policy(Method):
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
     `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
     that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
-    gives each head a budget of its own, and `budgets_layers`, each layer, by the length of the document; `merges`, that
-    an entry it keeps may stand for several tokens. `indexes`, that it makes an index of what it keeps, `prunes`, that
-    it stores keys without some of their channels, `has_residuals`, that it stores the layers' inputs in place of keys
-    and values, and `sets_precision`, that its records say how many entries have more bits under codec
-    `mixed:share=policy`: so it has work where the budget is the whole document.
+    gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
+    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels, `has_residuals`,
+    that it stores the layers' inputs in place of keys and values, and `sets_precision`, that its records say how many
+    entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the whole document.
     """
 
     kind: ClassVar[Kind] = POLICY
@@ -84,7 +83,6 @@ class Policy(Method):
     by_position: ClassVar[bool] = False
     shared_by_heads: ClassVar[bool] = False
     budgets_heads: ClassVar[bool] = False
-    budgets_layers: ClassVar[bool] = False
     merges: ClassVar[bool] = False
     indexes: ClassVar[bool] = False
     prunes: ClassVar[bool] = False
@@ -192,7 +190,7 @@ class Policy(Method):
     @property
     def ragged(self) -> bool:
         """Whether heads or layers keep different numbers of entries, as a rule."""
-        return self.budgets_heads or self.budgets_layers
+        return self.budgets_heads
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
         """The passes to run behind the document for this policy to observe."""
@@ -318,8 +316,13 @@ class ProbedPolicy(Policy):
     def takes_questions(self) -> bool:
         return True
 
+    @property
+    def observes_behind(self) -> bool:
+        """Whether the end of the prompt stands behind the document, and is not its own last tokens."""
+        return True
+
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        if not self.takes_questions:  # it is read in chunks, whose own last rows observe
+        if not self.observes_behind:
             return ()
         end = document.end
         if document.questions:

@@ -140,14 +140,14 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:
         return replace(budget, tokens=self.tokens_of(layer_idx, document, budget.tokens))
 
-    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
         """All entries stay as long as the budget holds them."""
         if self.across == "head":
-            return super().reduced(pasts, budget)
+            return super().shares(pasts, budget)
         (past,) = pasts
         heads = past.importance
         sinks = [int(head.isposinf().sum()) for head in heads]
-        return [past.best(flat_counts(heads, budget.tokens * len(heads), sinks))]
+        return [flat_counts(heads, budget.tokens * len(heads), sinks)]
 
     @abstractmethod
     def judged(self, past: BlockPast) -> Tensor:

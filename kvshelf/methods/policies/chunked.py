@@ -5,7 +5,7 @@
     gates                                 by an output of each token, which stays with its entry
     d2o                                   by sums of attention, which stay with the entry, and a threshold of the layer
 
-A layer never has more than the budget and a chunk; where layers share the budget, all of them together.
+Between two layers, one has no more than the budget and a chunk; where layers share the budget, all of them together.
 """
 
 from __future__ import annotations
@@ -198,9 +198,13 @@ class ChunkedPolicy(Policy):
         """The part of the budget that one layer has, as a mean of its heads."""
         return budget
 
-    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
-        """What stays of one layer, or of all of them where `phase` is not "during"."""
-        return [past.best([min(budget.tokens, length) for length in past.record.lengths]) for past in pasts]
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
+        """How many entries each head keeps, of one layer, or of all of them where `phase` is not "during"."""
+        return [[min(budget.tokens, length) for length in past.record.lengths] for past in pasts]
+
+    def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
+        """What stays of a layer whose head h keeps `counts[h]` entries."""
+        return past.best(counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,11 +236,17 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
     settled: ClassVar[Mapping[str, str]] = {**ChunkedPolicy.settled, **ProbedPolicy.settled}
 
     @property
-    def takes_questions(self) -> bool:
+    def observes_behind(self) -> bool:
         return not self.chunked
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
+        if self.chunked and document.questions:
+            raise PolicyUnsupported(
+                "with prefill=chunked the last tokens of each chunk observe, and no question behind it does; leave "
+                "expected_questions out, or take prefill=whole",
+                param="expected_questions",
+            )
         if self.chunked and self.probe is not None:
             raise PolicyUnsupported(
                 "with prefill=chunked the last tokens of each chunk observe, and no text behind it does; leave probe "

@@ -111,7 +111,8 @@ class D2O(ChunkedPolicy):
             LayerPast(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
             for layer, (scores, note) in notes.items()
         ]
-        return {layer: past.record for layer, past in zip(notes, self.reduced(whole, budget), strict=True)}
+        shares = zip(notes, whole, self.shares(whole, budget), strict=True)
+        return {layer: self.cut(past, counts).record for layer, past, counts in shares}
 
     def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})
@@ -119,15 +120,19 @@ class D2O(ChunkedPolicy):
         sums = joined.columns["sums"] + scores.flatten()
         return replace(joined, columns={"sums": sums}).judged(sums, past.note or note)
 
-    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
-        """The first chunk shares out the budget; each decides what goes, and moves the threshold."""
-        claims, always = [past.note.claim for past in pasts], pasts[0].note.always
-        shares = by_claims(claims, WholeLayers(self.first, self.last), budget.tokens, always, pasts[0].num_tokens)
-        return [self._merged(past, past.note.share or share) for past, share in zip(pasts, shares, strict=True)]
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
+        """The first chunk shares out the budget."""
+        notes, heads = [past.note for past in pasts], pasts[0].record.kv_heads
+        shares = [note.share for note in notes]
+        if None in shares:
+            claims, whole = [note.claim for note in notes], WholeLayers(self.first, self.last)
+            shares = by_claims(claims, whole, budget.tokens, notes[0].always, pasts[0].num_tokens)
+        return [(share,) * heads for share in shares]
 
-    def _merged(self, past: LayerPast, share: int) -> LayerPast:
-        """What stays of a layer of which each head keeps `share` entries, once it has more."""
+    def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
+        """Each head keeps `counts[0]` entries, once it has more; what goes merges, and moves the threshold."""
         record, note, scores = past.record, past.note, past.columns["sums"].view(past.record.kv_heads, -1)
+        share = counts[0]
         keys, values = (states.view(*scores.shape, -1) for states in record.rows if isinstance(states, Tensor))
         places = record.entry_positions.view(scores.shape).long()
         rows = torch.arange(scores.shape[1], device=scores.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -38,6 +38,8 @@ class HeadKV(CalibratedPolicy, SnapKV):
     version: ClassVar[int] = 1
     budgets_heads: ClassVar[bool] = True
 
+    prefill: str = field(default="whole", init=False)  # a chunk is judged where all heads have equally many entries
+    chunk: int = field(default=2048, init=False)
     beta: float = parameter(1.2, "1 / beta of the budget follows the scores, the rest is even", minimum=1)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -34,8 +34,9 @@ class PyramidKV(SnapKV):
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     advice: ClassVar[str] = "as a baseline: lower layers get more, whatever the document."
     version: ClassVar[int] = 1
-    budgets_layers: ClassVar[bool] = True
 
+    prefill: str = field(default="whole", init=False)  # a chunk is judged where all layers have equally many entries
+    chunk: int = field(default=2048, init=False)
     beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)
     form: str = parameter(
         "kvpress", "whether the window is part of what the formula shares out", choices=("kvpress", "authors")

@@ -4,7 +4,9 @@ loops."""
 from __future__ import annotations
 
 import copy
+import gc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
 from kvshelf.errors import CallerError
+from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
+from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
 from tests.methods.policies.gates import GATED, header, random_gates
 
@@ -83,10 +87,14 @@ def document(count: int = TOKENS) -> list[int]:
 class ByHand:
     """The prefill in float64 with transformers' own cache, which drops nothing: what was let go of is hidden.
 
-    A rule is given all that a layer has, and says what stays.
+    A rule is given all that a layer has but protected tokens, which all that follows sees, and says what stays.
     """
 
-    def __init__(self, model: Any, policy: str, params: dict[str, Any], gates: Gates | None) -> None:
+    def __init__(
+        self, model: Any, policy: str, params: dict[str, Any], gates: Gates | None, protected: Sequence[int] = ()
+    ) -> None:
+        judged = [place for place in range(TOKENS) if place not in protected]
+        self.ranks = {place: rank for rank, place in enumerate(judged)}
         self.model, self.params, self.gates = copy.deepcopy(model).double(), params, gates
         config = model.config
         self.theta = float(config.rope_parameters["rope_theta"])
@@ -121,6 +129,8 @@ class ByHand:
             with torch.no_grad():
                 self.model(torch.tensor([ids[start:end]]), **{CACHE_ARGUMENT: self.past}, position_ids=places)
             self.start, self.end, self.ended = start, end, end == len(ids)
+            self.chunk = [place for place in range(start, end) if place in self.ranks]
+            self.judged = self.ranks[self.chunk[-1]] + 1
             self.rule()
             start = end
         return self
@@ -132,7 +142,7 @@ class ByHand:
 
     def held(self, layer: int, head: int) -> list[int]:
         """Places of what is left, the chunk's tokens included."""
-        return [j for j in range(self.end) if self.visible[layer, head, j]]
+        return [j for j in range(self.end) if j in self.ranks and self.visible[layer, head, j]]
 
     def weights(self, layer: int, head: int, rows: int) -> Any:
         """What the last rows of the chunk give to each token that is left: `[group, rows, n]`."""
@@ -140,7 +150,7 @@ class ByHand:
         result = torch.zeros(self.group, rows, len(at), dtype=torch.float64)
         for member in range(self.group):
             for row in range(rows):
-                place = self.end - rows + row
+                place = self.chunk[row - rows]
                 query = self.states[layer][head * self.group + member, place - self.start]
                 seen = [j for j in at if j <= place]
                 powers = (keys[seen] @ query * self.scaling).exp()
@@ -159,7 +169,7 @@ class ByHand:
         """The outputs of the gates for the chunk's tokens."""
         for layer in range(self.layers):
             gate = {name: t.double() for name, t in self.gates.layer(layer, torch.device("cpu")).items()}
-            for place in range(self.start, self.end):
+            for place in self.chunk:
                 turned = [unrotated(q[place - self.start], place, self.theta) for q in self.states[layer]]
                 turned += [unrotated(self.keys(layer, head)[place], place, self.theta) for head in range(self.heads)]
                 values = [self.past.layers[layer].values[0, head, place] for head in range(self.heads)]
@@ -186,13 +196,13 @@ class ByHand:
         for layer in range(self.layers):
             for head in range(self.heads):
                 at = self.held(layer, head)
-                must = {j for j in at if j < SINK or j >= self.end - last}
+                must = {j for j in at if self.ranks[j] < SINK or self.ranks[j] >= self.judged - last}
                 self.keep(layer, head, {j: float(self.outputs[layer, head, j]) for j in at}, must, BUDGET)
 
     def score(self, layer: int, head: int, j: int) -> float:
         output = float(self.outputs[layer, head, j])
         if self.policy in ("trimkv", "make_each_token_count"):  # (T - p) log beta
-            return -(self.end - j) * math.log1p(math.exp(-output))
+            return -(self.judged - self.ranks[j]) * math.log1p(math.exp(-output))
         return output
 
     def trimkv(self) -> None:
@@ -201,7 +211,7 @@ class ByHand:
             for head in range(self.heads):
                 at = self.held(layer, head)
                 scores = {j: self.score(layer, head, j) for j in at}
-                self.keep(layer, head, scores, {j for j in at if j < SINK}, BUDGET)
+                self.keep(layer, head, scores, {j for j in at if self.ranks[j] < SINK}, BUDGET)
 
     attention_gate = trimkv
 
@@ -213,7 +223,7 @@ class ByHand:
         own, rest = {}, []
         for layer, head in pairs:
             at = self.held(layer, head)
-            best = sorted(at, key=lambda j: (j >= SINK, -self.score(layer, head, j), j))
+            best = sorted(at, key=lambda j: (self.ranks[j] >= SINK, -self.score(layer, head, j), j))
             own[layer, head] = set(best[:floor])
             rest += [(-self.score(layer, head, j), layer, head, j) for j in best[floor:]]
         left = BUDGET * len(pairs) - sum(map(len, own.values()))
@@ -272,7 +282,7 @@ class ByHand:
             columns = []
             for head in range(self.heads):
                 at = self.held(layer, head)
-                of_group = self.weights(layer, head, self.end - self.start).sum(dim=1)  # [group, n]
+                of_group = self.weights(layer, head, len(self.chunk)).sum(dim=1)  # [group, n]
                 columns += list(of_group)
                 self.sums[layer, head, at] += of_group.mean(dim=0)
             variances = [float(column.var()) for column in columns]
@@ -286,19 +296,19 @@ class ByHand:
     def shared(self, claims: list[float]) -> list[int]:
         """The layers' shares of what their sinks leave, rounded to the total: the largest parts go up."""
         first = self.params.get("first", 0)
-        paid = BUDGET * self.layers - TOKENS * first - SINK * (self.layers - first)
+        paid = BUDGET * self.layers - len(self.ranks) * first - SINK * (self.layers - first)
         exact = [paid * claim / sum(claims[first:]) for claim in claims[first:]]
         counts = [math.floor(share) for share in exact]
         for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: paid - sum(counts)]:
             counts[i] += 1
-        return [TOKENS] * first + [SINK + count for count in counts]
+        return [len(self.ranks)] * first + [SINK + count for count in counts]
 
     def merge(self, layer: int, share: int) -> None:
         recent = min(share // 2, share - SINK)
         cosines: list[dict[int, tuple[float, int]]] = []
         for head in range(self.heads):
             at, keys = self.held(layer, head), self.keys(layer, head)
-            must = {j for j in at if j < SINK} | set(at[len(at) - recent :])
+            must = {j for j in at if self.ranks[j] < SINK} | set(at[len(at) - recent :])
             self.keep(layer, head, {j: float(self.sums[layer, head, j]) for j in at}, must, share)
             stays = self.held(layer, head)
             cosines.append({})
@@ -352,6 +362,16 @@ def compressed(engine: Engine, name: str, **changes: Any) -> CompressedCache:
     return engine.compress(document(), policy=policy, **given)
 
 
+def require_same(cache: CompressedCache, by_hand: ByHand) -> None:
+    """The same entries stayed, with the same keys and values."""
+    for index, record in enumerate(cache.layers):
+        for head, ((keys, values), positions) in enumerate(zip(record.heads(), record.positions, strict=True)):
+            assert positions.tolist() == by_hand.visible[index, head].nonzero()[:, 0].tolist(), (index, head)
+            states = by_hand.past.layers[index]
+            for ours, expected in ((keys, states.keys), (values, states.values)):
+                torch.testing.assert_close(ours.double(), expected[0, head, positions.long()], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("kind", "group"), SHAPES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_is_the_rule_of_the_paper_at_each_chunk(
@@ -367,12 +387,7 @@ def test_it_is_the_rule_of_the_paper_at_each_chunk(
     by_hand = ByHand(engine.model, policy, params, gates).run(document(), [64, 128, TOKENS])
     assert cache.identity.prefill == f"chunked:chunk={CHUNK}"
     assert sum(record.entries for record in cache.layers) == BUDGET * 2 * len(cache.layers)
-    for index, record in enumerate(cache.layers):
-        for head, ((keys, values), positions) in enumerate(zip(record.heads(), record.positions, strict=True)):
-            assert positions.tolist() == by_hand.visible[index, head].nonzero()[:, 0].tolist(), (index, head)
-            states = by_hand.past.layers[index]
-            for ours, expected in ((keys, states.keys), (values, states.values)):
-                torch.testing.assert_close(ours.double(), expected[0, head, positions.long()], rtol=1e-3, atol=1e-3)
+    require_same(cache, by_hand)
     if policy == "arkv":
         parts = [claim / max(by_hand.claims) for claim in by_hand.claims]
         window = params["window"]
@@ -397,38 +412,65 @@ def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
             assert positions.tolist() == by_hand.visible[index, head, :132].nonzero()[:, 0].tolist()
 
 
+@pytest.fixture
+def frozen() -> Any:
+    """The collector lists only what is made from here on."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def alive() -> int:
+    """Bytes of all that layers have of a document, and of what they had and somebody still refers to."""
+    objects = gc.get_objects()
+    prefixes = [prefix for prefix in objects if type(prefix) in (StackedPrefix, PackedPrefix)]
+    pasts = [past for past in objects if type(past) is LayerPast]
+    records = [past.record for past in pasts]
+    tensors = [tensor for prefix in prefixes for tensor in (prefix.keys, prefix.values)]
+    tensors += [rows for record in records for rows in (*record.rows, record.entry_positions, record.importance)]
+    tensors += [rows for past in pasts for rows in (*past.columns.values(), past.note)]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "d2o whole layers"])
-def test_no_more_is_held_than_the_budget_and_a_chunk(
+def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bytes, of every tensor that stays of all layers, and in tokens that a layer attends to."""
-    stays: dict[int, int] = {}
-    bytes_held, attended = [], []
-    hold, reduce = RejudgedLayer.hold, RejudgedLayer.reduce
+    """In bytes, whenever a layer has read a chunk or was cut, and in tokens that a layer attends to."""
+    memory, attended, stays, widths = [], [], [], [0]
+    policy, reduce = type(build(SETTINGS[name][0], {})), RejudgedLayer.reduce
+    taken, cut = policy.taken, policy.cut
 
-    def counted(self: RejudgedLayer, past: Any) -> None:
-        hold(self, past)
-        record = past.record
-        tensors = [record.keys, record.values, record.entry_positions, record.importance, *past.columns.values()]
-        assert all(tensor.shape[0] == record.entries for tensor in tensors)
-        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        stays[id(self)] = sum(memory.values())
-        bytes_held.append(sum(stays.values()))
+    def measured_taken(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
+        result = taken(self, past, chunk)
+        memory.append(alive())
+        if isinstance(result.note, torch.Tensor):  # of the attention gate, the key and value of each token
+            widths.append(result.note[0].numel())
+        return result
+
+    def measured_cut(self: Any, past: LayerPast, counts: Any) -> LayerPast:
+        result = cut(self, past, counts)
+        memory.append(alive())
+        stays.append(result.record.entries / 2)
+        return result
 
     def watched(self: RejudgedLayer, layer: Any, chunk: Any) -> None:
         attended.append(sum(sum(prefix.lengths) for prefix in self.prefix) / 2 + self.keys.shape[2])
         reduce(self, layer, chunk)
 
-    monkeypatch.setattr(RejudgedLayer, "hold", counted)
+    monkeypatch.setattr(policy, "taken", measured_taken)
+    monkeypatch.setattr(policy, "cut", measured_cut)
     monkeypatch.setattr(RejudgedLayer, "reduce", watched)
-    cache = compressed(engine, name)
-    layers, row = len(cache.layers), 2 * (2 * HEAD * 4 + 3 * 4)  # two heads: key, value, position, two numbers
-    most = BUDGET + CHUNK if name in TOGETHER else BUDGET
-    assert max(bytes_held) <= layers * most * row
-    assert bytes_held[-1] <= layers * BUDGET * row
-    if name in TOGETHER:  # a layer may have more than others
-        assert sum(attended) / len(attended) <= BUDGET + CHUNK
-    else:
+    layers, row = len(compressed(engine, name).layers), 2 * (2 * HEAD * 4 + 3 * 4)  # key, value, position, two numbers
+    together = [sum(attended[first : first + layers]) for first in range(0, len(attended), layers)]
+    notes = (layers + 1) * TOKENS * max(widths) * 4  # one layer has its note of before and the new one
+    if name in TOGETHER:  # all layers have their chunk, and a layer may have more than others
+        assert max(memory) <= (layers * (BUDGET + CHUNK) + max(stays)) * row
+        assert max(together) == layers * (BUDGET + CHUNK)
+    else:  # one layer has what it kept before, that and the chunk joined, and what it will keep
+        assert max(memory) <= (layers * BUDGET + BUDGET + CHUNK + BUDGET) * row + notes
         assert max(attended) == BUDGET + CHUNK < TOKENS
 
 
@@ -442,15 +484,17 @@ def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_protected_tokens_stay_and_are_judged_by_nothing(engine: Engine, name: str) -> None:
-    params = SETTINGS[name][1]
-    budget = BUDGET * 2 if "first" in params else BUDGET
-    cache = compressed(engine, name, protect=["tokens:10-14", "tokens:60-70"], budget_tokens=budget + 14)
-    assert sum(record.entries for record in cache.layers) == (budget + 14) * 2 * len(cache.layers)
-    for record in cache.layers:
-        for positions in record.positions:
-            assert {*range(10, 14), *range(60, 70)} <= {*positions.tolist()}
-            assert positions.diff().min() > 0
+def test_protected_tokens_stay_and_are_judged_by_nothing(
+    engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, params = SETTINGS[name]
+    if "first" in params:
+        monkeypatch.setitem(globals(), "BUDGET", BUDGET * 3)
+    cache = compressed(engine, name, protect=["tokens:10-14", "tokens:60-70"], budget_tokens=BUDGET + 14)
+    spans = [*range(10, 14), *range(60, 70)]
+    by_hand = ByHand(engine.model, policy, params, gated(engine, policy), spans).run(document(), [78, 142, TOKENS])
+    assert by_hand.visible[:, :, spans].all()
+    require_same(cache, by_hand)
 
 
 def test_what_is_of_chunks_is_in_no_id_of_a_cache_that_is_read_whole(engine: Engine) -> None:
@@ -470,7 +514,8 @@ def test_what_is_of_chunks_is_in_no_id_of_a_cache_that_is_read_whole(engine: Eng
         ("locret", {"stabilizers": 8}, "stabilizers"),
         ("locret", {"prefill": "chunked", "stabilizers": BUDGET}, "stabilizers"),
         ("d2o", {"prefill": "chunked", "store": "slots"}, "store"),
-        ("pyramidkv", {"prefill": "chunked", "chunk": 64}, "prefill"),
+        ("pyramidkv", {"prefill": "chunked", "beta": 3}, "prefill"),
+        ("headkv", {"prefill": "chunked"}, "prefill"),
         ("h2o", {"prefill": "chunked"}, "prefill"),
         ("ada", {"prefill": "chunked"}, "prefill"),
     ],
@@ -480,3 +525,29 @@ def test_bad_input_is_refused_by_name(engine: Engine, policy: str, params: dict[
     with pytest.raises(CallerError) as refused:
         engine.prepare(document(), policy=policy, budget_tokens=BUDGET, policy_params=params)
     assert refused.value.param == f"policy_params.{param}"
+
+
+def test_a_question_is_refused_with_the_way_to_ask_it(tiny: Engine) -> None:
+    for policy in ("snapkv", "tova", "arkv"):
+        with pytest.raises(CallerError, match="take prefill=whole") as refused:
+            tiny.prepare(
+                "The lighthouse of Brennick. " * 40,
+                policy=policy,
+                budget_tokens=BUDGET,
+                expected_questions=["Where is it?"],
+                policy_params={"prefill": "chunked", "chunk": CHUNK},
+            )
+        assert refused.value.param == "expected_questions"
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunk", "stabilizers"), [(6000, 3072, 2500), (6000, 2048, 1666), (3000, 4096, 1250)]
+)
+def test_locret_leaves_the_authors_part_of_a_budget_and_a_chunk_alone(
+    engine: Engine, budget: int, chunk: int, stabilizers: int
+) -> None:
+    """2,500 of 6,000 entries, and of 3,072 tokens: in every chunk some tokens compete when it has been read."""
+    gated(engine, "locret")
+    given = {"prefill": "chunked", "chunk": chunk, "sink": 0}
+    job = engine.prepare(document() * 50, policy="locret", budget_tokens=budget, policy_params=given)
+    assert job.identity.policy_params.get("stabilizers", 2500) == stabilizers

@@ -123,12 +123,11 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         stays = self.stays(at, chunk.protected_prefix, joined.read, ended=joined.ended)
         return joined.judged(importance_of(scores, stays), note)
 
-    def reduced(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[LayerPast]:
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
         if self.sharing is None:
-            return super().reduced(pasts, budget)
+            return super().shares(pasts, budget)
         device = pasts[0].importance[0].device
-        counts = self.sharing.counts([LayerStats(past.importance).on(device) for past in pasts], budget, len(pasts))
-        return [past.best(of_layer) for past, of_layer in zip(pasts, counts, strict=True)]
+        return self.sharing.counts([LayerStats(past.importance).on(device) for past in pasts], budget, len(pasts))
 
     @classmethod
     def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:

@@ -27,7 +27,7 @@ class Locret(TokenGate):
 
     With `prefill` "chunked" the document is read as in the paper, in a cache of fixed size: behind each chunk the best
     of all that is left stay, and the last `stabilizers` of a chunk until the next has been read. By default these are
-    the authors' 2,500 of 6,000 entries, or the same part of a smaller budget. The authors' chunks have 3,072 tokens.
+    the authors' 2,500 of 6,000 entries and chunks of 3,072 tokens, or the same part of a smaller budget or chunk.
 
     Departures: s foretells the logarithm of the label, because labels lie orders of magnitude apart. By default the
     document is read in one pass, in which no token is dropped while others still have to read it.
@@ -55,7 +55,8 @@ class Locret(TokenGate):
         if "stabilizers" in given:
             require_held("stabilizers", self.stabilizers, largest, budget.tokens)
         elif policy.chunked:
-            policy = replace(policy, stabilizers=min(self.stabilizers, budget.tokens * 5 // 12, largest))
+            part = min(budget.tokens * 5 // 12, policy.chunk * 2500 // 3072)
+            policy = replace(policy, stabilizers=min(self.stabilizers, part, largest))
         return policy
 
     def stays(self, positions: Tensor, prefix: int, read: int, *, ended: bool) -> Tensor:
