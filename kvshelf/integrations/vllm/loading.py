@@ -146,7 +146,7 @@ class ShelfWorker:
         assert reading.head_pages is not None
         layer, at = self._layers[name], self.rows.index[name]
         stored = reading.head_pages.stored(at)
-        page_of = stored[0].pages
+        page_of = stored[0].pages[stored[1]]
         rest = page_of >= reading.head_pages.full
         if isinstance(reading.source, ArrivingCache):
             question, heads = reading.loads[0].entries, self._heads(layer.num_kv_heads)

@@ -78,12 +78,14 @@ class HeadPages:
             torch.where(shared, number % heads, torch.arange(heads)[:, None]),
         )
 
-    def stored(self, layer: int) -> tuple[Spread, Tensor]:
-        """Where the entries of a layer lie, one head behind the other: the head page of each, and the place in it."""
-        spread = self.spread(self.stand_ins, slice(layer, layer + 1))
-        head = torch.arange(len(self.lengths[layer])).repeat_interleave(self.lengths[layer])
-        place = torch.cat([torch.arange(length) for length in self.lengths[layer].tolist()])
-        return Spread(*(part[0][head, place // self.page] for part in spread)), place % self.page
+    def stored(self, layer: int) -> tuple[Spread, Tensor, Tensor]:
+        """Where the entries of a layer lie, one head behind the other: head pages, in which of them each entry is, and
+        the place there."""
+        pages, *others = (part[0].flatten() for part in self.spread(self.stand_ins, slice(layer, layer + 1)))
+        lengths = self.lengths[layer]
+        place = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        first = torch.arange(len(lengths)) * (len(pages) // len(lengths))
+        return Spread(pages, *others), first.repeat_interleave(lengths) + place // self.page, place % self.page
 
 
 class Storage:
@@ -141,10 +143,10 @@ class HeadTables:
         self._last: tuple[Any, StepRows | None] = (None, None)
         self._tables: dict[int, _Table] = {}
 
-    def slots(self, stored: tuple[Spread, Tensor], pages: Sequence[int]) -> Tensor:
+    def slots(self, stored: tuple[Spread, Tensor, Tensor], pages: Sequence[int]) -> Tensor:
         """The slot of each entry in `storage.rows`. stored: of `HeadPages`. pages: of the request."""
-        spread, places = stored
-        return self.storage.numbers(spread, torch.tensor(pages)) * self.storage.page + places
+        spread, which, places = stored
+        return self.storage.numbers(spread, torch.tensor(pages))[which] * self.storage.page + places
 
     def of(self, metadata: Any) -> StepRows | None:
         """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
