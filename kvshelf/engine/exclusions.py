@@ -341,7 +341,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
     Exclusion(
         (QUESTIONS, BLIND),
         "policy {policy!r} does not look at questions; leave expected_questions out, or choose a policy that "
-        "scores by the end of the prompt, snapkv say",
+        "scores by the end of the prompt, snapkv say, with prefill=whole",
         "expected_questions",
         InvalidRequest,
     ),

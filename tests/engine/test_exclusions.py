@@ -193,7 +193,7 @@ CHOSEN: Final = {
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
     "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),
-    "snapkv chunked": chosen("snapkv", x.IN_CHUNKS, x.AGAIN, **IN_CHUNKS),
+    "snapkv chunked": chosen("snapkv", x.BLIND, x.IN_CHUNKS, x.AGAIN, **IN_CHUNKS),
     "trimkv chunked": chosen("trimkv", x.BLIND, x.IN_CHUNKS, x.AGAIN, x.UNROTATES, prefill="chunked", chunk=64),
     "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),

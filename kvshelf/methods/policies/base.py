@@ -316,13 +316,8 @@ class ProbedPolicy(Policy):
     def takes_questions(self) -> bool:
         return True
 
-    @property
-    def observes_behind(self) -> bool:
-        """Whether the end of the prompt stands behind the document, and is not its own last tokens."""
-        return True
-
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        if not self.observes_behind:
+        if not self.takes_questions:  # it is read in chunks, whose own last rows observe
             return ()
         end = document.end
         if document.questions:

@@ -236,17 +236,11 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
     settled: ClassVar[Mapping[str, str]] = {**ChunkedPolicy.settled, **ProbedPolicy.settled}
 
     @property
-    def observes_behind(self) -> bool:
+    def takes_questions(self) -> bool:
         return not self.chunked
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        if self.chunked and document.questions:
-            raise PolicyUnsupported(
-                "with prefill=chunked the last tokens of each chunk observe, and no question behind it does; leave "
-                "expected_questions out, or take prefill=whole",
-                param="expected_questions",
-            )
         if self.chunked and self.probe is not None:
             raise PolicyUnsupported(
                 "with prefill=chunked the last tokens of each chunk observe, and no text behind it does; leave probe "

@@ -529,7 +529,7 @@ def test_bad_input_is_refused_by_name(engine: Engine, policy: str, params: dict[
 
 def test_a_question_is_refused_with_the_way_to_ask_it(tiny: Engine) -> None:
     for policy in ("snapkv", "tova", "arkv"):
-        with pytest.raises(CallerError, match="take prefill=whole") as refused:
+        with pytest.raises(CallerError, match="with prefill=whole") as refused:
             tiny.prepare(
                 "The lighthouse of Brennick. " * 40,
                 policy=policy,
