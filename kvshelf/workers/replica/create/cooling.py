@@ -27,6 +27,7 @@ from kvshelf.errors import (
     InvalidRequest,
     ModelMismatch,
     NoWorker,
+    OutOfMemory,
     PolicyUnsupported,
     QueueFull,
     SourceNotKept,
@@ -52,7 +53,7 @@ _STAYING: Final = 65_536
 """Caches that are known to stay on their rung; with so many of them the ladder rests until the next start."""
 _CREDIT_S: Final = 3600.0
 """How much of the time without cold caches counts for the share."""
-_PASSING: Final = (Cancelled, QueueFull, NoWorker, StoreUnavailable)
+_PASSING: Final = (Cancelled, QueueFull, NoWorker, OutOfMemory, StoreUnavailable)
 """Errors of the moment."""
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvshelf.api import AppendCache, CertifiedBy, CreateCache, Query
 from kvshelf.api.answers import Answer
 from kvshelf.api.usage import today
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.certify.recheck import Remeasure
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import PolicyUnsupported, StateConflict
 from kvshelf.samples.tasks import make_document
@@ -232,6 +234,20 @@ async def test_one_caches_error_is_its_own_and_not_met_again(
     assert [await cooling.look() for _ in range(3)] == [1, 0, 0]
     assert tries == ["int8", "int8"]
     assert [replica.store.stat(each.id).codec for each in (first, second)] == ["none", "int8"]
+
+
+async def test_what_finds_no_memory_is_tried_again(
+    replica: Replica, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await made(replica, quality="full", keep_source=True)
+    clock.time += DAY + 1
+    cooling = Cooling(replica.creations, share=1.0, pause_s=0.001)
+    cooling.follow(LADDER)
+    with monkeypatch.context() as patch:
+        patch.setattr(Remeasure, "run", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
+        assert await cooling.look() == 0
+    assert await cooling.look() == 1
+    assert replica.store.stat(kept.id).codec == "int8"
 
 
 async def test_what_stays_of_one_tenant_is_coded_of_another(replica: Replica, clock: Clock) -> None:
