@@ -32,6 +32,7 @@ from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, Rechecked, joint_job, require_joint
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
 from kvshelf.store.base import Store
@@ -108,8 +109,8 @@ class Drift:
 class Guard:
     """See the module. Its methods are called on the replica's event loop.
 
-    now: of `time.monotonic`. draw: a number in [0, 1) for each answer. pause_s: between two looks whether the
-    model has other work.
+    require_room: raises `DocumentTooLong` where a prefill has no room. now: of `time.monotonic`. draw: a number in
+    [0, 1) for each answer. pause_s: between two looks whether the model has other work.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Guard:
         meter: Meter,
         rules: GuardRules,
         remake: Remake,
+        require_room: Callable[[Job], None],
         *,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -128,7 +130,7 @@ class Guard:
     ) -> None:
         self._engine, self._store, self._scheduler = engine, store, scheduler
         self._threads, self._meter, self.remake = threads, meter, remake
-        self.rules = rules
+        self.rules, self._require_room = rules, require_room
         self._now, self._draw, self._pause_s = now, draw, pause_s
         self._began, self._worked_s = now(), 0.0
         self._waiting: deque[AnswerToCheck] = deque(maxlen=_WAITING)
@@ -207,6 +209,7 @@ class Guard:
             source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
         ]
         job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
+        self._require_room(job)
         caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)

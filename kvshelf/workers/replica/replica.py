@@ -91,7 +91,8 @@ class Replica(ReplicaApi):
         held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
         conversations = Conversations(engine, store)
         rules = guard or GuardRules()
-        guarding = Guard(engine, store, scheduler, threads, meter, rules, self.creations.remake)
+        making = self.creations.remake, self.creations.require_room
+        guarding = Guard(engine, store, scheduler, threads, meter, rules, *making)
         self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
         self.cooling = Cooling(self.creations)
         self.searches = Searches(engine, store, scheduler, threads)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
+from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.guard import JOINT, AnswerToCheck, Drift, Guard, GuardRules, measured
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -275,7 +277,8 @@ async def test_documents_go_before_the_guard(guarded: Callable[..., Replica], mo
     replica = guarded()
     manifest = await made(replica, 1)
     parts = replica.engine, replica.store, replica.scheduler, ReplicaThreads(), replica.meter
-    guard = Guard(*parts, GuardRules(share=1.0), replica.creations.remake, pause_s=0.001)
+    making = replica.creations.remake, replica.creations.require_room
+    guard = Guard(*parts, GuardRules(share=1.0), *making, pause_s=0.001)
     query = replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text)
     answered = AnswerToCheck((manifest.id,), "default", tuple(query), (5,))
     with monkeypatch.context() as patch:
@@ -393,6 +396,19 @@ async def test_documents_that_are_too_long_together_cost_no_source_and_count_in_
     monkeypatch.undo()
     await guard.check(AnswerToCheck(tuple(one.id for one in caches), "default", (1, 2), (3,)))
     assert [one.policy for one in guard.take_results()] == [JOINT]
+
+
+async def test_what_has_no_room_for_a_prefill_is_left_out(guarded: Callable[..., Replica]) -> None:
+    """Each document has, and the two together do not."""
+    replica = guarded()
+    caches = [await made(replica, seed) for seed in (20, 21)]
+    plan = MemoryPlan.of(replica.engine.model, replica.engine.name, torch.device("cpu"))
+    room = plan.prefill_bytes(max(one.num_tokens for one in caches))
+    replica.creations.plan = replace(plan, there=plan.beside + plan.weights + room)
+    guard = replica.questions.guard
+    for cache_ids in (tuple(one.id for one in caches), (caches[0].id,)):
+        await guard.check(AnswerToCheck(cache_ids, "default", (1, 2), (3,)))
+    assert [one.policy for one in guard.take_results()] == [caches[0].policy]
 
 
 async def test_what_is_erased_while_it_is_asked_again_counts_for_nothing(

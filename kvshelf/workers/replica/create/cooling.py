@@ -24,6 +24,7 @@ from kvshelf.engine.certify.recheck import Remeasure
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import (
     Cancelled,
+    DocumentTooLong,
     InvalidRequest,
     ModelMismatch,
     NoWorker,
@@ -76,6 +77,7 @@ class Cooling:
         self.ladder = Ladder()
         self._engine, self._store, self._scheduler = creations.engine, creations.store, creations.scheduler
         self._threads, self._meter = creations.threads, creations.meter
+        self._require_room = creations.require_room
         self._now, self._share, self._pause_s = now, share, pause_s
         self._renew_s = renew_s
         self._seen, self._credit_s = now(), 0.0
@@ -204,7 +206,8 @@ class Cooling:
             job = await self._threads.compute(
                 source_job, self._engine, self._store, manifest, Identity.from_dict(manifest.identity)
             )
-        except (SourceNotKept, StateConflict):  # or what is kept is read as another document now
+            await self._threads.compute(self._require_room, job)
+        except (DocumentTooLong, SourceNotKept, StateConflict):  # or what is kept is read as another document now
             measured = None
         else:
             measured = await self._measured(manifest, Remeasure(job, cache))

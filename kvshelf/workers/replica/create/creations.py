@@ -14,6 +14,7 @@ import structlog
 from kvshelf.api import AppendCache, CreateCache, CreationProgress, Estimate, EstimateObject, Tried
 from kvshelf.api.answers import Phase, in_sequence, rounded
 from kvshelf.engine.engine import Engine
+from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.quality import How
 from kvshelf.errors import QualityBelowFloor
 from kvshelf.store.base import Store
@@ -89,6 +90,11 @@ class Creations:
     flights: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     refusals: NegativeCache = field(default_factory=NegativeCache, init=False)
     rates: Rates = field(default_factory=Rates, init=False)
+
+    def require_room(self, job: Job) -> None:
+        """As of `MemoryPlan`, for one prefill without cues, where there is a plan. Raises `DocumentTooLong`."""
+        if self.plan is not None:
+            self.plan.require_room(self.engine, Levels((Level(job),), False))
 
     async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
         """The bytes and seconds of this creation, at the speed that this replica has measured."""

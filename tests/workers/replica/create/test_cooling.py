@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.create.auto import AutoChoice
 from kvshelf.workers.replica.create.cooling import Cooling
+from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.create.publish import Publisher
 from kvshelf.workers.replica.create.recreation import Recreation, document_fields, finer, recreation
 from kvshelf.workers.replica.create.spec import appended_level, requested_levels
@@ -248,6 +250,19 @@ async def test_what_finds_no_memory_is_tried_again(
         assert await cooling.look() == 0
     assert await cooling.look() == 1
     assert replica.store.stat(kept.id).codec == "int8"
+
+
+async def test_what_has_no_room_for_a_prefill_is_not_measured(replica: Replica, clock: Clock) -> None:
+    kept = await made(replica, quality="full", keep_source=True)
+    clock.time += DAY + 1
+    plan = MemoryPlan.of(replica.engine.model, replica.engine.name, torch.device("cpu"))
+    replica.creations.plan = replace(plan, there=1)
+    assert await look(replica) == 1
+    quality = replica.store.stat(kept.id).quality
+    assert quality is not None
+    assert (quality.agreement, quality.reason) == (
+        None, "1.000 under codec none, and not measured since it was coded as int8"
+    )  # fmt: skip
 
 
 async def test_what_stays_of_one_tenant_is_coded_of_another(replica: Replica, clock: Clock) -> None:
