@@ -161,10 +161,11 @@ class Policy(Method):
     def phase(self) -> Phase:
         """When it reduces.
 
-        "during": each layer once, when its attention is done. The memory peak is one full layer and the entries kept
-        from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget that all
-        layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache. "after":
-        all layers once the last one is there. The memory peak is the full cache.
+        "during": each layer once, when its attention is done. In one pass the memory peak is one full layer and the
+        entries kept from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget
+        that all layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache.
+        "after": all layers once the last one is there. The memory peak is the full cache. In chunks, of the last two
+        every layer has a chunk beside its budget before it is cut.
         """
         return "during"
 

@@ -202,6 +202,10 @@ class ChunkedPolicy(Policy):
         """How many entries each head keeps, of one layer, or of all of them where `phase` is not "during"."""
         return [[min(budget.tokens, length) for length in past.record.lengths] for past in pasts]
 
+    def own_bytes(self, document: DocumentView) -> int:  # noqa: ARG002
+        """That it holds of a document in chunks beside keys, values and their scores, where they grow with it."""
+        return 0
+
     def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
         """What stays of a layer whose head h keeps `counts[h]` entries."""
         return past.best(counts)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
-from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, projected
-from kvshelf.methods.policies.view import LayerView
+from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, gates_of, projected
+from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _ROWS: Final = 256
 """Whose weights on all tokens read are in memory together."""
@@ -60,6 +60,12 @@ class AttentionGate(TokenGate):
             queries[None, None], keys[None, None], values[None, None], is_causal=True
         )
         return (values + near[0, 0]) @ gate["down"].T + gate["bias"]
+
+    def own_bytes(self, document: DocumentView) -> int:
+        """The notes of all layers, and rows of weights before and behind their softmax."""
+        assert document.num_layers is not None, "of a model"
+        numbers = 2 * gates_of(document).header.width * document.num_layers + 2 * min(_ROWS, self.chunk)
+        return 4 * numbers * document.num_tokens
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
         """The note: what the small attention has of every token read, `[read, 2, width]`."""

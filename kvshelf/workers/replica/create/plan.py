@@ -1,6 +1,7 @@
 """What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
 
-Caches, suffixes and prefills each have a part of their own. Finished caches that wait for their store have none.
+Caches, suffixes and prefills each have a part of their own. Finished caches that wait for their store have none,
+nor have the vision part of a model and, on a card, what decodes klt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.errors import DocumentTooLong, OutOfMemory
+from kvshelf.methods.method import parameter_fields
+from kvshelf.methods.policies.chunked import ChunkAbsorber
 from kvshelf.workers.replica.create.sizes import Dimensions
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
     from kvshelf.engine.engine import Engine
     from kvshelf.engine.inputs.job import Job
+    from kvshelf.methods.policies.base import Absorber
     from kvshelf.workers.replica.create.auto import PolicyChoice
     from kvshelf.workers.replica.create.spec import Levels
 
@@ -193,7 +197,7 @@ class MemoryPlan:
 
     def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
         """Raise `DocumentTooLong` for a document of which a prefill would not fit beside the other parts, its cues
-        included. A policy that reads chunk by chunk needs room for a chunk. The model does not run."""
+        included. A policy that reads chunk by chunk needs room for what stays and a chunk. The model does not run."""
         for _, refusal in self._without_room(engine, work):
             raise refusal
 
@@ -218,8 +222,8 @@ class MemoryPlan:
                     DocumentTooLong(
                         f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
                         f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
-                        "shorten it, have it split (split), remove more of it, read it in chunks (policy lagkv with "
-                        "prefill=chunked), or give the replica more memory (KVSHELF_GPU_MEMORY)",
+                        f"shorten it, have it split (split), remove more of it, {_advice(group[0].job)}, or give the "
+                        "replica more memory (KVSHELF_GPU_MEMORY)",
                         param="document",
                         needed_bytes=needed,
                         there_bytes=self.room,
@@ -232,11 +236,22 @@ class MemoryPlan:
         first = jobs[0]
         if first.absorber is None:
             quality = engine.probe(first, cues)
-            tokens = first.run_tokens + (0 if quality is None else quality.num_tokens)
+            work = (first.run_tokens + (0 if quality is None else quality.num_tokens)) * self.token_bytes
         else:
-            tokens = max(first.absorber.chunks) + max((len(probe.token_ids) for probe in first.passes), default=0)
+            work = self._chunk_bytes(first, first.absorber)
         behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache)
-        return tokens * self.token_bytes + behind + sum(map(self._kept_bytes, jobs))
+        return work + behind + sum(map(self._kept_bytes, jobs))
+
+    def _chunk_bytes(self, job: Job, absorber: Absorber) -> int:
+        """Of a pass over a chunk. Where all that is left is judged again, a layer joined with the chunk and what is
+        made of it, beside the half of a pass that is then left, may be more."""
+        chunk = max(absorber.chunks)
+        reading = (chunk + max((len(probe.token_ids) for probe in job.passes), default=0)) * self.token_bytes
+        if not isinstance(absorber, ChunkAbsorber):
+            return reading
+        entries = min(job.num_tokens, job.budget.tokens + chunk)
+        layer = self.shape.held_bytes(job.num_tokens, entries) // self.shape.layers
+        return max(reading, reading // 2 + 2 * layer) + absorber.policy.own_bytes(job.document)
 
     def _parent_bytes(self, cache: CompressedCache) -> int:
         """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest."""
@@ -244,10 +259,23 @@ class MemoryPlan:
         return cache.nbytes * (2 if self.shape.device == "cpu" else 1) + plain
 
     def _kept_bytes(self, job: Job) -> int:
-        """Of all layers, when the last one is reduced."""
-        most = {"after": float(job.num_tokens), "cascade": _CASCADE * job.budget.tokens}
-        entries = min(job.num_tokens, int(most.get(job.policy.phase, job.budget.tokens)))
-        return self.shape.held_bytes(job.num_tokens, entries)
+        """Of all layers, when the last one is reduced; of a document in chunks, when it has read one."""
+        entries = job.budget.tokens
+        if job.policy.phase != "during":
+            if job.absorber is not None:
+                entries += max(job.absorber.chunks)
+            else:
+                entries = job.num_tokens if job.policy.phase == "after" else int(_CASCADE * entries)
+        return self.shape.held_bytes(job.num_tokens, min(job.num_tokens, entries))
+
+
+def _advice(job: Job) -> str:
+    """How the document of a job takes less memory under a policy."""
+    if job.absorber is not None:
+        return f"lower {'chunk' if isinstance(job.absorber, ChunkAbsorber) else 'lag'} or what stays"
+    chunked = any(field.name == "prefill" for field in parameter_fields(type(job.policy)))
+    other = "" if chunked else "policy lagkv with "
+    return f"read it in chunks ({other}prefill=chunked)"
 
 
 def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:

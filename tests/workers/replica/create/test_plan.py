@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import weakref
@@ -22,6 +23,9 @@ from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.errors import DocumentTooLong, InternalError, OutOfMemory
 from kvshelf.kernels.rowwise import available
+from kvshelf.methods.policies import POLICIES
+from kvshelf.methods.policies.gate_file import gate_path
+from kvshelf.methods.policies.partitions import PartitionPolicy
 from kvshelf.model.prepacking import prepack
 from kvshelf.samples.tasks import make_document
 from kvshelf.store.disk import DiskStore
@@ -34,6 +38,8 @@ from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import out_of_memory
 from kvshelf_bench.measure import allocated_peak
+from tests.engine.inputs.test_protect import CHUNKED
+from tests.methods.policies.gates import GATED, random_gates
 
 ROOT = Path(__file__).resolve().parents[4]
 CPU = torch.device("cpu")
@@ -78,6 +84,30 @@ def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorde
         job = engine.prepare([number % 500 for number in range(tokens)], policy="full")
         _, most = allocated_peak(CPU, lambda job=job: engine.run(job))  # type: ignore[misc]
         assert plan.prefill_bytes(tokens) == pytest.approx(most, rel=0.15)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_what_a_prefill_in_chunks_is_planned_to_hold_is_what_it_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small chunks behind much that stays, too: `attention_gate` and shared budgets are counted for more."""
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    engine = engine_of("llama", recorded=False)
+    if name in GATED:
+        gates = random_gates(name, engine.preparer.geometry, weights=engine.identity.weights)
+        gate_path(engine.identity.weights, name).write_bytes(gates.to_bytes())
+    plan = plan_of(engine)
+    engine.compress(list(range(2, 300)), policy="full")
+    for budget, chunk in ((400, 256), (1500, 128)):
+        blocks = {"lag": chunk // 2} if issubclass(POLICIES[name], PartitionPolicy) else {"chunk": chunk}
+        options: dict[str, Any] = {"policy_params": {"prefill": "chunked", **blocks}, "budget_tokens": budget}
+        job = engine.prepare([number % 500 for number in range(3000)], policy=name, **options)
+        _, most = allocated_peak(CPU, lambda job=job: engine.run(job))  # type: ignore[misc]
+        work = Levels((engine.compressor.level(job),), False)
+        exact = replace(plan, there=plan.beside + plan.weights + int(0.85 * most))
+        with pytest.raises(DocumentTooLong):
+            exact.require_room(engine, work)
+        replace(exact, there=plan.beside + plan.weights + int(1.3 * most)).require_room(engine, work)
 
 
 def limited(engine: Engine, tokens: int) -> MemoryPlan:
@@ -179,6 +209,23 @@ async def test_what_needs_less_room_is_taken(replica: Replica) -> None:
         await create(replica, 2900, policy="knorm", compression_ratio=0.01, quality="full")
     with pytest.raises(DocumentTooLong):
         await create(replica, 2900, policy="knorm", levels=[0.01, 0.05])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("policy", "params", "advice"),
+    [
+        ("d2o", {"prefill": "chunked", "chunk": 5000}, "lower chunk or what stays"),
+        ("lagkv", {"prefill": "chunked", "lag": 2500}, "lower lag or what stays"),
+        ("keydiff", {}, "read it in chunks (prefill=chunked)"),
+        ("knorm", {}, "read it in chunks (policy lagkv with prefill=chunked)"),
+    ],
+)
+async def test_a_refusal_advises_what_the_policy_can_do(
+    policy: str, params: dict[str, Any], advice: str, replica: Replica
+) -> None:
+    with pytest.raises(DocumentTooLong, match=re.escape(f"remove more of it, {advice}, or give")):
+        await create(replica, 8000, policy=policy, policy_params=params, compression_ratio=0.05)
 
 
 @pytest.mark.anyio
