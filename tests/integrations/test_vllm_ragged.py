@@ -167,7 +167,10 @@ def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
 
 
 MADE: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget and not POLICIES[name].merges),
+    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget),
+    ("d2o", {"prefill": "chunked"}),
+    ("kvmerger", {"first": 1}),
+    ("kvmerger", {"threshold": 0.75}),
     *(("kvzip", {"across": across}) for across in ("layer", "head")),
     ("kvzip", {"prefill": "chunked"}),
     ("ada", {"base": "h2o", "across": "cache"}),
@@ -186,7 +189,8 @@ def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: d
     document = write_document(
         random.Random(3), make_facts(random.Random(3), [4] * 2), "prose", 400, lambda text: len(text.split())
     )
-    cache = tiny.compress(document.text, policy=policy, compression_ratio=0.5, **params)
+    size = {} if "threshold" in params else {"compression_ratio": 0.5}
+    cache = tiny.compress(document.text, policy=policy, **size, **params)
     with open_store(f"disk://{tmp_path}/home") as store:
         manifest = store.put(cache)
         with store.open_cache(manifest.id) as opened:
