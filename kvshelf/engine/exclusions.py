@@ -319,10 +319,12 @@ def _each(
     return [Exclusion((feature, other), message.replace("{why}", why), param, error) for other, why in others]
 
 
-def _beside(feature: Feature, why: str, layers: Sequence[Feature]) -> list[Exclusion]:
+def _beside(
+    feature: Feature, why: str, layers: Sequence[Feature], advice: str = "choose another policy", param: str = "policy"
+) -> list[Exclusion]:
     """Of a policy, with layers that are stored whole."""
-    message = "policy {policy!r} {why}, and some layers of {model!r} have {c.stored_whole}; choose another policy"
-    return _each(feature, [(kind, why) for kind in layers], message, "policy")
+    message = "policy {policy!r} {why}, and some layers of {model!r} have {c.stored_whole}; " + advice
+    return _each(feature, [(kind, why) for kind in layers], message, param)
 
 
 def _sizes(size: Feature, param: str) -> list[Exclusion]:
@@ -331,6 +333,10 @@ def _sizes(size: Feature, param: str) -> list[Exclusion]:
 
 
 _OF_CODEC: Final = {"codec": "{c.codec}", "group": "{c.codec.group}", "block": "{c.policy.index_block}"}
+_TURNS: Final = (
+    "{model!r} has a LongRoPE, which rotates sequences of more than {c.turning_point} tokens by other frequencies, and "
+    "its "
+)
 _NOT_UNDONE: Final = [(rope, "cannot be undone") for rope in (NO_ROPE, CHANGING_ROPE)]
 
 EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
@@ -468,15 +474,23 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy_params.prefill",
     ),
     *_beside(
-        IN_CHUNKS, "reads the document in chunks that see only what was kept of those before", (WINDOWS, CHUNKS, STATES)
+        IN_CHUNKS,
+        "reads the document in chunks that see only what was kept of those before",
+        (WINDOWS, CHUNKS, STATES),
+        "take prefill=whole, or another policy",
+        "policy_params.prefill",
     ),
     *_beside(ELSEWHERE, "asks from other positions than the document's end", (WINDOWS, CHUNKS, STATES)),
-    *_each(
-        TURNING_ROPE,
-        [(BEHIND, "passes behind the document reach"), (IN_CHUNKS, "chunks begin before and end")],
-        "{model!r} has a LongRoPE, which rotates sequences of more than {c.turning_point} tokens by other frequencies, "
-        "and its {why} beyond that; choose a policy that makes one pass over the document, keydiff say",
+    Exclusion(
+        (TURNING_ROPE, BEHIND),
+        _TURNS + "passes behind the document reach beyond that; choose a policy that makes one pass over the document, "
+        "keydiff say",
         "policy",
+    ),
+    Exclusion(
+        (TURNING_ROPE, IN_CHUNKS),
+        _TURNS + "chunks begin before and end beyond that; take prefill=whole, or another policy",
+        "policy_params.prefill",
     ),
     Exclusion(
         (SOFT, OTHER_LINEAR),
@@ -484,11 +498,16 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     # Images, which stand in the place of tokens in the pass over the document alone.
+    Exclusion(
+        (IMAGES, IN_CHUNKS),
+        "policy {policy!r} reads the document in chunks, and images are read in one pass over it; take prefill=whole, "
+        "or policy full",
+        "policy_params.prefill",
+    ),
     *_each(
         IMAGES,
         [
             (READS_TEXT, "reads the document's text, and images have none"),
-            (IN_CHUNKS, "reads the document in chunks"),
             (SURPRISED, "reads the document twice"),
             (REPEATS_IMAGES, "reads tokens of the document again behind it, and those of images would be words there"),
         ],
@@ -525,13 +544,18 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         [
             (SOFT, "runs learned tokens in the same pass as the document"),
             (MOVES, "counts positions within the cache"),
-            (IN_CHUNKS, "reads a document chunk by chunk from its beginning"),
             (INDEXES, "makes an index of a whole document"),
             (CALLS, "sees the calls of attention modules of a whole document"),
             (RESIDUALS, "stores what the layers are given in one pass over a whole document"),
         ],
         "policy {policy!r} {why}, so it cannot reduce what is appended to a cache; choose another, or full",
         "policy",
+    ),
+    Exclusion(
+        (APPEND, IN_CHUNKS),
+        "policy {policy!r} reads a document chunk by chunk from its beginning, so it cannot reduce what is appended to "
+        "a cache; take prefill=whole, or policy full",
+        "policy_params.prefill",
     ),
     # Several processes see a part of the heads each.
     *_each(

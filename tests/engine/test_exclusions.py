@@ -513,6 +513,14 @@ def test_the_page_is_the_table() -> None:
     assert publish_exclusions.PAGE.read_text() == publish_exclusions.text(), "python -m scripts.publish_exclusions"
 
 
+def test_what_chunks_are_refused_for_a_prefill_in_one_pass_is_not() -> None:
+    """Policies that others are advised to take read in chunks, too."""
+    rows = [row for row in EXCLUSIONS if {x.IN_CHUNKS, x.AGAIN} & {*row.features}]
+    assert rows
+    assert {row.param for row in rows} == {"policy_params.prefill"}
+    assert all("take prefill=whole" in row.message for row in rows)
+
+
 def test_what_can_be_formatted_is_there() -> None:
     """A message names what its features promise: no refusal ends in an error of its own."""
     unknown = {name for row in EXCLUSIONS for name in re.findall(r"\{(?!c\.|policy!r|model!r)[^}]*\}", row.message)}

@@ -130,6 +130,21 @@ CASES = {
     "sage": (SAGE, "window", {"every": 1, "leaving": 12, "protect_question": False}, 12, of(WindowLoop(1), budget=12)),
     "sage, question kept": (SAGE, "window", {"every": 4, "leaving": 12}, 12, of(WindowLoop(4), budget=12)),
     "streaming": ({"policy": "full"}, "window", {"every": 8}, 116, of(WindowLoop(8), budget=116)),
+    # Keys that were rotated to their places in the cache, and means of merged tokens, are copied as they are.
+    "positions=cache": (
+        {"policy": "streaming_llm", "positions": "cache", "budget_tokens": 48},
+        "window",
+        {"every": 4, "leaving": 12},
+        12,
+        of(WindowLoop(4), budget=12),
+    ),
+    "merged by means": (
+        {"policy": "cam", "budget_tokens": 48},
+        "window",
+        {"every": 4, "leaving": 12},
+        12,
+        of(WindowLoop(4), budget=12),
+    ),
     "h2o": ({"policy": "h2o", "budget_tokens": 48}, "h2o", {"every": 1}, 48, of(H2OLoop(1), budget=48)),
     "h2o, every 8th": ({"policy": "snapkv", "budget_tokens": 48}, "h2o", {"every": 8}, 48, of(H2OLoop(8), budget=48)),
     # LagKV: 116 tokens behind the sink are 8 partitions, the last of 12, and a remainder of 8.

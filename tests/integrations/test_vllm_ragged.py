@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvshelf import Engine, open_store
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables, Storage, full_of, rows_of, stand_ins
-from kvshelf.integrations.vllm.request import is_ragged
+from kvshelf.integrations.vllm.request import is_ragged, require_places
 from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.samples.tasks import make_facts, write_document
 from kvshelf.store.manifest import Manifest
@@ -167,7 +168,10 @@ def test_a_pass_without_a_ragged_cache_has_no_rows() -> None:
 
 
 MADE: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget and not POLICIES[name].merges),
+    *((name, {}) for name in POLICIES if POLICIES[name].takes_budget),
+    ("d2o", {"prefill": "chunked"}),
+    ("kvmerger", {"first": 1}),
+    ("kvmerger", {"threshold": 0.75}),
     *(("kvzip", {"across": across}) for across in ("layer", "head")),
     ("kvzip", {"prefill": "chunked"}),
     ("ada", {"base": "h2o", "across": "cache"}),
@@ -186,7 +190,8 @@ def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: d
     document = write_document(
         random.Random(3), make_facts(random.Random(3), [4] * 2), "prose", 400, lambda text: len(text.split())
     )
-    cache = tiny.compress(document.text, policy=policy, compression_ratio=0.5, **params)
+    size = {} if "threshold" in params else {"compression_ratio": 0.5}
+    cache = tiny.compress(document.text, policy=policy, **size, **params)
     with open_store(f"disk://{tmp_path}/home") as store:
         manifest = store.put(cache)
         with store.open_cache(manifest.id) as opened:
@@ -194,3 +199,28 @@ def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: d
     kept = {length for layer in cache.reduced for length in layer.lengths}
     assert is_ragged(manifest) == (len(kept) > 1)
     assert not manifest.model_dump().keys() & set(Manifest.LATER)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "refused"),
+    [("kvzip", "full", True), ("kvzip", "keydiff", True), ("kvzip", "kvzip", False), ("keydiff", "full", False)],
+)
+def test_what_is_appended_evenly_to_a_ragged_cache_is_refused(
+    tiny: Engine, first: str, then: str, refused: bool, tmp_path: Path
+) -> None:
+    """Also where another piece is between them."""
+    document, size = "One code is 17. " * 30, {} if then == "full" else {"compression_ratio": 0.5}
+    caches = [tiny.compress(document, policy=first, compression_ratio=0.5)]
+    for _ in range(2):
+        caches.append(tiny.extend(caches[-1], document, policy=then, **size))
+    lengths = {length for layer in caches[-1].reduced for length in layer.lengths}
+    with open_store(f"disk://{tmp_path}/home") as store:
+        stored = [store.put(caches[0])]
+        for cache in caches[1:]:
+            stored.append(store.put(cache, parent_id=stored[-1].id))
+        assert refused == (len(lengths) > 1 and not is_ragged(stored[-1]))
+        if refused:
+            with pytest.raises(PolicyUnsupported, match="append by the policy of that cache"):
+                require_places(store, stored[-1])
+        else:
+            require_places(store, stored[-1])

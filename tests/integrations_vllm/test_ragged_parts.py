@@ -101,6 +101,17 @@ def test_a_vllm_without_page_tables_for_heads_refuses_by_the_index_alone(
     scheduler.close()
 
 
+def test_what_was_appended_evenly_is_refused_by_its_parents(
+    scheduler: ShelfScheduler, store: Store, tiny: Engine, cache: CompressedCache
+) -> None:
+    appended = tiny.extend(cache, document(91).text, policy="full")
+    made = arrived(scheduler, "appended", store.put(appended, parent_id=store.put(cache).id))
+    assert scheduler.matched(made, 0) == (1, True)
+    with structlog.testing.capture_logs() as logs:
+        scheduler.allocated(made, [1], 1)
+    assert [entry["code"] for entry in logs] == ["policy_unsupported"]
+
+
 def test_what_a_worker_does_not_know_fails(
     shelf: dict[str, str], store: Store, cache: CompressedCache, model_folder: Path
 ) -> None:

@@ -9,10 +9,11 @@ from typing import Any, Final, Self
 
 from kvshelf.api.strict import MAX_TOKENS
 from kvshelf.engine.inputs.encode import Encoder, Prompt
-from kvshelf.errors import InvalidRequest, ModelMismatch
+from kvshelf.errors import InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.integrations.vllm.ragged.pages import stand_ins
 from kvshelf.methods.policies.registry import build
 from kvshelf.model.text import TextFormat
+from kvshelf.store.base import Store, lineage
 from kvshelf.store.manifest import Manifest
 
 FIELD: Final = "kvshelf"
@@ -141,6 +142,18 @@ def is_ragged(cache: Manifest | Told) -> bool:
     with suppress(InvalidRequest):
         return build(cache.policy, cache.policy_params).ragged
     return False
+
+
+def require_places(store: Store, cache: Manifest) -> None:
+    """Raises `PolicyUnsupported` for a cache whose last piece keeps as many entries in every head, behind one that does
+    not: by its manifest alone, of which a request is made, it has no places for heads."""
+    if not is_ragged(cache) and any(map(is_ragged, lineage(store, cache))):
+        raise PolicyUnsupported(
+            f"{cache.id} was appended by policy {cache.policy!r} to a cache whose heads keep different numbers of "
+            "entries, which its manifest does not say; append by the policy of that cache, or compress the whole "
+            "document anew",
+            param="cache_id",
+        )
 
 
 def places_of(cache: Manifest | Told, page: int) -> int:

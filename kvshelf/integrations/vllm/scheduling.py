@@ -14,7 +14,8 @@ import structlog
 
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.ragged.pages import full_of
-from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest
+from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest, require_places
+from kvshelf.integrations.vllm.service import ServiceShelf
 from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
 from kvshelf.integrations.vllm.tenants import Tenants
@@ -82,6 +83,8 @@ class ShelfScheduler:
         cache = self._store.stat(named.cache_id, tenant=named.tenant)
         if named.ragged is not None and isinstance(cache, Manifest):
             self._require_root(request, cache)
+        if isinstance(cache, Manifest) and not isinstance(self._store, ServiceShelf):
+            require_places(self._store, cache)
         prompt = request.prompt_token_ids or ()
         return ShelfRequest.parse(cache, prompt, request.cache_salt, named.ragged, self._page)
 

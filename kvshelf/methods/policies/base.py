@@ -159,7 +159,7 @@ class Policy(Method):
 
     @property
     def phase(self) -> Phase:
-        """When it reduces.
+        """When it reduces in a prefill in one pass. Between chunks, all layers have what stays and a chunk.
 
         "during": each layer once, when its attention is done. In one pass the memory peak is one full layer and the
         entries kept from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget

@@ -80,6 +80,10 @@ class D2O(ChunkedPolicy):
     def phase(self) -> Phase:
         return "after"
 
+    @property
+    def ragged(self) -> bool:
+        return True
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
         if self.chunked and self.store == "slots":

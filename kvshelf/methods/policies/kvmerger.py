@@ -75,6 +75,10 @@ class KVMerger(Policy):
     def exact(self) -> bool:
         return self.threshold is None
 
+    @property
+    def ragged(self) -> bool:
+        return not self.exact or self.first + self.last > 0
+
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         return self.threshold is not None or super().has_work(budget, num_tokens)
 
