@@ -157,9 +157,10 @@ def test_a_question_goes_to_the_one_or_two_that_it_is_about(
 ) -> None:
     ids = ids_of(caches)
     answer = ask(http, ids, prompt="Who lit it?", max_tokens=12, route=route)
-    assert (answer.keys(), answer["cache_ids"]) == (FIELDS, ids)
+    assert answer["cache_ids"] == ids
     read = [source["cache_id"] for source in answer["sources"] if source["share"]]
     assert len(read) in (1, 2)
+    assert answer.keys() == (FIELDS if len(read) > 1 else FIELDS - {"exact"})
     assert sum(source["share"] for source in answer["sources"]) == pytest.approx(1)
     blobs = [CompressedCache.from_bytes(http.get(f"/v1/caches/{id}/blob").content) for id in ids]
     engine = Engine.load(str(tiny_folder), device="cpu")
