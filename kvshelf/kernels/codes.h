@@ -24,8 +24,9 @@ typedef struct {
 /* A vector of codes of 3 bits, from bit `start` of a byte on: 0 or 4, as 4 lanes end within a byte. */
 INLINE Floats codes_of_three(const uint8_t *from, const int start) {
     typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-    uint32_t low = 0;
-    memcpy(&low, from, LANES == 16 ? 4 : LANES == 8 ? 3 : 2);
+    uint32_t low = (uint32_t)from[0] | (uint32_t)from[1] << 8; /* a copy of three bytes would go through memory */
+    if (LANES > 4) low |= (uint32_t)from[2] << 16;
+    if (LANES > 8) low |= (uint32_t)from[3] << 24;
 #if LANES == 16
     uint32_t high; /* from bit 16 on, for the upper 8 lanes */
     memcpy(&high, from + 2, sizeof high);

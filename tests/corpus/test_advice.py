@@ -113,7 +113,8 @@ def test_advice_follows_the_measured_rows_and_no_name(monkeypatch):
 def test_a_suffix_policy_is_advised_where_an_answer_does_not_fit():
     token = LLAMA.full_bytes(1)
     whole, *bounded = suffix_rows()
-    assert {row["policy"] for row in bounded} == {each.name for each in catalog(SUFFIX_POLICY)}
+    unmeasured = {"trimkv"}  # the model of the rows has gates for documents alone
+    assert {row["policy"] for row in bounded} == {each.name for each in catalog(SUFFIX_POLICY)} - unmeasured
     (line,) = (line for line in lines("one-long") if line.option.name == "full + fasa")
     assert (line.suffix, line.tier) == (None, "memory")
     # Long answers behind a short document: the answer is what takes the memory.

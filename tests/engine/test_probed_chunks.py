@@ -202,7 +202,9 @@ def test_shares_of_layers_are_computed_once(oracle: Any, monkeypatch: pytest.Mon
         return shares[-1]
 
     monkeypatch.setattr("kvshelf.methods.policies.epicache.floored", counted)
-    cache = chunked(oracle.engine, oracle.ids[:TOKENS], "epicache", budget_tokens=BUDGET + 7, layers="sensitivity")
+    sharpness = 2 + len(oracle.model.config.model_type) / 8 + oracle.model.config.num_attention_heads / 100
+    more = {"layers": "sensitivity", "sharpness": sharpness}  # of this model alone
+    cache = chunked(oracle.engine, oracle.ids[:TOKENS], "epicache", budget_tokens=BUDGET, **more)
     assert [record.entries // len(record.lengths) for record in cache.layers] == shares[0]
     assert len(shares) == 1
 

@@ -23,12 +23,6 @@ from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import by_claims
 from kvshelf.methods.policies.view import DocumentView, LayerView, Ranks
 
-_NEWEST = 0.5
-"""What the newest mean cosine counts in the threshold, beside the threshold of before."""
-
-_TINY = 1e-30
-"""No weight of a mean may be zero."""
-
 
 class _OfLayer(NamedTuple):
     """What D2O knows of a layer. claim: its weight where layers share the budget. always: first tokens that stay.
@@ -87,8 +81,7 @@ class D2O(ChunkedPolicy):
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
         if self.chunked and self.store == "slots":
-            why = "with prefill=chunked entries merge again and again, and have no slots; take store=means"
-            raise PolicyUnsupported(why, param="policy_params.store")
+            raise PolicyUnsupported("in chunks entries have no slots; take store=means", param="policy_params.store")
         whole, least = WholeLayers(self.first, self.last), document.protected_prefix + 1
         param = "first" if self.first else "last"
         count = whole.fewest(document.num_layers, document.num_tokens, budget.tokens, least, param)
@@ -136,10 +129,9 @@ class D2O(ChunkedPolicy):
     def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
         """Each head keeps `counts[0]` entries, once it has more; what goes merges, and moves the threshold."""
         record, note, scores = past.record, past.note, past.columns["sums"].view(past.record.kv_heads, -1)
-        share = counts[0]
         keys, values = (states.view(*scores.shape, -1) for states in record.rows if isinstance(states, Tensor))
         places = record.entry_positions.view(scores.shape).long()
-        rows = torch.arange(scores.shape[1], device=scores.device)
+        rows, share = torch.arange(scores.shape[1], device=scores.device), counts[0]
         recent = min(int(self.recent * share), share - note.always)
         protected = (rows < note.always) | (rows >= len(rows) - recent)
         kept = select(scores, protected, [min(share, len(rows))] * len(scores))
@@ -147,10 +139,10 @@ class D2O(ChunkedPolicy):
         sums, heads = over_heads(cosines, ~kept, places, note.ranks)
         tau = sums.sum() / heads.sum().clamp_min(1) if self.tau is None else self.tau
         if note.tau is not None:
-            tau = (1 - _NEWEST) * note.tau + _NEWEST * tau
+            tau = (note.tau + tau) / 2
         plan = MergePlan.joining(kept, ~kept & ((sums / heads.clamp_min(1))[places] >= tau), targets)
         weights, code = torch.where(kept, 1.0, cosines), self.form == "code"
-        weights = weights.clamp_min(_TINY) if code else weights.exp()
+        weights = weights.clamp_min(1e-30) if code else weights.exp()  # no weight of a mean may be zero
         importance = importance_of(scores, protected)
         made = plan.made((keys, values), weights, importance, slots=self.store == "slots", shrinks=code)
         made = replace(made, entries_at=record.entry_positions[kept.flatten()])

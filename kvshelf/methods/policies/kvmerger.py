@@ -60,11 +60,7 @@ class KVMerger(Policy):
     first: int = parameter(0, "first layers that stay whole", minimum=0)
     last: int = parameter(0, "last layers that stay whole", minimum=0)
     threshold: float | None = parameter(
-        None,
-        "cosine above which neighbours merge, in place of a budget; null: the budget decides",
-        minimum=-1,
-        maximum=1,
-        added=True,
+        None, "cosine above which neighbours merge; null: as the budget decides", minimum=-1, maximum=1, added=True
     )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 import traceback
@@ -10,14 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import structlog
-
 from kvshelf.errors import Cancelled, DeadlineExceeded, KvshelfError, OutOfMemory
 
 if TYPE_CHECKING:
     from kvshelf.engine.decode.turns import Turn  # torch
 
-log = structlog.get_logger("kvshelf.workers")
+log = logging.getLogger("kvshelf.workers")  # as kernels and the engine, whose machine may lack structlog
 
 ResultT = TypeVar("ResultT")
 

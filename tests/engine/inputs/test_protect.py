@@ -18,6 +18,7 @@ from kvshelf.engine.inputs.job import Job
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.method import parameter_fields
 from kvshelf.methods.policies import POLICIES
+from kvshelf.methods.registry import parameters_of
 from kvshelf.samples.tasks import make_document
 from kvshelf_bench.models.small import small_model
 
@@ -117,7 +118,7 @@ def test_no_codec_rounds_what_is_protected(
 
 
 def in_chunks(policy: str) -> dict[str, Any]:
-    blocks = {"chunk": 128} if "chunk" in POLICIES[policy].build({}, POLICIES).parameters() else {}
+    blocks = {"chunk": 128} if "chunk" in parameters_of(POLICIES[policy]) else {}
     return {"prefill": "chunked", **blocks}
 
 

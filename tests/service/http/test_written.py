@@ -27,6 +27,7 @@ SHORT = {
     "EstimateObject",  # of each policy
     "Limits",
     "ModelList",
+    "ModelObject",  # of the models that it is linked to, some digests
     "PolicyList",
     "SearchList",  # 100 hits of 300 bytes
     "SelectorList",

@@ -48,10 +48,15 @@ def test_only_a_local_cluster_needs_the_gpu_here() -> None:
 def test_a_model_that_has_no_room_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(OutOfMemory, match=r"'kvshelf-tiny' does not fit on cpu: it needs .* may use 1,073,741,824"):
         require_startable(Settings(device="cpu", gpu_memory="1GiB"))  # type: ignore[arg-type]
-    small = {"resident_bytes": 1 << 20, "max_suffix_bytes": 1 << 20, "device": "cpu", "gpu_memory": 2e9}
+    small = {
+        "resident_bytes": 1 << 20,
+        "max_suffix_bytes": 1 << 20,
+        "device": "cpu",
+        "gpu_memory": 12e9,
+    }  # of which this process has some
     require_startable(Settings(**small))
     with pytest.raises(OutOfMemory, match="a document of 16,384 tokens"):
-        require_startable(Settings(**(small | {"max_document_tokens": 16384, "resident_bytes": 1_400_000_000})))
+        require_startable(Settings(**(small | {"max_document_tokens": 16384, "resident_bytes": 11_990_000_000})))
 
 
 @pytest.mark.parametrize("several", [{"gpus_per_replica": 2}, {"engine": "llama.cpp"}, {"device": "spread"}])
