@@ -313,7 +313,7 @@ def test_what_does_not_go_with_blocks_is_refused_by_name(tiny: Engine) -> None:
         for policy in ("epicache", "kvzip"):
             with pytest.raises(PolicyUnsupported, match=what) as refused:
                 chunked(engine, document, policy)
-            assert refused.value.param == "policy"
+            assert refused.value.param == "policy_params.prefill"
     if not OLD:
         latents = Engine(with_latents("deepseek_v2"), name="deepseek_v2")
         with pytest.raises(PolicyUnsupported, match="latents") as refused:
