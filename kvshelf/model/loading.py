@@ -70,7 +70,7 @@ def load(
     safetensors and GGUF, no remote code.
 
     device: "auto" (a GPU where there is one), "spread" (all GPUs, then the CPU's memory), or what torch accepts. dtype:
-    "auto" (see `_dtype_of`), or its name. progress: whether transformers and the hub may show their progress bars.
+    "auto" (see `_chosen_dtype`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
     part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
     them (`int8.round_to_int8`) and loads in float32.
@@ -93,7 +93,6 @@ def load(
         with nullcontext() if progress else _without_bars():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             numbers = _dtype_of(config, dtype, device)
-            _require_numbers(numbers, device)
             packed = _take_plain(config, name)
             if packed is not None:
                 placed |= _unpacked(packed, source, name, placed)
@@ -142,7 +141,16 @@ def readable(name: str, *, weights: bool = True) -> str:
 
 
 def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype | str:
-    """The dtype to load in. "auto" is the checkpoint's, with two exceptions: on a CPU, 16 bits only where it multiplies
+    """The dtype to load in. Raises as `require_bfloat16`, for the device's GPU."""
+    numbers = _chosen_dtype(config, dtype, device)
+    if numbers == torch.bfloat16 and device.startswith(("auto", "spread", "cuda")) and torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(torch.device(device if device.startswith("cuda") else "cuda"))
+        require_bfloat16(card.name, (card.major, card.minor))
+    return numbers
+
+
+def _chosen_dtype(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype | str:
+    """The dtype of a name. "auto" is the checkpoint's, with two exceptions: on a CPU, 16 bits only where it multiplies
     them; and on a GPU, bfloat16 for a GGUF file, whose float32 has no more digits than its few bits."""
     if dtype != "auto":
         return _DTYPES[dtype]
@@ -153,12 +161,6 @@ def _dtype_of(config: PretrainedConfig, dtype: str, device: str) -> torch.dtype 
     if checkpoint == torch.float16 or (checkpoint != torch.float32 and not multiplies_bfloat16()):
         return torch.float32
     return "auto"
-
-
-def _require_numbers(dtype: torch.dtype | str, device: str) -> None:
-    if dtype == torch.bfloat16 and device.startswith(("auto", "spread", "cuda")) and torch.cuda.is_available():
-        card = torch.cuda.get_device_properties(torch.device(device if device.startswith("cuda") else "cuda"))
-        require_bfloat16(card.name, (card.major, card.minor))
 
 
 def _placed(device: str, ranks: int) -> dict[str, Any]:
@@ -338,7 +340,6 @@ def outline(name: str, *, device: str, dtype: str) -> PreTrainedModel:
     device lacks."""
     model = skeleton(name)
     numbers = _dtype_of(model.config, dtype, device)
-    _require_numbers(numbers, device)
     return model.to(numbers) if isinstance(numbers, torch.dtype) else model
 
 
