@@ -16,10 +16,9 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from typing import Final
 
 import structlog
 
@@ -30,6 +29,8 @@ from kvshelf.service.settings import Settings
 
 log = structlog.get_logger("kvshelf.service")
 
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def supervise(settings: Settings, command: Sequence[str]) -> int:
     """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code, 130 after SIGINT.
@@ -37,8 +38,30 @@ def supervise(settings: Settings, command: Sequence[str]) -> int:
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)
-    with bound(settings.host, settings.port) as listener:
-        return asyncio.run(_Supervisor(command, listener).run())
+    with bound(settings.host, settings.port) as listener, _signals() as numbers:
+        return asyncio.run(_Supervisor(command, listener, numbers).run())
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """From it the numbers of arriving signals are read. Afterwards they are ignored until the process ends.
+
+    asyncio's handlers give each signal its default action back when the loop closes, so a late one would end the
+    process with a wrong exit code. To block them in this thread does not help: a library's thread would take them.
+    """
+    numbers, written = socket.socketpair()
+    with numbers, written:
+        numbers.setblocking(False)
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        try:
+            yield numbers
+        finally:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            signal.set_wakeup_fd(-1)
 
 
 @contextmanager
@@ -81,9 +104,10 @@ class _Child:
 class _Supervisor:
     """Starts at most one child at a time. The last child to become ready serves."""
 
-    def __init__(self, command: Sequence[str], listener: socket.socket) -> None:
+    def __init__(self, command: Sequence[str], listener: socket.socket, signals: socket.socket) -> None:
         self._command = command
         self._listener = listener
+        self._signals = signals
         self._lives = asyncio.TaskGroup()
         self._children: list[_Child] = []
         self._coming: _Child | None = None
@@ -95,18 +119,17 @@ class _Supervisor:
 
     async def run(self) -> int:
         """See `supervise`. Ends when no child is left: a starting child may replace one that died."""
-        loop = asyncio.get_running_loop()
-        # Other threads block the signals, and in the end this one too. asyncio closes the pipe of its signal handlers
-        # before it removes them, so a late signal would print a traceback, or end this process.
-        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        loop.set_default_executor(ThreadPoolExecutor(initializer=block))
+        asyncio.get_running_loop().add_reader(self._signals, self._signalled)
         async with self._lives:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self._stop, number)
-            loop.add_signal_handler(signal.SIGHUP, self._replace)
             self._start()
-        block()
         return 128 + signal.SIGINT if self._interrupted else self._exit_code
+
+    def _signalled(self) -> None:
+        for number in self._signals.recv(4096):
+            if number == signal.SIGHUP:
+                self._replace()
+            else:
+                self._stop(number)
 
     def _stop(self, number: int) -> None:
         self._stopping = True

@@ -209,7 +209,7 @@ def test_a_signal_at_its_very_end_changes_nothing(supervised: Callable[..., Supe
     service.process.terminate()
     while service.process.poll() is None:
         service.process.send_signal(number)
-        time.sleep(0.001)  # more would fill the pipe of asyncio's handlers
+        time.sleep(0.001)
     # Of the child, which a signal ended. Two that wait are delivered in the order of their numbers.
     assert service.process.returncode - 128 in {signal.SIGTERM, number} - {signal.SIGHUP}  # which is not passed on
     assert "Traceback" not in (service.folder / "log").read_text()
