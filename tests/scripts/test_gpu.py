@@ -40,7 +40,7 @@ def rows_in(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)
 def test_every_part_runs_in_small(tmp_path):
     """`TRITON_INTERPRET` is each part's own affair: only kernels that are checked are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
