@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 from kvshelf import Engine, open_store
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.integrations.vllm.request import ShelfRequest
+from kvshelf.integrations.vllm.request import PAGE, ShelfRequest, is_ragged, places_of
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
@@ -43,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "full, int4": {"policy": "full", "codec": "int4"},
     "keydiff, 75 % removed": {"policy": "keydiff", "compression_ratio": 0.75},
+    "kvzip, 75 % removed": {"policy": "kvzip", "compression_ratio": 0.75},
 }
 
 
@@ -52,6 +53,10 @@ def first_token_s(llm: LLM, prompt: dict[str, Any], extra: dict[str, Any]) -> fl
     (output,) = llm.generate(prompt, sampling, use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
     return time.perf_counter() - started
+
+
+def request_to(manifest: Manifest, question: Sequence[int]) -> ShelfRequest:
+    return ShelfRequest(manifest.id, places_of(manifest, PAGE), tuple(question), ragged=is_ragged(manifest))
 
 
 def first_tokens(llm: LLM, engine: Engine, store: Store, draw: Draw, lengths: Sequence[int]) -> None:
@@ -64,7 +69,7 @@ def first_tokens(llm: LLM, engine: Engine, store: Store, draw: Draw, lengths: Se
             times.setdefault("vLLM", []).append((first, again))
             for name, how in WAYS.items():
                 cache = stored(engine, store, document, how)
-                requests = [ShelfRequest(cache.id, cache.kept_tokens, tuple(draw(QUESTION))) for _ in range(2)]
+                requests = [request_to(cache, draw(QUESTION)) for _ in range(2)]
                 first, again = (first_token_s(llm, *request.offline) for request in requests)
                 times.setdefault(name, []).append((first, again))
         for name, pairs in times.items():
@@ -111,7 +116,7 @@ def by_vllm(llm: LLM, documents: Sequence[list[int]]) -> Callable[[list[list[int
 def by_connector(llm: LLM, manifests: Sequence[Manifest]) -> Callable[[list[list[int]]], None]:
     def ask(questions: list[list[int]]) -> None:
         asked = zip(manifests, questions, strict=True)
-        requests = [ShelfRequest(each.id, each.kept_tokens, tuple(ids)).offline for each, ids in asked]
+        requests = [request_to(manifest, ids).offline for manifest, ids in asked]
         prompts, extras = zip(*requests, strict=True)
         outputs = llm.generate(list(prompts), [answers(extra) for extra in extras], use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == ANSWER for output in outputs)
