@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvshelf.engine.engine import Engine
-from kvshelf_bench.kernels.counts import Counts
 from kvshelf_bench.speed.selecting import selection_of, stepping
 from kvshelf_bench.speed.subject import Subject
+from scripts.launch_counts import Counts
 
 _TOKENS = 64
 

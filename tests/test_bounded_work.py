@@ -19,7 +19,7 @@ MUCH_S: Final = 0.01
 
 
 KNOWN_BY_A_RUN: Final = {
-    ("kvshelf/api/openai.py", "CONVERSATION"): "of kvshelf/api/strict.py: one class of characters, 64 of them at most",
+    ("kvshelf/api/openai.py", "strict.CONVERSATION"): "one class of characters, 64 of them at most",
     ("kvshelf/model/split.py", "pattern"): "the operator's plan of a model",
     ("kvshelf/model/tokens.py", "'|'.join(map(re.escape, longest_first))"): "the words of a tokenizer's marks",
     ("kvshelf/service/settings.py", "pattern"): "the operator's settings; two short patterns",

@@ -12,39 +12,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvshelf.api.anthropic_blocks import (
-    AnyBlock,
-    CacheControl,
-    CustomToolChoice,
-    CustomTools,
-    InputMessage,
-    Texts,
-    Turn,
-    blocks_of,
-    joined,
-    spoken,
-)
+from kvshelf.api import anthropic_blocks, strict
 from kvshelf.api.creation import CreateCache
 from kvshelf.api.queries import Asking
 from kvshelf.api.shapes import JsonSchema, OfSchema
-from kvshelf.api.strict import (
-    MAX_MESSAGES,
-    MAX_TOKENS,
-    AnyFields,
-    CodecText,
-    Conversation,
-    ErrorBody,
-    Message,
-    ModelName,
-    Ratio,
-    RequestBody,
-    ResponseBody,
-    StopText,
-    Temperature,
-    TopP,
-    misuse,
-    without_unsupported,
-)
 from kvshelf.api.tools import Tool, ToolAsking, ToolChoice, ToolTurn, require_tools
 
 MAX_MARKS: Final = 4
@@ -65,36 +36,36 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 """Anthropic's unsupported fields, each with the values besides null that change nothing."""
 
 
-class Metadata(RequestBody):
+class Metadata(strict.RequestBody):
     user_id: str | None = None
 
 
-class CompressionChoice(RequestBody):
+class CompressionChoice(strict.RequestBody):
     """How a cache that `cache_control` asks for is compressed, as in a creation; by default nothing is lost."""
 
     policy: Annotated[str, Field(min_length=1, max_length=64)] = "full"
-    policy_params: AnyFields = Field(default_factory=dict, max_length=64)
-    compression_ratio: Ratio | None = None
-    codec: CodecText = "none"
+    policy_params: strict.AnyFields = Field(default_factory=dict, max_length=64)
+    compression_ratio: strict.Ratio | None = None
+    codec: strict.CodecText = "none"
 
 
-class OutputFormat(RequestBody):
+class OutputFormat(strict.RequestBody):
     type: Literal["json_schema"]
-    schema_: AnyFields = Field(alias="schema")
+    schema_: strict.AnyFields = Field(alias="schema")
 
 
 class OfOutputSchema(OfSchema):
     PARAM: ClassVar[str] = "output_config.format"
 
 
-class OutputConfig(RequestBody):
+class OutputConfig(strict.RequestBody):
     """`format`: the text of the answer is JSON that fits its schema."""
 
     format: OutputFormat | None = None
     effort: None = None
 
 
-class Thinking(RequestBody):
+class Thinking(strict.RequestBody):
     """Whether the model thinks before it answers, where its chat template can turn that on and off. `budget_tokens` and
     `display` have no effect: thoughts count for `max_tokens`, and the answer has all of them."""
 
@@ -108,16 +79,18 @@ class Thinking(RequestBody):
         return {"reasoning_effort": "none" if self.type == "disabled" else "medium"}
 
 
-class CountTokensRequest(RequestBody):
+class CountTokensRequest(strict.RequestBody):
     """Anthropic's body of `count_tokens`, plus `cache_id`: a stored cache that the conversation begins with."""
 
-    model: ModelName
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Texts | None = None
-    tools: CustomTools | None = None
-    tool_choice: CustomToolChoice | None = None
+    model: strict.ModelName
+    messages: Annotated[
+        list[anthropic_blocks.InputMessage], Field(min_length=1, max_length=strict.MAX_MESSAGES, fail_fast=True)
+    ]
+    system: anthropic_blocks.Texts | None = None
+    tools: anthropic_blocks.CustomTools | None = None
+    tool_choice: anthropic_blocks.CustomToolChoice | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: anthropic_blocks.CacheControl | None = None
     cache_id: str | None = None
     thinking: Thinking | None = None
 
@@ -127,39 +100,43 @@ class CountTokensRequest(RequestBody):
         if isinstance(data, dict) and data.get("thread") is not None:
             # By these details Anthropic's client knows that it must send whole conversations.
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            raise misuse("thread", "thread is not supported; send the whole conversation", **details)
-        return without_unsupported(data, _ASKS_NOTHING)
+            raise strict.misuse("thread", "thread is not supported; send the whole conversation", **details)
+        return strict.without_unsupported(data, _ASKS_NOTHING)
 
     @model_validator(mode="after")
     def _conversation_fits(self) -> Self:
         roles = [message.role for message in self.messages]
         if roles[0] != "user" or roles[-1] != "user":
-            raise misuse("messages", "the first message and the last must be the user's: kvshelf continues no answer")
+            raise strict.misuse(
+                "messages", "the first message and the last must be the user's: kvshelf continues no answer"
+            )
         if len(self._marks) > MAX_MARKS:
-            raise misuse("cache_control", f"{len(self._marks)} blocks have cache_control; at most {MAX_MARKS} may")
+            raise strict.misuse(
+                "cache_control", f"{len(self._marks)} blocks have cache_control; at most {MAX_MARKS} may"
+            )
         calls = any(turn.role == "tool" or turn.tool_calls for turn in self._asked)
         require_tools(self._tools, self._tool_choice, calls=calls)
         if self._response_format is not None and self._tool_choice not in ("auto", "none"):
             param = OfOutputSchema.PARAM
-            raise misuse(param, f"tool_choice says what the answer must be; leave {param} out")
+            raise strict.misuse(param, f"tool_choice says what the answer must be; leave {param} out")
         return self
 
     @property
     def document(self) -> str | None:
         """What a cache holds that this request makes or finds; None if it makes none."""
-        return joined(self._beginning) or None
+        return anthropic_blocks.joined(self._beginning) or None
 
     @property
     def asking(self) -> Asking:
         """What is asked, behind the cache if there is one."""
-        return self._asking(max_tokens=MAX_TOKENS)
+        return self._asking(max_tokens=strict.MAX_TOKENS)
 
     def _asking(self, **how: Any) -> Asking:
         """how: the answer is made, as of an `Asking`."""
         how["response_format"] = self._response_format
         how |= {} if self.thinking is None else self.thinking.told
         if not self.tools:
-            messages = [Message.model_validate(turn.said) for turn in self._asked]
+            messages = [strict.Message.model_validate(turn.said) for turn in self._asked]
             return Asking(messages=messages, **how)
         parallel = self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
         tools: dict[str, Any] = {"tools": self._tools, "tool_choice": self._tool_choice}
@@ -168,21 +145,21 @@ class CountTokensRequest(RequestBody):
     @property
     def _asked(self) -> list[ToolTurn]:
         turns = self._turns
-        system = blocks_of(self.system)
+        system = anthropic_blocks.blocks_of(self.system)
         if self.cache_id is None:
             turns[0] = ("user", [*system, *turns[0][1]][len(self._beginning) :])
         elif system:
             turns.insert(0, ("system", system))
-        return spoken(turns)
+        return anthropic_blocks.spoken(turns)
 
     @property
-    def _turns(self) -> list[Turn]:
+    def _turns(self) -> list[anthropic_blocks.Turn]:
         """The conversation. Messages of one role in a row are one turn."""
         runs = groupby(self.messages, key=lambda message: message.role)
         return [(role, [block for message in run for block in message.blocks]) for role, run in runs]
 
     @property
-    def _beginning(self) -> list[AnyBlock]:
+    def _beginning(self) -> list[anthropic_blocks.AnyBlock]:
         """The blocks that the cache holds which `cache_control` asks for."""
         if self.cache_id is not None or not self._marks:
             return []
@@ -191,12 +168,15 @@ class CountTokensRequest(RequestBody):
         return blocks[: marked[-1]] if marked else blocks
 
     @property
-    def _before_question(self) -> list[AnyBlock]:
-        return [*blocks_of(self.system), *self._turns[0][1][:-1]]
+    def _before_question(self) -> list[anthropic_blocks.AnyBlock]:
+        return [*anthropic_blocks.blocks_of(self.system), *self._turns[0][1][:-1]]
 
     @property
-    def _marks(self) -> list[CacheControl]:
-        blocks = [*blocks_of(self.system), *(block for message in self.messages for block in message.blocks)]
+    def _marks(self) -> list[anthropic_blocks.CacheControl]:
+        blocks = [
+            *anthropic_blocks.blocks_of(self.system),
+            *(block for message in self.messages for block in message.blocks),
+        ]
         found = [block.cache_control for block in blocks] + [self.cache_control]
         return [mark for mark in found if mark is not None]
 
@@ -227,41 +207,41 @@ class MessagesRequest(CountTokensRequest):
     kept lives for the longest `ttl` of the request, from its last use on.
     """
 
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = Field(
+    max_tokens: Annotated[int, Field(ge=0, le=strict.MAX_TOKENS)] = Field(
         description="0: the cache is made, and nothing is said"
     )
-    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[strict.StopText], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool = False
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    temperature: strict.Temperature | None = None
+    top_p: strict.TopP | None = None
     metadata: Metadata | None = None
     cache: CompressionChoice | None = None
-    conversation: Conversation | None = None
+    conversation: strict.Conversation | None = None
 
     @model_validator(mode="after")
     def _asks_a_cache(self) -> Self:
         if self.cache_id is None:
             self._require_beginning()
         elif self.cache is not None:
-            raise misuse("cache", "the cache of cache_id is there already; leave cache out")
+            raise strict.misuse("cache", "the cache of cache_id is there already; leave cache out")
         if self.stream and not self.max_tokens:
-            raise misuse("stream", "with max_tokens 0 there is no answer to stream; leave stream out")
+            raise strict.misuse("stream", "with max_tokens 0 there is no answer to stream; leave stream out")
         return self
 
     def _require_beginning(self) -> None:
         if not self._marks:
-            raise misuse(
+            raise strict.misuse(
                 "cache_control",
                 "this service answers from stored caches only: give a long block cache_control, or give cache_id",
             )
         if not self._before_question:
-            raise misuse(
+            raise strict.misuse(
                 "cache_control",
                 "nothing stands before the question, which is the last block of the user's first turn; put the "
                 "document in a block before it",
             )
-        if (length := len(joined(self._beginning))) < MIN_CACHED_CHARACTERS:
-            raise misuse(
+        if (length := len(anthropic_blocks.joined(self._beginning))) < MIN_CACHED_CHARACTERS:
+            raise strict.misuse(
                 "cache_control",
                 f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
                 "cache_control on a longer block before the question, which is the last block of the user's first turn",
@@ -305,13 +285,13 @@ class MessagesRequest(CountTokensRequest):
         )
 
 
-class TokenCount(ResponseBody):
+class TokenCount(strict.ResponseBody):
     """`input_tokens`: of the whole conversation, those of a cache that it begins with included."""
 
     input_tokens: int
 
 
-class MessageUsage(ResponseBody):
+class MessageUsage(strict.ResponseBody):
     """Together all tokens of the conversation: `cache_read_input_tokens` came from the shelf,
     `cache_creation_input_tokens` were prefilled and kept, `input_tokens` prefilled and not kept."""
 
@@ -321,13 +301,13 @@ class MessageUsage(ResponseBody):
     output_tokens: int
 
 
-class AnswerText(ResponseBody):
+class AnswerText(strict.ResponseBody):
     type: Literal["text"] = "text"
     text: str
     citations: None = None
 
 
-class AnswerThinking(ResponseBody):
+class AnswerThinking(strict.ResponseBody):
     """What the model thought before it answered. `signature` is empty: nothing is encrypted."""
 
     type: Literal["thinking"] = "thinking"
@@ -335,7 +315,7 @@ class AnswerThinking(ResponseBody):
     signature: str = ""
 
 
-class AnswerCall(ResponseBody):
+class AnswerCall(strict.ResponseBody):
     """A tool that the caller is to run; its result comes in a block `tool_result` with this id."""
 
     type: Literal["tool_use"] = "tool_use"
@@ -348,7 +328,7 @@ AnswerBlock = AnswerThinking | AnswerText | AnswerCall
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class MessageObject(ResponseBody):
+class MessageObject(strict.ResponseBody):
     """Anthropic's message, plus `cache_id`, the cache that was asked, and `stored_cache_id` or `not_stored` where the
     turn was to be kept, as of an `AnswerObject`."""
 
@@ -365,9 +345,9 @@ class MessageObject(ResponseBody):
     not_stored: str | None = None
 
 
-class MessageError(ResponseBody):
+class MessageError(strict.ResponseBody):
     """An error as Anthropic's API writes it: `type` of the error is Anthropic's, the other fields are kvshelf's."""
 
     type: Literal["error"] = "error"
-    error: ErrorBody
+    error: strict.ErrorBody
     request_id: str

@@ -8,25 +8,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvshelf.api import strict
 from kvshelf.api.certificates import CertifiedBy
-from kvshelf.api.strict import (
-    CacheName,
-    ExpiresAt,
-    Guarantee,
-    Labels,
-    LayoutName,
-    ListBody,
-    ModelName,
-    NextUse,
-    QueryString,
-    Renewable,
-    RequestBody,
-    ResponseBody,
-    Role,
-    Ttl,
-    misuse,
-    require_one_expiry,
-)
 
 ExportTo = Literal["llama.cpp", "mlx"]
 """The engines of others that a cache can become a file of."""
@@ -41,7 +24,7 @@ EXPORT_SUFFIXES: Final[dict[ExportTo, str]] = {"llama.cpp": ".bin", "mlx": ".saf
 """How the names of those files end."""
 
 
-class TokenCounts(ResponseBody):
+class TokenCounts(strict.ResponseBody):
     """`kept` is the mean number of entries per layer and KV head; `protected` of them were said to stay (`protect`)."""
 
     document: int
@@ -49,7 +32,7 @@ class TokenCounts(ResponseBody):
     protected: int = 0
 
 
-class ByteCounts(ResponseBody):
+class ByteCounts(strict.ResponseBody):
     """`full` is the size of the document's uncompressed KV cache in the model's dtype, `full_16bit` its size in 16-bit
     numbers, `stored` the size of the blob. Of a layer with a sliding window or chunked attention only what questions
     see counts. Say how much smaller a cache is against `full_16bit`: an fp32 cache doubles every factor."""
@@ -69,7 +52,7 @@ class ByteCounts(ResponseBody):
         return f"{show(self.stored)}, {self.share:.1%} of {show(self.full_16bit)} uncompressed in 16 bits{wider}"
 
 
-class Timings(ResponseBody):
+class Timings(strict.ResponseBody):
     """Seconds spent waiting, in the model's forward, compressing, and writing to the store."""
 
     queue_s: float = 0.0
@@ -82,7 +65,7 @@ WorstPart = dict[str, int | float]
 """A part of a document: `from` one token `to` another, and the `agreement` there. `from` is no name in Python."""
 
 
-class Quality(ResponseBody):
+class Quality(strict.ResponseBody):
     """How close a cache is to the full one, on cues made from the document during compression.
 
     `agreement`, 0 to 1: the share of what the document decides that it answers as the full cache does: of `cues` places
@@ -121,7 +104,7 @@ class Quality(ResponseBody):
         return f"{self.cues} cues" if self.low is None else f"{self.low:.3f} to {self.high:.3f}"
 
 
-class Tried(ResponseBody):
+class Tried(strict.ResponseBody):
     """One tried combination of policy, ratio and codec, with its bytes and quality or the `reason` for having none.
 
     `cache_id` is the id that its cache would have, null if the policy refused the document.
@@ -136,7 +119,7 @@ class Tried(ResponseBody):
     reason: str | None = None
 
 
-class Recoded(ResponseBody):
+class Recoded(strict.ResponseBody):
     """A cache that a ladder has coded smaller. `codec`: under which it was made, and of which its id is. `at`: when it
     was coded last, Unix seconds."""
 
@@ -144,7 +127,7 @@ class Recoded(ResponseBody):
     at: float
 
 
-class SourceObject(ResponseBody):
+class SourceObject(strict.ResponseBody):
     """What is kept of a document, to make its cache again. `bytes` on the shelf, before encryption. `expires_at` null:
     30 days after the cache has expired or was evicted. It never stays when the cache is deleted."""
 
@@ -153,7 +136,7 @@ class SourceObject(ResponseBody):
     expires_at: float | None = None
 
 
-class CacheObject(ResponseBody):
+class CacheObject(strict.ResponseBody):
     """One stored cache. `existing` is true in the answer to a POST that found the cache on the shelf.
 
     `quality` is its closeness to the full cache, null if not measured. If the cache was chosen among several
@@ -165,7 +148,7 @@ class CacheObject(ResponseBody):
     object: Literal["cache"] = "cache"
     document_id: str
     model: str
-    layout: LayoutName
+    layout: strict.LayoutName
     policy: str
     policy_params: dict[str, Any]
     compression_ratio: float
@@ -209,14 +192,14 @@ class CacheObject(ResponseBody):
         return f"{self.tokens.kept / max(self.tokens.document, 1):.0%} of the entries in {form}"
 
 
-class SaidMessage(ResponseBody):
+class SaidMessage(strict.ResponseBody):
     """A message of a stored turn. Calls of tools are in its text, as JSON."""
 
-    role: Role | Literal["tool"]
+    role: strict.Role | Literal["tool"]
     content: str
 
 
-class StoredTurn(ResponseBody):
+class StoredTurn(strict.ResponseBody):
     """One cache of a conversation or a document that grew: what was appended to its parent, `tokens` of `total_tokens`.
     `messages`: of a turn that a query stored; null where their text is not kept. `children`: the newest caches that
     were appended to it, at most 20."""
@@ -233,36 +216,36 @@ class StoredTurn(ResponseBody):
     children: list[str]
 
 
-class TurnList(ListBody):
+class TurnList(strict.ListBody):
     """GET /v1/caches/{id}/turns: from the document that was compressed first, as far as it is known, to the cache that
     was asked for."""
 
     data: list[StoredTurn]
 
 
-class LevelList(ListBody):
+class LevelList(strict.ListBody):
     """The answer to a creation with `levels`, `split` or `episodes`: one cache for each, in their order."""
 
     data: list[CacheObject]
 
 
-class CacheList(ListBody):
+class CacheList(strict.ListBody):
     data: list[CacheObject]
     has_more: bool
     last_id: str | None
 
 
-class SearchCaches(RequestBody):
+class SearchCaches(strict.RequestBody):
     """POST /v1/caches/search: which documents hold the words of a question. `labels`: only caches that have all of
     these. `model`: whose caches are searched; by default the first model's."""
 
     query: Annotated[str, Field(min_length=1, description="a question, or words of one")]
-    labels: Labels = Field(default_factory=dict)
+    labels: strict.Labels = Field(default_factory=dict)
     model: str | None = None
     limit: Annotated[int, Field(ge=1, le=64, description="most documents to name")] = 5
 
 
-class SearchHit(ResponseBody):
+class SearchHit(strict.ResponseBody):
     """`score`, 0 to 1: how much of the question the document holds. Scores of one search alone can be compared."""
 
     cache_id: str
@@ -270,7 +253,7 @@ class SearchHit(ResponseBody):
     name: str
 
 
-class Skipped(ResponseBody):
+class Skipped(strict.ResponseBody):
     """Caches of the filter that a search left out. `same_document`: older ones of a document; the newest stands for
     all. `other_model`: of another model than the search's. `without_summary`: no summary could be made of the
     document. `unreadable`: corrupt, or gone meanwhile."""
@@ -281,7 +264,7 @@ class Skipped(ResponseBody):
     unreadable: int = 0
 
 
-class SearchList(ListBody):
+class SearchList(strict.ListBody):
     """The documents that hold most of the question, the best first, each by its newest cache. `searched` counts those
     that were compared, `skipped` the other caches of the filter."""
 
@@ -290,7 +273,7 @@ class SearchList(ListBody):
     skipped: Skipped
 
 
-class ListCaches(QueryString):
+class ListCaches(strict.QueryString):
     """GET /v1/caches: the filters."""
 
     document_id: str | None = Field(None, description="caches of this document")
@@ -308,7 +291,7 @@ class ListCaches(QueryString):
     after: str | None = Field(None, description="the last id of the page before")
 
 
-class UpdateCache(RequestBody, Renewable):
+class UpdateCache(strict.RequestBody, strict.Renewable):
     """PATCH /v1/caches/{id}: changes the given fields. `labels` replaces all labels.
 
     A pinned cache is never evicted to make room, but it still expires; a guaranteed one does neither before its time.
@@ -316,28 +299,28 @@ class UpdateCache(RequestBody, Renewable):
     property of the cache: no answer shows it.
     """
 
-    ttl_s: Ttl | None = Field(None, description="seconds from now; null: never expires")
-    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: never expires")
+    ttl_s: strict.Ttl | None = Field(None, description="seconds from now; null: never expires")
+    expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s; null: never expires")
     ttl_renew: bool = Field(
         False, description="each question moves the end of the cache to ttl_s from then; false: none does any more"
     )
-    labels: Labels = Field(default_factory=dict)
-    name: CacheName = ""
+    labels: strict.Labels = Field(default_factory=dict)
+    name: strict.CacheName = ""
     pinned: bool = False
-    guaranteed_until: Guarantee | None = Field(
+    guaranteed_until: strict.Guarantee | None = Field(
         None, description="Unix seconds: never evicted before; null takes the promise back"
     )
-    next_use_s: NextUse | None = Field(
+    next_use_s: strict.NextUse | None = Field(
         None, description="seconds until its next question: replicas keep or read it for that; null: nobody knows"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.model_fields_set:
-            raise misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
-        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
+            raise strict.misuse("", f"nothing to change; give at least one of {', '.join(type(self).model_fields)}")
+        strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         if {"ttl_s", "expires_at"} <= self.model_fields_set:
-            raise misuse("expires_at", "give ttl_s or expires_at, not both")
+            raise strict.misuse("expires_at", "give ttl_s or expires_at, not both")
         return self
 
     def changes(self) -> dict[str, Any]:
@@ -348,26 +331,30 @@ class UpdateCache(RequestBody, Renewable):
         return found
 
 
-class WarmCaches(RequestBody):
+class WarmCaches(strict.RequestBody):
     """POST /v1/caches/warm: caches that are to be in memory before their questions come, by ids or by labels."""
 
     cache_ids: Annotated[list[str], Field(max_length=MOST_WARM)] = Field(
         default_factory=list, description="these caches"
     )
-    labels: Labels = Field(default_factory=dict, description="instead of ids: the caches that have all these labels")
-    model: ModelName | None = Field(None, description="with labels: the model's name in the caches; default: any")
+    labels: strict.Labels = Field(
+        default_factory=dict, description="instead of ids: the caches that have all these labels"
+    )
+    model: strict.ModelName | None = Field(
+        None, description="with labels: the model's name in the caches; default: any"
+    )
     replicas: Literal["all"] = Field("all", description="all: a question may go to any of them")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if bool(self.cache_ids) == bool(self.labels):
-            raise misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
+            raise strict.misuse("cache_ids", "give the caches by cache_ids or by labels, and not by both")
         if self.cache_ids and self.model is not None:
-            raise misuse("model", "model goes with labels; leave it out")
+            raise strict.misuse("model", "model goes with labels; leave it out")
         return self
 
 
-class WarmedReplica(ResponseBody):
+class WarmedReplica(strict.ResponseBody):
     """What one replica of a model has in memory now of the caches: `bytes`, of which it read `read_bytes` for this.
     `left_out`: those that found no room beside what questions use or are about to, or could not be read to their
     end."""
@@ -380,34 +367,34 @@ class WarmedReplica(ResponseBody):
     left_out: list[str] = Field(default_factory=list)
 
 
-class WarmedCaches(ListBody):
+class WarmedCaches(strict.ListBody):
     """The answer to POST /v1/caches/warm: a row for each replica that runs a model of the caches."""
 
     data: list[WarmedReplica]
 
 
-class RemakeCache(RequestBody):
+class RemakeCache(strict.RequestBody):
     """POST /v1/caches/{id}/remake: the same document under a model that is served here, from the kept source."""
 
-    model: ModelName | None = Field(None, description="one of /v1/models; default: the first one")
+    model: strict.ModelName | None = Field(None, description="one of /v1/models; default: the first one")
 
 
-class ImportCache(QueryString, Renewable):
+class ImportCache(strict.QueryString, strict.Renewable):
     """POST /v1/caches/import: properties of the cache; its blob or export is the body. `name` and `labels` have
     precedence over those of an export."""
 
-    ttl_s: Ttl | None = Field(None, description="seconds until the cache expires")
-    expires_at: ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
+    ttl_s: strict.Ttl | None = Field(None, description="seconds until the cache expires")
+    expires_at: strict.ExpiresAt | None = Field(None, description="Unix seconds, instead of ttl_s")
     ttl_renew: bool = Field(False, description="each question moves the end of the cache to ttl_s from then")
-    name: CacheName | None = None
+    name: strict.CacheName | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
+        strict.require_one_expiry(self.ttl_s, self.expires_at, ttl_renew=self.ttl_renew)
         return self
 
 
-class Deleted(ResponseBody):
+class Deleted(strict.ResponseBody):
     """The answer to DELETE. `descendants` are the ids of the caches that `cascade` deleted before it."""
 
     id: str
@@ -416,7 +403,7 @@ class Deleted(ResponseBody):
     descendants: list[str] = Field(default_factory=list)
 
 
-class Verification(ResponseBody):
+class Verification(strict.ResponseBody):
     """Result of reading a stored cache to its end. `bytes` counts the sound bytes of the blob and of any kept source. A
     cache that is not `ok` is quarantined and never used; `reason` is one word, `problem` a sentence."""
 
@@ -431,23 +418,25 @@ class Verification(ResponseBody):
 ErasedKind = Literal["cache", "source", "response", "request", "batch", "file", "lines", "certificate", "workflow"]
 
 
-class CreateErasure(RequestBody):
+class CreateErasure(strict.RequestBody):
     """POST /v1/erasures: everything that has all of `labels`, and the `name`, and what is derived from it. `tenant`,
     the caller's own, without labels and name: everything of it."""
 
-    labels: Labels = Field(default_factory=dict, description="what has all of these")
-    name: CacheName | None = Field(None, description="what has this name")
+    labels: strict.Labels = Field(default_factory=dict, description="what has all of these")
+    name: strict.CacheName | None = Field(None, description="what has this name")
     tenant: str | None = Field(None, description="the caller's tenant; alone it means everything that the tenant has")
     dry_run: bool = Field(False, description="say what would go, and leave it")
 
     @model_validator(mode="after")
     def _of_something(self) -> Self:
         if not self.labels and not self.name and self.tenant is None:
-            raise misuse("labels", "say what is to be erased: labels, a name, or the tenant for everything of it")
+            raise strict.misuse(
+                "labels", "say what is to be erased: labels, a name, or the tenant for everything of it"
+            )
         return self
 
 
-class ErasedThing(ResponseBody):
+class ErasedThing(strict.ResponseBody):
     """One thing that went. `digest`: BLAKE3 of its bytes, of a cache the root digest of its blob. `lines`: of a batch's
     journal, a file or a day's use, which else stays, so many lines went. `erased_at` null: not yet, or in a dry run."""
 
@@ -459,7 +448,7 @@ class ErasedThing(ResponseBody):
     erased_at: float | None = None
 
 
-class StayingThing(ResponseBody):
+class StayingThing(strict.ResponseBody):
     """What stays, and why."""
 
     kind: Literal["usage", "tombstone", "request", "batch", "workflow"]
@@ -467,7 +456,7 @@ class StayingThing(ResponseBody):
     why: str
 
 
-class Erasure(ResponseBody):
+class Erasure(strict.ResponseBody):
     """A receipt. `in_progress`: there was not enough time for all; the same request goes on. `digest`: BLAKE3 of the
     canonical JSON of the other fields but `public_key` and `signature`, which is Ed25519 over the 64 digits of it."""
 

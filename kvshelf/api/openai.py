@@ -14,42 +14,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api import shapes, strict
 from kvshelf.api.anthropic import MIN_CACHED_CHARACTERS, CompressionChoice
 from kvshelf.api.anthropic_blocks import BETWEEN_BLOCKS
 from kvshelf.api.creation import CreateCache
 from kvshelf.api.queries import Asking, AskShelf, Linked, Remade, Source, require_storable
-from kvshelf.api.shapes import (
-    Answers,
-    Choices,
-    Effort,
-    Grammar,
-    Logprob,
-    ResponseFormat,
-    TemplateKwargs,
-    TopLogprobs,
-    require_logprobs,
-    require_one_shape,
-)
-from kvshelf.api.strict import (
-    CONVERSATION,
-    MAX_MESSAGES,
-    CacheIds,
-    Conversation,
-    FinishReason,
-    MaxTokens,
-    Message,
-    ModelName,
-    RequestBody,
-    ResponseBody,
-    Role,
-    Temperature,
-    TopP,
-    misuse,
-    one_of,
-    one_or_list,
-    require_each_once,
-    without_unsupported,
-)
 from kvshelf.api.tools import (
     MAX_TOOLS,
     ToolAsking,
@@ -62,7 +31,7 @@ from kvshelf.api.tools import (
 )
 
 DEFAULT_MAX_TOKENS = 256
-ChatReason = FinishReason | Literal["tool_calls"]
+ChatReason = strict.FinishReason | Literal["tool_calls"]
 
 MAX_MARKS: Final = 4
 """Parts of a request with a breakpoint."""
@@ -86,14 +55,14 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 CacheTtl = Literal["30m", "12h"]
 
 
-class Breakpoint(RequestBody):
+class Breakpoint(strict.RequestBody):
     """The conversation up to this part is to be found again. `ttl`: of `prompt_cache_options` by default."""
 
     mode: Literal["explicit"]
     ttl: CacheTtl | None = None
 
 
-class PromptCacheOptions(RequestBody):
+class PromptCacheOptions(strict.RequestBody):
     """`ttl`: how long what a breakpoint makes lives from its last use on. `mode` has no effect: a cache is made for a
     breakpoint alone."""
 
@@ -101,7 +70,7 @@ class PromptCacheOptions(RequestBody):
     ttl: CacheTtl = "30m"
 
 
-class TextPart(RequestBody):
+class TextPart(strict.RequestBody):
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: Breakpoint | None = None
@@ -110,13 +79,13 @@ class TextPart(RequestBody):
 _Parts = Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True), Tag("(list)")]
 
 
-class ChatMessage(RequestBody):
+class ChatMessage(strict.RequestBody):
     """One turn. `content` is text or OpenAI's list of text parts, joined without separator. `developer` is OpenAI's
     newer name of the role `system`. `reasoning_content`: thoughts of an earlier answer, which the model's chat template
     writes or leaves out."""
 
-    role: Role | Literal["developer", "tool"]
-    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)] | None = None
+    role: strict.Role | Literal["developer", "tool"]
+    content: Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(strict.one_or_list)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     reasoning_content: str | None = None
@@ -128,11 +97,15 @@ class ChatMessage(RequestBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.tool_calls is not None and self.role != "assistant":
-            raise misuse("messages", f"tool_calls are of role assistant, and this message is of role {self.role}")
+            raise strict.misuse(
+                "messages", f"tool_calls are of role assistant, and this message is of role {self.role}"
+            )
         if self.content is None and self.tool_calls is None:
-            raise misuse("messages", "a message needs a content; only an assistant's with tool_calls may have none")
+            raise strict.misuse(
+                "messages", "a message needs a content; only an assistant's with tool_calls may have none"
+            )
         if self.role == "tool" and self.tool_call_id is None:
-            raise misuse("messages", "a message of role tool needs the tool_call_id that it answers")
+            raise strict.misuse("messages", "a message of role tool needs the tool_call_id that it answers")
         return self
 
     @property
@@ -146,9 +119,9 @@ class ChatMessage(RequestBody):
     def _text(self) -> str:
         return "".join(part.text for part in self.parts)
 
-    def plain(self) -> Message:
+    def plain(self) -> strict.Message:
         thoughts = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
-        return Message(role=self._role, content=self._text, **thoughts)  # type: ignore[arg-type]  # calls come with tools
+        return strict.Message(role=self._role, content=self._text, **thoughts)  # type: ignore[arg-type]  # calls come with tools
 
     def turn(self) -> ToolTurn:
         """As a turn of a conversation with tools."""
@@ -156,11 +129,11 @@ class ChatMessage(RequestBody):
         return ToolTurn(role=self._role, content=self._text, tool_calls=self.tool_calls or [], **more)
 
     @property
-    def _role(self) -> Role | Literal["tool"]:
+    def _role(self) -> strict.Role | Literal["tool"]:
         return "system" if self.role == "developer" else self.role
 
 
-class StreamOptions(RequestBody):
+class StreamOptions(strict.RequestBody):
     include_usage: bool = False
 
 
@@ -172,10 +145,10 @@ class OpenAIRequest(AskShelf):
     NAMES_CACHE: ClassVar[tuple[str, ...]] = ("cache_id", "cache_ids")
 
     cache_id: str | None = None
-    cache_ids: CacheIds | None = None
-    model: ModelName | None = None
-    temperature: Temperature | None = None  # type: ignore[assignment]  # wider: null is the default
-    top_p: TopP | None = None  # type: ignore[assignment]
+    cache_ids: strict.CacheIds | None = None
+    model: strict.ModelName | None = None
+    temperature: strict.Temperature | None = None  # type: ignore[assignment]  # wider: null is the default
+    top_p: strict.TopP | None = None  # type: ignore[assignment]
     stream: bool | None = None
     store: bool | None = None  # type: ignore[assignment]
     user: str | None = None
@@ -188,20 +161,22 @@ class OpenAIRequest(AskShelf):
     @model_validator(mode="after")
     def _about_caches(self) -> Self:
         if self.cache_ids is not None:
-            require_each_once(self.cache_ids)
+            strict.require_each_once(self.cache_ids)
         given = [name for name in self.NAMES_CACHE if getattr(self, name) is not None]
         if not given and not self._has_beginning:
             needed = " or ".join(self.NAMES_CACHE)
-            raise misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
+            raise strict.misuse("cache_id", f"{needed} is needed: this service answers from stored caches only")
         if len(given) > 1:
-            raise misuse(given[1], f"give {given[0]} or {given[1]}, not both")
+            raise strict.misuse(given[1], f"give {given[0]} or {given[1]}, not both")
         if self.store and self.cache_ids is not None:
-            raise misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
+            raise strict.misuse("store", "an answer is kept behind one cache; leave store out, or give cache_id")
         require_storable(
             store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
         )
         if self.select is not None and self.select.passages:
-            raise misuse("select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead")
+            raise strict.misuse(
+                "select.passages", "this answer has no passages; ask POST /v1/caches/{id}/query instead"
+            )
         return self
 
     @property
@@ -212,7 +187,7 @@ class OpenAIRequest(AskShelf):
     @property
     def _conversation(self) -> str | None:
         key = self.prompt_cache_key
-        return key if key is not None and re.fullmatch(CONVERSATION, key) else None
+        return key if key is not None and re.fullmatch(strict.CONVERSATION, key) else None
 
     def _asking(
         self, messages: Sequence[Any], max_tokens: int, kind: type[Asking] = Asking, *, store: bool, **more: Any
@@ -230,29 +205,29 @@ class ChatCompletionRequest(OpenAIRequest):
     `store` the turn is kept behind the cache, for `ttl_s` seconds (with `ttl_renew`: after each question) or as long as
     the cache; a later request with the whole conversation goes on from there."""
 
-    model_config = ConfigDict(json_schema_extra=one_of(cache_id="string", cache_ids="array"))
+    model_config = ConfigDict(json_schema_extra=strict.one_of(cache_id="string", cache_ids="array"))
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=strict.MAX_MESSAGES, fail_fast=True)]
+    max_tokens: strict.MaxTokens | None = None
+    max_completion_tokens: strict.MaxTokens | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    conversation: Conversation | None = None
-    n: Answers | None = None
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | None = None
-    choices: Choices | None = None
+    conversation: strict.Conversation | None = None
+    n: shapes.Answers | None = None
+    response_format: shapes.ResponseFormat | None = None
+    grammar: shapes.Grammar | None = None
+    choices: shapes.Choices | None = None
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: shapes.TopLogprobs | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: Effort | None = None
+    chat_template_kwargs: shapes.TemplateKwargs | None = None
+    reasoning_effort: shapes.Effort | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
-        data = without_unsupported(data, _ASKS_NOTHING)
+        data = strict.without_unsupported(data, _ASKS_NOTHING)
         return data | {"tools": None} if isinstance(data, dict) and data.get("tools") == [] else data
 
     @model_validator(mode="after")
@@ -265,14 +240,14 @@ class ChatCompletionRequest(OpenAIRequest):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
+            raise strict.misuse("max_completion_tokens", "give max_tokens or max_completion_tokens, not both")
         if self.stream_options is not None and not self.stream:
-            raise misuse("stream_options", "stream_options is only allowed with stream: true")
-        require_one_shape(self)
-        require_logprobs(self)
+            raise strict.misuse("stream_options", "stream_options is only allowed with stream: true")
+        shapes.require_one_shape(self)
+        shapes.require_logprobs(self)
         for name in ("store", "tool"):
             if (self.n or 1) > 1 and getattr(self, name):
-                raise misuse("n", f"{name} is of one answer; leave n out")
+                raise strict.misuse("n", f"{name} is of one answer; leave n out")
         return self
 
     @property
@@ -336,21 +311,23 @@ class MarkedCompletionRequest(ChatCompletionRequest):
     @model_validator(mode="after")
     def _begins_with_a_document(self) -> Self:
         if self.prewarm and self.stream:
-            raise misuse("stream", "with prewarm there is no answer to stream; leave stream out")
+            raise strict.misuse("stream", "with prewarm there is no answer to stream; leave stream out")
         if self.cache_id is not None or self.cache_ids is not None:
             if self.cache is not None:
-                raise misuse("cache", "the cache of cache_id is there already; leave cache out")
+                raise strict.misuse("cache", "the cache of cache_id is there already; leave cache out")
             return self
         if self.workflow is not None:
-            raise misuse("workflow", "a step of a workflow asks caches that are there; give cache_id or cache_ids")
+            raise strict.misuse(
+                "workflow", "a step of a workflow asks caches that are there; give cache_id or cache_ids"
+            )
         if len(self._marks) > MAX_MARKS:
-            raise misuse(
+            raise strict.misuse(
                 "prompt_cache_breakpoint",
                 f"{len(self._marks)} parts have a prompt_cache_breakpoint; at most {MAX_MARKS} may",
             )
         length = len(self.document or "")
         if length < MIN_CACHED_CHARACTERS:
-            raise misuse(
+            raise strict.misuse(
                 "prompt_cache_breakpoint",
                 f"what is to be cached has {length} characters, and at least {MIN_CACHED_CHARACTERS} are needed; put "
                 "the document, and its prompt_cache_breakpoint, into a part before the question, which is the last "
@@ -418,7 +395,9 @@ class MarkedCompletionRequest(ChatCompletionRequest):
             (at for at, message in enumerate(self.messages) if message.role not in _SYSTEM), len(self.messages)
         )
         if first == len(self.messages) or self.messages[first].role != "user":
-            raise misuse("messages", "the first message behind the system's must be the user's, with the question")
+            raise strict.misuse(
+                "messages", "the first message behind the system's must be the user's, with the question"
+            )
         return self.messages[: first + 1]
 
     @property
@@ -434,7 +413,7 @@ class MarkedCompletionRequest(ChatCompletionRequest):
         return [mark for mark in marks if mark is not None]
 
 
-class PromptTokensDetails(ResponseBody):
+class PromptTokensDetails(strict.ResponseBody):
     """`cached_tokens` are document tokens served from the shelf, `cache_write_tokens` those that this request put
     there."""
 
@@ -443,7 +422,7 @@ class PromptTokensDetails(ResponseBody):
     audio_tokens: int = 0
 
 
-class ChatUsage(ResponseBody):
+class ChatUsage(strict.ResponseBody):
     """OpenAI's, plus `prefill_token_equivalents` and `prefill_token_equivalents_saved`, as of a query's usage."""
 
     prompt_tokens: int
@@ -454,7 +433,7 @@ class ChatUsage(ResponseBody):
     prefill_token_equivalents_saved: float | None = None
 
 
-class AssistantMessage(ResponseBody):
+class AssistantMessage(strict.ResponseBody):
     """OpenAI's, plus `reasoning_content`, what the model thought before; present only if it did."""
 
     role: Literal["assistant"] = "assistant"
@@ -464,19 +443,19 @@ class AssistantMessage(ResponseBody):
     refusal: None = None
 
 
-class ChoiceLogprobs(ResponseBody):
-    content: list[Logprob]
+class ChoiceLogprobs(strict.ResponseBody):
+    content: list[shapes.Logprob]
     refusal: None = None
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(strict.ResponseBody):
     index: int = 0
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ChatReason
 
 
-class ChatCompletion(ResponseBody):
+class ChatCompletion(strict.ResponseBody):
     """OpenAI's, plus `sources` and `exact` where the request had `cache_ids`, `stored_cache_id` or `not_stored` where
     it had `store` and `linked`, as of an `AnswerObject`, and `recomputed` where `on_miss` made caches again, as the
     first two of a `JointAnswer`."""
@@ -499,21 +478,21 @@ class DeltaCall(ToolCall):
     index: int
 
 
-class Delta(ResponseBody):
+class Delta(strict.ResponseBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[DeltaCall] | None = None
 
 
-class ChunkChoice(ResponseBody):
+class ChunkChoice(strict.ResponseBody):
     index: int = 0
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: ChatReason | None = None
 
 
-class ChatCompletionChunk(ResponseBody):
+class ChatCompletionChunk(strict.ResponseBody):
     """One event of a streamed completion. `logprobs` of a choice are of the tokens whose text ends in the event. The
     event with the `finish_reason` has those of tokens that have no text, and what a `ChatCompletion` has beside
     OpenAI's fields. With `include_usage` the last event has the usage and no choice."""

@@ -7,51 +7,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from kvshelf.api import shapes, strict
 from kvshelf.api.options import Ask
-from kvshelf.api.shapes import (
-    Answers,
-    Choices,
-    Effort,
-    Grammar,
-    Logprob,
-    ResponseFormat,
-    TemplateKwargs,
-    TopLogprobs,
-    require_logprobs,
-    require_one_shape,
-)
-from kvshelf.api.strict import (
-    AnyFields,
-    CacheIds,
-    Conversation,
-    FinishReason,
-    ListBody,
-    MaxTokens,
-    MessageList,
-    MissReason,
-    ModelName,
-    Prompts,
-    Renewable,
-    RequestBody,
-    ResponseBody,
-    ToolName,
-    Ttl,
-    misuse,
-    one_of,
-    require_each_once,
-    require_one_expiry,
-)
 from kvshelf.api.workflows import AtStep
 
 
-class Select(RequestBody):
+class Select(strict.RequestBody):
     """What the answer reads of the stored entries, where it does not read all: those that a selector chooses for this
     question (GET /v1/selectors), `tokens` of each KV head at most, over all documents together; by default as many as
     the selector says. The question itself reads all entries."""
 
     method: Annotated[str, Field(min_length=1, max_length=64)]
     tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    params: AnyFields = Field(default_factory=dict, max_length=64)
+    params: strict.AnyFields = Field(default_factory=dict, max_length=64)
     passages: bool = Field(False, description="also say which tokens of the documents the answer read")
 
 
@@ -59,7 +27,7 @@ SuffixScope = Literal["suffix", "cache"]
 """What a suffix policy chooses among: question and answer, or the document's entries, too."""
 
 
-class SuffixOptions(RequestBody):
+class SuffixOptions(strict.RequestBody):
     """What stays in memory of the question and the answer while it is made: what a suffix policy keeps (GET
     /v1/suffix_policies), `budget` entries of each KV head, the question's included; by default 512 beside these. With
     `scope` "cache" the document's entries count, too, and leave as the policy says, for this answer alone; by default
@@ -68,7 +36,7 @@ class SuffixOptions(RequestBody):
     policy: Annotated[str, Field(min_length=1, max_length=64)]
     scope: SuffixScope = "suffix"
     budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    params: AnyFields = Field(default_factory=dict, max_length=64)
+    params: strict.AnyFields = Field(default_factory=dict, max_length=64)
 
 
 def require_storable(
@@ -76,18 +44,20 @@ def require_storable(
 ) -> None:
     """Refuse what does not go with keeping an answer."""
     if ttl_s is not None and not store:
-        raise misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
-    require_one_expiry(ttl_s, None, ttl_renew=ttl_renew)
+        raise strict.misuse("ttl_s", "ttl_s is of the cache that store makes; leave it out, or give store: true")
+    strict.require_one_expiry(ttl_s, None, ttl_renew=ttl_renew)
     if store and select is not None:
-        raise misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
+        raise strict.misuse("store", "an answer that reads a part of the cache is not kept behind it; leave select out")
     if store and suffix is not None:
-        raise misuse("store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out")
+        raise strict.misuse(
+            "store", "an answer of which a part is dropped is not kept behind the cache; leave suffix out"
+        )
 
 
-class AskShelf(Ask, Renewable):
+class AskShelf(Ask, strict.Renewable):
     """How a question to the shelf is answered, in every dialect of the API."""
 
-    adapter: ModelName | None = Field(
+    adapter: strict.ModelName | None = Field(
         None, description="the LoRA adapter under which the caches were made; default: whichever that is"
     )
     select: Select | None = None
@@ -95,13 +65,13 @@ class AskShelf(Ask, Renewable):
     store: bool = Field(
         False, description="keep question and answer behind the cache, as a new one: `stored_cache_id` of the answer"
     )
-    ttl_s: Ttl | None = Field(
+    ttl_s: strict.Ttl | None = Field(
         None, description="with store: seconds until the new cache expires; default: with the cache that was asked"
     )
     ttl_renew: bool = Field(
         False, description="with store and ttl_s: each question moves the end of the new cache to ttl_s from then"
     )
-    tool: ToolName | None = Field(
+    tool: strict.ToolName | None = Field(
         None, description="the tool that the answer calls: the caches stay in memory for its result"
     )
     workflow: AtStep | None = Field(
@@ -109,7 +79,7 @@ class AskShelf(Ask, Renewable):
         description="the step of a workflow that this is: memory is kept and read for the steps that follow, if the "
         "key has the scope write. Runs at the same time need a program each",
     )
-    program: Conversation | None = Field(
+    program: strict.Conversation | None = Field(
         None,
         description="the program of an agent that asks: for an hour, its questions go before programs that came later",
     )
@@ -123,25 +93,31 @@ class Asking(AskShelf):
     """What is asked and how it is answered, whichever caches are asked. Exactly one of `prompt` (one or several) and
     `messages`."""
 
-    model_config = ConfigDict(json_schema_extra=one_of(prompt=["string", "array"], messages="array"))
+    model_config = ConfigDict(json_schema_extra=strict.one_of(prompt=["string", "array"], messages="array"))
 
-    prompt: Prompts | None = None
-    messages: MessageList | None = None
-    max_tokens: MaxTokens = Field(64, description="maximum length of the answer, in tokens")
-    response_format: ResponseFormat | None = Field(
+    prompt: strict.Prompts | None = None
+    messages: strict.MessageList | None = None
+    max_tokens: strict.MaxTokens = Field(64, description="maximum length of the answer, in tokens")
+    response_format: shapes.ResponseFormat | None = Field(
         None, description="json_schema: the answer is JSON that fits the schema; json_object: any JSON object"
     )
-    grammar: Grammar | None = Field(None, description="the answer fits this grammar, in llguidance's Lark dialect")
-    choices: Choices | None = Field(None, description="the answer is one of these texts")
+    grammar: shapes.Grammar | None = Field(
+        None, description="the answer fits this grammar, in llguidance's Lark dialect"
+    )
+    choices: shapes.Choices | None = Field(None, description="the answer is one of these texts")
     logprobs: bool = Field(False, description="tell how likely each token of the answer was")
-    top_logprobs: TopLogprobs | None = Field(None, description="with logprobs: so many of the likeliest tokens, too")
-    n: Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
+    top_logprobs: shapes.TopLogprobs | None = Field(
+        None, description="with logprobs: so many of the likeliest tokens, too"
+    )
+    n: shapes.Answers = Field(1, description="answers to each prompt; with a seed, the next ones have the next seeds")
     stream: bool = False
-    chat_template_kwargs: TemplateKwargs | None = Field(
+    chat_template_kwargs: shapes.TemplateKwargs | None = Field(
         None, description="what the model's chat template is told, as `enable_thinking`"
     )
-    reasoning_effort: Effort | None = Field(None, description="how much the model thinks first; none: not at all")
-    conversation: Conversation | None = Field(
+    reasoning_effort: shapes.Effort | None = Field(
+        None, description="how much the model thinks first; none: not at all"
+    )
+    conversation: strict.Conversation | None = Field(
         None, description="the id of the conversation that this is a turn of, for `GET /v1/usage` and traces"
     )
 
@@ -149,19 +125,19 @@ class Asking(AskShelf):
     def _consistent(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             found = "neither was given" if self.prompt is None else "both were given"
-            raise misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
+            raise strict.misuse("prompt", f"exactly one of prompt and messages is needed; {found}")
         if self.stream and isinstance(self.prompt, list):
-            raise misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
+            raise strict.misuse("stream", "several prompts cannot be streamed in one call; send one prompt per stream")
         require_storable(
             store=self.store, ttl_s=self.ttl_s, ttl_renew=self.ttl_renew, select=self.select, suffix=self.suffix
         )
         if self.tool is not None and isinstance(self.prompt, list):
-            raise misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
-        require_one_shape(self)
-        require_logprobs(self)
+            raise strict.misuse("tool", "a tool is called by one answer; send the prompt whose answer calls it alone")
+        shapes.require_one_shape(self)
+        shapes.require_logprobs(self)
         for name in ("stream", "store", "tool"):
             if self.n > 1 and getattr(self, name):
-                raise misuse("n", f"{name} is of one answer; leave n out")
+                raise strict.misuse("n", f"{name} is of one answer; leave n out")
         return self
 
     @property
@@ -178,11 +154,11 @@ class Query(Asking):
     @model_validator(mode="after")
     def _comparable(self) -> Self:
         if self.stream and self.compare:
-            raise misuse("compare", "a comparison needs whole answers; leave stream out")
+            raise strict.misuse("compare", "a comparison needs whole answers; leave stream out")
         if self.store and self.compare:
-            raise misuse("compare", "a comparison keeps no answer; leave store out")
+            raise strict.misuse("compare", "a comparison keeps no answer; leave store out")
         if self.tool is not None and self.compare:
-            raise misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
+            raise strict.misuse("compare", "after a comparison, no tool's result is awaited; leave tool out")
         return self
 
 
@@ -194,7 +170,7 @@ class JointQuery(Asking):
     """POST /v1/query: ask several stored caches of one model together; every prompt sees all of their documents, or
     with `route` one or two of them. One of `prompt` (one or several) and `messages`."""
 
-    cache_ids: CacheIds
+    cache_ids: strict.CacheIds
     route: Route | None = Field(
         None,
         description="only the one or two answer that the question is about. likelihood: behind which the model gives "
@@ -206,11 +182,15 @@ class JointQuery(Asking):
     @classmethod
     def _not_compared(cls, data: Any) -> Any:
         if isinstance(data, dict) and "compare" in data:
-            raise misuse("compare", "a comparison needs one document; leave compare out, or ask each cache by itself")
+            raise strict.misuse(
+                "compare", "a comparison needs one document; leave compare out, or ask each cache by itself"
+            )
         if isinstance(data, dict) and data.get("store"):
-            raise misuse("store", "an answer is kept behind one cache; leave store out, or ask one cache by itself")
+            raise strict.misuse(
+                "store", "an answer is kept behind one cache; leave store out, or ask one cache by itself"
+            )
         if isinstance(data, dict) and "repair" in data:
-            raise misuse(
+            raise strict.misuse(
                 "repair",
                 "keys of later documents are not computed again in sight of earlier ones: one prefill of all, which "
                 "that approaches, answered no more than documents asked together; leave repair out, and take route "
@@ -220,13 +200,13 @@ class JointQuery(Asking):
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
-        require_each_once(self.cache_ids)
+        strict.require_each_once(self.cache_ids)
         if self.route is not None and len(self.cache_ids) < 2:
-            raise misuse("route", "route chooses among several caches, and one was given; leave route out")
+            raise strict.misuse("route", "route chooses among several caches, and one was given; leave route out")
         return self
 
 
-class Usage(ResponseBody):
+class Usage(strict.ResponseBody):
     """`cache_read_tokens`: document tokens served from the shelf. `read_tokens`: stored entries that a token of the
     answer reads, of a KV head; the mean over layers and heads. `prefill_tokens`: tokens that went through the model,
     counted in its forward. `completion_tokens`: generated tokens. `suffix_tokens`: entries of a KV head that the answer
@@ -245,7 +225,7 @@ class Usage(ResponseBody):
     prefill_token_equivalents_saved: float | None = None
 
 
-class Comparison(ResponseBody):
+class Comparison(strict.ResponseBody):
     """The answer of the full cache. `agreement` is the fraction of positions at which both answers have the same token,
     up to the end of the shorter one; that end counts as a token."""
 
@@ -261,7 +241,7 @@ class TokenRun(NamedTuple):
     end: int
 
 
-class ReadShares(ResponseBody):
+class ReadShares(strict.ResponseBody):
     """Which tokens of one document an answer read. `shares`: base64 of one byte for each of its `tokens` tokens,
     round(255 * share). A share is the part of (tokens of the answer that chose) x (layers that choose) x (KV heads)
     that read the token; a token that the cache does not hold has 0. If no token chose, because the budget has room for
@@ -300,7 +280,7 @@ class ReadShares(ResponseBody):
         return sorted(found, key=lambda run: (-run.share, run.first))
 
 
-class Answered(ResponseBody):
+class Answered(strict.ResponseBody):
     """What an answer says, whichever caches were asked. `load_ms`: until the slowest of them was in memory.
     `passages`: what it read of each document, in their order, present only if `select.passages` asks for it.
     `logprobs`: of each token of the text, present only if asked for. `reasoning_content`: what the model thought before
@@ -309,11 +289,11 @@ class Answered(ResponseBody):
     id: str
     object: Literal["answer"] = "answer"
     text: str
-    finish_reason: FinishReason
+    finish_reason: strict.FinishReason
     usage: Usage
     load_ms: float
     passages: list[ReadShares] | None = None
-    logprobs: list[Logprob] | None = None
+    logprobs: list[shapes.Logprob] | None = None
     reasoning_content: str | None = None
 
 
@@ -327,17 +307,17 @@ class AnswerObject(Answered):
     policy: str
     compression_ratio: float
     compare: Comparison | None = None
-    recomputed: MissReason | None = None
+    recomputed: strict.MissReason | None = None
     stored_cache_id: str | None = None
     not_stored: str | None = None
     linked: Linked | None = None
 
 
-class AnswerList(ListBody):
+class AnswerList(strict.ListBody):
     data: list[AnswerObject]
 
 
-class Source(ResponseBody):
+class Source(strict.ResponseBody):
     """`share`: of the attention that the question's last token gave to documents, the part that went to this one; a
     mean over layers and heads. The answer begins from this token; of its later ones the share says nothing. The shares
     of an answer add up to 1. With `route`, those of caches that did not answer are 0."""
@@ -346,7 +326,7 @@ class Source(ResponseBody):
     share: float
 
 
-class Linked(ResponseBody):
+class Linked(strict.ResponseBody):
     """`linked_from` is the model that made the cache of an answer, and `agreement` the share of cues on which the model
     that answered agreed with it when the two were linked."""
 
@@ -354,11 +334,11 @@ class Linked(ResponseBody):
     agreement: float
 
 
-class Remade(ResponseBody):
+class Remade(strict.ResponseBody):
     """A cache that was asked and could not be used: `reason` says why another replaces it."""
 
     cache_id: str
-    reason: MissReason
+    reason: strict.MissReason
 
 
 class JointAnswer(Answered):
@@ -373,16 +353,16 @@ class JointAnswer(Answered):
     recomputed: list[Remade] | None = None
 
 
-class JointAnswerList(ListBody):
+class JointAnswerList(strict.ListBody):
     data: list[JointAnswer]
 
 
-class AnswerDelta(ResponseBody):
+class AnswerDelta(strict.ResponseBody):
     """One piece of a streamed answer. The joined pieces are the text of the answer that follows. `logprobs`: of the
     tokens whose text ends in it, if asked for. `reasoning_content`: of a piece of the model's thoughts, with an empty
     text."""
 
     object: Literal["answer.delta"] = "answer.delta"
     text: str
-    logprobs: list[Logprob] | None = None
+    logprobs: list[shapes.Logprob] | None = None
     reasoning_content: str | None = None

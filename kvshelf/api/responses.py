@@ -11,35 +11,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvshelf.api import shapes, strict
 from kvshelf.api.openai import DEFAULT_MAX_TOKENS, OpenAIRequest
 from kvshelf.api.queries import Asking, Linked, Remade, Source
-from kvshelf.api.shapes import (
-    AnyObject,
-    AnyText,
-    Choices,
-    Effort,
-    Grammar,
-    JsonSchema,
-    Logprob,
-    OfSchema,
-    TemplateKwargs,
-    TopLogprobs,
-    kind_of,
-    require_one_shape,
-)
-from kvshelf.api.strict import (
-    MAX_MESSAGES,
-    MaxTokens,
-    Message,
-    RequestBody,
-    ResponseBody,
-    Role,
-    Text,
-    misuse,
-    one_of,
-    one_or_list,
-    without_unsupported,
-)
 from kvshelf.api.tools import (
     MAX_TOOLS,
     CalledFunction,
@@ -87,13 +61,13 @@ def _typed(*kinds: str, what: str, default: str | None = None) -> BeforeValidato
     def checked(value: Any) -> Any:
         if isinstance(value, dict) and value.get("type", default) not in kinds:
             kind = str(value.get("type"))
-            raise misuse("", f"{what} of type {kind!r:.40} is not supported; send {' or '.join(kinds)}")
+            raise strict.misuse("", f"{what} of type {kind!r:.40} is not supported; send {' or '.join(kinds)}")
         return value
 
     return BeforeValidator(checked)
 
 
-class ResponsePart(RequestBody):
+class ResponsePart(strict.RequestBody):
     """A text. `annotations` and `logprobs` are those of an answer that is sent back, and have no effect."""
 
     type: Literal["input_text", "output_text"]
@@ -107,14 +81,14 @@ _Parts = Annotated[
     Field(min_length=1, max_length=256, fail_fast=True),
     Tag("(list)"),
 ]
-_Content = Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(one_or_list)]
+_Content = Annotated[Annotated[str, Tag("(one)")] | _Parts, Discriminator(strict.one_or_list)]
 
 
 def _plain(content: str | list[ResponsePart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class _Item(RequestBody):
+class _Item(strict.RequestBody):
     """`id` and `status` are those of an item that is sent back, and have no effect."""
 
     id: str | None = None
@@ -125,7 +99,7 @@ class ResponseItem(_Item):
     """A message. `phase` is that of an answer that is sent back, and has no effect."""
 
     type: Literal["message"] = "message"
-    role: Role | Literal["developer"]
+    role: strict.Role | Literal["developer"]
     content: _Content
     phase: str | None = None
 
@@ -158,7 +132,7 @@ class ResultItem(_Item):
         return ToolTurn(role="tool", content=_plain(self.output), tool_call_id=self.call_id)
 
 
-class ReasoningPart(RequestBody):
+class ReasoningPart(strict.RequestBody):
     type: Literal["reasoning_text"]
     text: str
 
@@ -189,7 +163,7 @@ _AnyItem = Annotated[
     Discriminator(_item_kind),
     _typed("message", "function_call", "function_call_output", "reasoning", what="an item", default="message"),
 ]
-_Items = Annotated[list[_AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("(list)")]
+_Items = Annotated[list[_AnyItem], Field(min_length=1, max_length=strict.MAX_MESSAGES, fail_fast=True), Tag("(list)")]
 
 
 def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]) -> list[ToolTurn]:
@@ -213,11 +187,11 @@ def _turns(items: Sequence[ResponseItem | CallItem | ResultItem | ReasoningItem]
     return turns
 
 
-class Reasoning(RequestBody):
+class Reasoning(strict.RequestBody):
     """`effort`: as `reasoning_effort` of chat completions. `summary` asks for a summary of thoughts, which an answer
     has in whole."""
 
-    effort: Effort | None = None
+    effort: shapes.Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -252,26 +226,26 @@ _Choice = Annotated[
 ]
 
 
-class FlatText(AnyText):
+class FlatText(shapes.AnyText):
     PARAM = "text.format"
 
 
-class FlatObject(AnyObject):
+class FlatObject(shapes.AnyObject):
     PARAM = "text.format"
 
 
-class _Wrapped(OfSchema):
+class _Wrapped(shapes.OfSchema):
     PARAM = "text.format"
 
 
-class FlatSchema(JsonSchema):
+class FlatSchema(shapes.JsonSchema):
     """A schema as this API has it, without the wrapping of chat completions."""
 
     type: Literal["json_schema"]
 
-    def wrapped(self) -> OfSchema:
-        fields = {name: getattr(self, name) for name in JsonSchema.model_fields}
-        return _Wrapped(type="json_schema", json_schema=JsonSchema.model_construct(**fields))
+    def wrapped(self) -> shapes.OfSchema:
+        fields = {name: getattr(self, name) for name in shapes.JsonSchema.model_fields}
+        return _Wrapped(type="json_schema", json_schema=shapes.JsonSchema.model_construct(**fields))
 
 
 _Format = (
@@ -281,14 +255,14 @@ _Format = (
 )
 
 
-class TextOptions(RequestBody):
+class TextOptions(strict.RequestBody):
     """What the answer must be. `verbosity` is accepted with the value that changes nothing."""
 
-    format: Annotated[_Format, Discriminator(kind_of)] | None = None
+    format: Annotated[_Format, Discriminator(shapes.kind_of)] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ObfuscationOptions(RequestBody):
+class ObfuscationOptions(strict.RequestBody):
     include_obfuscation: bool = False
 
 
@@ -300,32 +274,32 @@ class ResponsesRequest(OpenAIRequest):
     NAMES_CACHE: ClassVar[tuple[str, ...]] = (*OpenAIRequest.NAMES_CACHE, "previous_response_id")
 
     model_config = ConfigDict(
-        json_schema_extra=one_of(cache_id="string", cache_ids="array", previous_response_id="string")
+        json_schema_extra=strict.one_of(cache_id="string", cache_ids="array", previous_response_id="string")
     )
 
-    input: Annotated[Annotated[Text, Tag("(one)")] | _Items, Discriminator(one_or_list)]
-    instructions: Text | None = None
-    max_output_tokens: MaxTokens = DEFAULT_MAX_TOKENS
+    input: Annotated[Annotated[strict.Text, Tag("(one)")] | _Items, Discriminator(strict.one_or_list)]
+    instructions: strict.Text | None = None
+    max_output_tokens: strict.MaxTokens = DEFAULT_MAX_TOKENS
     previous_response_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream_options: ObfuscationOptions | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: shapes.TemplateKwargs | None = None
     text: TextOptions | None = None
-    grammar: Grammar | None = None
-    choices: Choices | None = None
+    grammar: shapes.Grammar | None = None
+    choices: shapes.Choices | None = None
     tools: _Tools | None = None
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: shapes.TopLogprobs | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_nothing(cls, data: Any) -> Any:
-        return without_unsupported(data, _ASKS_NOTHING)
+        return strict.without_unsupported(data, _ASKS_NOTHING)
 
     @property
-    def response_format(self) -> AnyText | AnyObject | OfSchema | None:
+    def response_format(self) -> shapes.AnyText | shapes.AnyObject | shapes.OfSchema | None:
         """`text.format` as a chat completion has it."""
         wanted = None if self.text is None else self.text.format
         return wanted.wrapped() if isinstance(wanted, FlatSchema) else wanted
@@ -346,9 +320,9 @@ class ResponsesRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        require_one_shape(self)
+        shapes.require_one_shape(self)
         if self.top_logprobs and not self.logprobs:
-            raise misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
+            raise strict.misuse("top_logprobs", f"top_logprobs is only allowed with include: [{LOGPROBS!r}]")
         calls = any(isinstance(item, CallItem | ResultItem) for item in self._items)
         require_tools([tool.wrapped() for tool in self.tools or ()], self._wrapped_choice, calls=calls)
         require_unshaped(self, self._wrapped_choice)
@@ -362,7 +336,7 @@ class ResponsesRequest(OpenAIRequest):
             if isinstance(item, CallItem):
                 called.add(item.call_id)
             elif isinstance(item, ResultItem) and item.call_id not in called and self.previous_response_id is None:
-                raise misuse(
+                raise strict.misuse(
                     f"input[{place}].call_id",
                     f"there is no call {item.call_id[:80]!r} before its output; send the function_call, too, or give "
                     "the previous_response_id of the response that made it",
@@ -384,7 +358,7 @@ class ResponsesRequest(OpenAIRequest):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         if not self.tools:
-            messages = [Message.model_validate(turn.said) for turn in turns]
+            messages = [strict.Message.model_validate(turn.said) for turn in turns]
             return self._asking(messages, self.max_output_tokens, **fields)
         tools = [tool.wrapped() for tool in self.tools]
         fields |= {"tools": tools, "tool_choice": self._wrapped_choice}
@@ -392,17 +366,17 @@ class ResponsesRequest(OpenAIRequest):
         return self._asking(turns, self.max_output_tokens, ToolAsking, **fields)
 
 
-class OutputText(ResponseBody):
+class OutputText(strict.ResponseBody):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = Field(default_factory=list)
-    logprobs: list[Logprob] = Field(default_factory=list)
+    logprobs: list[shapes.Logprob] = Field(default_factory=list)
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputMessage(ResponseBody):
+class OutputMessage(strict.ResponseBody):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -410,7 +384,7 @@ class OutputMessage(ResponseBody):
     content: list[OutputText]
 
 
-class OutputCall(ResponseBody):
+class OutputCall(strict.ResponseBody):
     id: str
     type: Literal["function_call"] = "function_call"
     call_id: str
@@ -419,7 +393,7 @@ class OutputCall(ResponseBody):
     status: Status
 
 
-class OutputReasoning(ResponseBody):
+class OutputReasoning(strict.ResponseBody):
     """What the model thought before it answered."""
 
     id: str
@@ -429,18 +403,18 @@ class OutputReasoning(ResponseBody):
     content: list[ReasoningPart]
 
 
-class InputTokensDetails(ResponseBody):
+class InputTokensDetails(strict.ResponseBody):
     """`cached_tokens` came from the shelf, `cache_write_tokens` were prefilled and kept."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(ResponseBody):
+class OutputTokensDetails(strict.ResponseBody):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(ResponseBody):
+class ResponseUsage(strict.ResponseBody):
     """OpenAI's, plus `prefill_token_equivalents` and `prefill_token_equivalents_saved`, as of a query's usage."""
 
     input_tokens: int
@@ -452,11 +426,11 @@ class ResponseUsage(ResponseBody):
     prefill_token_equivalents_saved: float | None = None
 
 
-class IncompleteDetails(ResponseBody):
+class IncompleteDetails(strict.ResponseBody):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseObject(ResponseBody):
+class ResponseObject(strict.ResponseBody):
     """OpenAI's, plus what a `ChatCompletion` has beside OpenAI's fields."""
 
     id: str
@@ -489,7 +463,7 @@ class ResponseObject(ResponseBody):
     linked: Linked | None = None
 
 
-class ResponseDeleted(ResponseBody):
+class ResponseDeleted(strict.ResponseBody):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True

@@ -11,23 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvshelf.artifact import codecs
+from kvshelf.artifact import codecs, records
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
 from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer
 from kvshelf.artifact.encoding import apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
-from kvshelf.artifact.records import (
-    Entries,
-    LayerRecord,
-    Recent,
-    States,
-    entries_from,
-    entries_of,
-    parts_of,
-    states_of,
-    with_entries,
-)
 from kvshelf.artifact.shape import LayerShape, Shape
 
 
@@ -44,7 +33,7 @@ class CompressedCache:
     nobody made any. It is no part of the identity: answers do not depend on it.
     """
 
-    layers: tuple[LayerRecord, ...]
+    layers: tuple[records.LayerRecord, ...]
     num_tokens: int
     next_position: int
     identity: Identity
@@ -70,7 +59,7 @@ class CompressedCache:
         """Bytes of the document's keys, values and states in the model's dtypes, of layers with a sliding window or
         chunks those that questions see: the model itself need hold no more."""
         of_entries = sum(
-            (layer.entries if isinstance(layer, Recent) else layer.kv_heads * self.num_tokens)
+            (layer.entries if isinstance(layer, records.Recent) else layer.kv_heads * self.num_tokens)
             * (layer.key_dim + layer.value_dim)
             * layer.dtype.itemsize
             for layer in self._with_entries
@@ -79,17 +68,17 @@ class CompressedCache:
 
     @property
     def _states_bytes(self) -> int:
-        return sum(layer.states_nbytes for layer in self.layers if isinstance(layer, States))
+        return sum(layer.states_nbytes for layer in self.layers if isinstance(layer, records.States))
 
     @property
-    def _with_entries(self) -> list[Entries]:
-        return [entries for layer in self.layers if (entries := entries_of(layer)) is not None]
+    def _with_entries(self) -> list[records.Entries]:
+        return [entries for layer in self.layers if (entries := records.entries_of(layer)) is not None]
 
     @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
         are joined with their rotated parts."""
-        parts = (part for each in self._with_entries for part in parts_of(each))
+        parts = (part for each in self._with_entries for part in records.parts_of(each))
         return self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
 
     @property
@@ -105,14 +94,14 @@ class CompressedCache:
     @property
     def residual_widths(self) -> Set[int]:
         """How many numbers its residuals have; none where it has none."""
-        parts = (part for entries in self._with_entries for part in parts_of(entries))
+        parts = (part for entries in self._with_entries for part in records.parts_of(entries))
         return {part.keys.shape[1] for part in parts if part.projected}
 
     @property
-    def reduced(self) -> Sequence[Entries]:
+    def reduced(self) -> Sequence[records.Entries]:
         """The entries among which the policy chose: of the layers that see the whole document, of all that have entries
         where there are no others."""
-        return [each for each in self._with_entries if not isinstance(each, Recent)] or self._with_entries
+        return [each for each in self._with_entries if not isinstance(each, records.Recent)] or self._with_entries
 
     @property
     def kept_tokens(self) -> int:
@@ -140,13 +129,13 @@ class CompressedCache:
         if str(wanted) == self.codec:
             return self
         layers = list(self.layers)
-        found = ((index, entries_of(layer)) for index, layer in enumerate(layers))
+        found = ((index, records.entries_of(layer)) for index, layer in enumerate(layers))
         parted = {
             index: apart(each, self.identity.protect)
             for index, each in found
-            if each is not None and not isinstance(each, Recent)
+            if each is not None and not isinstance(each, records.Recent)
         }
-        chosen = {index: entries_from(left) for index, (_, left) in parted.items() if left}
+        chosen = {index: records.entries_from(left) for index, (_, left) in parted.items() if left}
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
@@ -155,7 +144,9 @@ class CompressedCache:
             of_layer = None if coder is None else coder.layer(index, self.repositioned)
             made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups=whole_groups)
             # Protected entries come first: the last record of a layer may be the residual of its codec.
-            layers[index] = with_entries(layers[index], entries_from([*parted[index][0], *parts_of(made)]))
+            layers[index] = records.with_entries(
+                layers[index], records.entries_from([*parted[index][0], *records.parts_of(made)])
+            )
         identity = self.identity
         if wanted.name == "klt":
             assert coder is not None
@@ -198,10 +189,10 @@ class CompressedCache:
         return cls(layers, *made, tuple(header.summary))
 
 
-def _layer_shape(layer: LayerRecord) -> LayerShape:
-    states, entries = tuple(state.shape for state in states_of(layer)), entries_of(layer)
+def _layer_shape(layer: records.LayerRecord) -> LayerShape:
+    states, entries = tuple(state.shape for state in records.states_of(layer)), records.entries_of(layer)
     if entries is None:
         return LayerShape(states=states)
     dims = (entries.kv_heads, entries.key_dim, entries.value_dim, str(entries.dtype).removeprefix("torch."))
-    first = parts_of(entries)[0]
+    first = records.parts_of(entries)[0]
     return LayerShape(*dims, *first.sees, first.latent, states)

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures, _workflow_calls
+from kvshelf.client import _batch_calls, _calls, _failures, _record_calls
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -218,25 +218,25 @@ class AsyncBatches(_AsyncGroup):
 class AsyncCertificates(_AsyncGroup):
     """As `Certificates`: `client.certificates`."""
 
-    keep = _awaited(_certificate_calls.keep_certificate)
-    list = _awaited(_certificate_calls.list_certificates)
-    retrieve = _awaited(_certificate_calls.retrieve_certificate)
-    delete = _awaited(_certificate_calls.delete_certificate)
+    keep = _awaited(_record_calls.keep_certificate)
+    list = _awaited(_record_calls.list_certificates)
+    retrieve = _awaited(_record_calls.retrieve_certificate)
+    delete = _awaited(_record_calls.delete_certificate)
 
 
 class AsyncWorkflows(_AsyncGroup):
     """As `Workflows`: `client.workflows`."""
 
-    keep = _awaited(_workflow_calls.keep_workflow)
-    list = _awaited(_workflow_calls.list_workflows)
-    retrieve = _awaited(_workflow_calls.retrieve_workflow)
-    delete = _awaited(_workflow_calls.delete_workflow)
+    keep = _awaited(_record_calls.keep_workflow)
+    list = _awaited(_record_calls.list_workflows)
+    retrieve = _awaited(_record_calls.retrieve_workflow)
+    delete = _awaited(_record_calls.delete_workflow)
 
 
 class AsyncErasures(_AsyncGroup):
     """As `Erasures`: `client.erasures`."""
 
-    create = _awaited(_erasure_calls.create_erasure)
+    create = _awaited(_record_calls.create_erasure)
 
 
 class AsyncRequests(_AsyncGroup):

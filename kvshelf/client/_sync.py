@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from kvshelf.api.batches import BatchObject
-from kvshelf.client import _batch_calls, _calls, _certificate_calls, _erasure_calls, _failures, _workflow_calls
+from kvshelf.client import _batch_calls, _calls, _failures, _record_calls
 from kvshelf.client._config import Connection, Retries, Timeouts
 from kvshelf.client._exchange import HttpAttempts, HttpCall, ResultPage, method_of
 from kvshelf.client._stream import BREAKS_OFF, AnswerReader, AnswerT, BatchReader, CreationEvent, CreationReader
@@ -217,25 +217,25 @@ class Batches(_Group):
 class Certificates(_Group):
     """Bounds of the answers that compressed caches lose: `client.certificates`."""
 
-    keep = _sent(_certificate_calls.keep_certificate)
-    list = _sent(_certificate_calls.list_certificates)
-    retrieve = _sent(_certificate_calls.retrieve_certificate)
-    delete = _sent(_certificate_calls.delete_certificate)
+    keep = _sent(_record_calls.keep_certificate)
+    list = _sent(_record_calls.list_certificates)
+    retrieve = _sent(_record_calls.retrieve_certificate)
+    delete = _sent(_record_calls.delete_certificate)
 
 
 class Workflows(_Group):
     """Which caches the steps of an agent workflow ask: `client.workflows`."""
 
-    keep = _sent(_workflow_calls.keep_workflow)
-    list = _sent(_workflow_calls.list_workflows)
-    retrieve = _sent(_workflow_calls.retrieve_workflow)
-    delete = _sent(_workflow_calls.delete_workflow)
+    keep = _sent(_record_calls.keep_workflow)
+    list = _sent(_record_calls.list_workflows)
+    retrieve = _sent(_record_calls.retrieve_workflow)
+    delete = _sent(_record_calls.delete_workflow)
 
 
 class Erasures(_Group):
     """Everything of a subject goes, with a receipt: `client.erasures`."""
 
-    create = _sent(_erasure_calls.create_erasure)
+    create = _sent(_record_calls.create_erasure)
 
 
 class Requests(_Group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
@@ -59,8 +59,12 @@ _LEAST_RATED = 2
 class Asker:
     """Begins answers of one model. Thread-safe, but for `answers`.
 
-    equivalents: counts what answers cost.
+    equivalents: counts what answers cost. lacks: what another engine does not have, by what a question has, and the
+    field to leave out; answers_from: what it can do.
     """
+
+    answers_from: ClassVar[str] = ""
+    lacks: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __init__(self, passes: Passes, encoder: Encoder, preparer: Preparer, attachments: Attachments) -> None:
         self._passes = passes
@@ -75,7 +79,19 @@ class Asker:
         """Raises `PolicyUnsupported`, before any work, for a question of so many caches that no answer of this kind can
         have."""
         route = query.route if isinstance(query, JointQuery) else None
+        several = caches != 1 and route is None
+        self._require(route=route != "nearest" and route, several=several, part=query.select, suffix=query.suffix)
         self._require_scope(query.suffix, 1 if route == "nearest" else caches)
+
+    def _require(self, **had: object) -> None:
+        """Raises `PolicyUnsupported` for the first of what a question has that this engine lacks."""
+        for what, param in (self.lacks[name] for name, value in had.items() if value and name in self.lacks):
+            instead = "ask one" if param == "cache_ids" else f"leave {param} out"
+            raise PolicyUnsupported(
+                f"{self.answers_from}: it does not have {what.format(had.get('route'))}; {instead}, or ask a service "
+                "with kvshelf's own engine",
+                param=param,
+            )
 
     def _require_scope(self, suffix: SuffixOptions | None, documents: int) -> None:
         if suffix is not None and suffix.scope == "cache" and documents > 1:
@@ -103,6 +119,7 @@ class Asker:
         of the documents it read. reducer: as `reducer` has made it for this one answer. likelihood: whether the answer
         says how likely the question is.
         """
+        self._require(several=len(document.parts) > 1, passages=passages, likelihood=likelihood)
         facts = self._facts
         longest = min(facts.longest(part.num_tokens) for part in document.parts)
         room = longest - document.next_position - len(query)
@@ -152,6 +169,7 @@ class Asker:
         what is always kept, `PolicyUnsupported` for a model with windows, chunks or latents, or in several processes,
         and for a scope that policy, model or document cannot have.
         """
+        self._require(suffix=suffix)
         policy = build_suffix_policy(suffix.policy, suffix.params or {})
         require_possible(Combination(facts=self._facts, verb="suffix", scope=suffix.scope))
         attending = [layer for layer, kind in enumerate(self._facts.kinds) if kind.attends]
@@ -197,6 +215,7 @@ class Asker:
         """
         if select is None:
             return None
+        self._require(part=select)
         selector, tokens = build_selector(select.method, select.params), select.tokens
         if tokens is not None and tokens < 1:
             raise InvalidRequest(f"select.tokens is {tokens}; it must be from 1", param="select.tokens")
@@ -270,6 +289,7 @@ class Asker:
     def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
         """Which of these documents answer a question, by "likelihood" or "attention". query: its token ids. Raises
         `InvalidRequest` for another route, one document and one token, and as `Attachments.joined` does."""
+        self._require(routes=route)
         if route not in get_args(Route):
             raise InvalidRequest(f"route is {route!r}; it must be one of {', '.join(get_args(Route))}", param="route")
         require_several(len(documents))

@@ -140,9 +140,8 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Exclusion:
-    """Features that do not go together. message: with the names of `{policy}` and `{model}`, and
-    fields of the `Combination`, `{c.codec}`. param: the field of the
-    request that is refused."""
+    """Features that do not go together. message: with the names of `{policy}` and `{model}`, and fields of the
+    `Combination`, `{c.codec}`. param: the field of the request that is refused."""
 
     features: tuple[Feature, ...]
     message: str

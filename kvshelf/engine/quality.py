@@ -16,9 +16,8 @@ token of the document when it first read it, for d, the document's own token:
 
 So a token counts that surprised the model at first and does not after it has read the document: what it knows of it
 comes from the cache. What the document does not decide (what the model would have said anyway, and what it is unsure
-of) is in no denominator. The first of a cue's tokens and not all: they are lost together, and cues are independent.
-KL takes the 64 likeliest tokens one by one and the others together. docs/internals/probe.md has the rules that were
-tried.
+of) is in no denominator. The first of a cue's tokens and not all: they are lost together, and cues are independent. KL
+takes the 64 likeliest tokens one by one and the others together. docs/internals/probe.md has the rules that were tried.
 
 `low` and `high` are the exact bounds of a binomial share (Clopper and Pearson, 1934), each on one side, at 95 %. `low`
 is None where fewer than `LEAST` cues count: a bound from so few is no floor. Where none counts there is no agreement.

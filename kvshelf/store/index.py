@@ -204,9 +204,8 @@ class BasesGone(Exception):
 class Index(Protocol):
     """The source of truth of a home. Several threads and several processes may use it at once.
 
-    A change is durable when its method returns, unless the method says otherwise. `now` is the home's clock
-    (Unix seconds) as `Store.now` tells it. Methods raise `StoreUnavailable` and
-    `StorageFull` when the home does not work.
+    A change is durable when its method returns, unless the method says otherwise. `now` is the home's clock (Unix
+    seconds) as `Store.now` tells it. Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
     """
 
     key: bytes

@@ -12,16 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.kernels.rowwise import (
-    PANEL,
-    Buffer,
-    Instruction,
-    Place,
-    RowProgram,
-    available,
-    pack_weight,
-    plain_linear,
-)
+from kvshelf.kernels import rowwise
 from kvshelf.model.weights.int8 import as_int8
 from kvshelf_bench.kernels.kernels import Ceilings
 
@@ -65,12 +56,12 @@ def product_times(model: str, rounds: int, limits: Ceilings) -> Iterator[Product
     take half a second and more are left out."""
     if model not in SHAPES:
         raise InvalidRequest(f"unknown model {model!r}; one of {', '.join(SHAPES)}, none", param="products")
-    if not available():
+    if not rowwise.available():
         return
     for outputs, inputs in SHAPES[model]:
         weight = torch.randn(outputs, inputs).div_(inputs**0.5)
-        packed, (numbers, scales), others = pack_weight(weight), as_int8(weight), _others(weight)
-        halves, byte_panels = pack_weight(weight.bfloat16().view(torch.int16)), pack_weight(numbers)
+        packed, (numbers, scales), others = rowwise.pack_weight(weight), as_int8(weight), _others(weight)
+        halves, byte_panels = rowwise.pack_weight(weight.bfloat16().view(torch.int16)), rowwise.pack_weight(numbers)
         for rows in ROWS:
             flops = 2.0 * rows * weight.numel()
             if flops <= _MOST_FLOPS:
@@ -97,12 +88,14 @@ def _recorded(packed: Tensor, scales: Tensor | None, products: int) -> _Way:
     """The product as a recorded pass has it, one of several in a call of C: this call takes 5 us, as long as the
     smallest products of one row, and a pass makes it once for all of its layers."""
     panels, inputs, _ = packed.shape
-    x, y = Place(0, 0, (0, 0, 1)), Place(1, 0, (0, 0, 1))
-    product = Instruction("linear", (panels, inputs, 1), y, x, x, packed, scales)
-    program = RowProgram([product] * products, [Buffer(inputs), Buffer(panels * PANEL)], [0, 1])
+    x, y = rowwise.Place(0, 0, (0, 0, 1)), rowwise.Place(1, 0, (0, 0, 1))
+    product = rowwise.Instruction("linear", (panels, inputs, 1), y, x, x, packed, scales)
+    program = rowwise.RowProgram(
+        [product] * products, [rowwise.Buffer(inputs), rowwise.Buffer(panels * rowwise.PANEL)], [0, 1]
+    )
 
     def run(rows: Tensor) -> None:
-        program.run({0: rows, 1: rows.new_empty(len(rows), panels * PANEL)}, len(rows))
+        program.run({0: rows, 1: rows.new_empty(len(rows), panels * rowwise.PANEL)}, len(rows))
 
     return _Way(run, products)
 
@@ -111,7 +104,7 @@ def _others(weight: Tensor) -> list[_Way]:
     """From `plain` on, in the order of the fields of `ProductTime`."""
     flat, ordered = weight.flatten(), torch.ops.mkldnn._reorder_linear_weight.default(weight, 32)
     return [
-        _Way(lambda x: plain_linear(x, weight)),
+        _Way(lambda x: rowwise.plain_linear(x, weight)),
         _Way(lambda x: torch.ops.mkldnn._linear_pointwise.default(x, ordered, None, "none", [], "")),
         _Way(lambda x: functional.linear(x, weight)),
         _Way(lambda _: torch.dot(flat, flat)),

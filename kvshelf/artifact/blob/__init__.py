@@ -21,15 +21,8 @@ from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
+from kvshelf.artifact.blob import frame
 from kvshelf.artifact.blob.digests import check_whole, require_run, run_digests
-from kvshelf.artifact.blob.frame import (
-    FIXED,
-    TRAILER,
-    BlobSummary,
-    Buffer,
-    body_offset,
-    open_frame,
-)
 from kvshelf.artifact.blob.header import Header
 from kvshelf.artifact.blob.layer import Layer, aligned
 from kvshelf.errors import BlobError, InvalidRequest
@@ -79,29 +72,29 @@ def check_padding(index: int, layer: Layer, segment: memoryview) -> None:
             raise BlobError(f"padding in segment {index} is not zero", reason="nonzero_padding")
 
 
-def inspect(data: Buffer) -> BlobSummary:
+def inspect(data: frame.Buffer) -> frame.BlobSummary:
     """The header of a blob, its root digest checked; the segments are not read. Raises `BlobError`."""
     view = as_view(data)
-    body = body_offset(view[: FIXED.size], len(view))
-    return open_frame(view[:body], view[-TRAILER.size :], len(view))
+    body = frame.body_offset(view[: frame.FIXED.size], len(view))
+    return frame.open_frame(view[:body], view[-frame.TRAILER.size :], len(view))
 
 
-def open_file(file: BinaryIO, size: int) -> BlobSummary:
+def open_file(file: BinaryIO, size: int) -> frame.BlobSummary:
     """`inspect` a blob in a seekable file that must have `size` bytes; leaves it at the first byte of the body."""
     end = file.seek(0, os.SEEK_END)
     if end != size:
         raise BlobError(
             f"the file has {end} bytes, {size} were written", reason="truncated" if end < size else "trailing_bytes"
         )
-    file.seek(max(0, size - TRAILER.size))
-    trailer = _read(file, min(size, TRAILER.size))
+    file.seek(max(0, size - frame.TRAILER.size))
+    trailer = _read(file, min(size, frame.TRAILER.size))
     file.seek(0)
-    fixed = _read(file, min(size, FIXED.size))
-    rest = _read(file, body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
-    return open_frame(fixed + rest, trailer, size)
+    fixed = _read(file, min(size, frame.FIXED.size))
+    rest = _read(file, frame.body_offset(fixed, size) - len(fixed))  # without a seek, so that one stream carries it
+    return frame.open_frame(fixed + rest, trailer, size)
 
 
-def verify_file(file: BinaryIO, size: int) -> BlobSummary:
+def verify_file(file: BinaryIO, size: int) -> frame.BlobSummary:
     """Check every digest of a blob in a seekable file of `size` bytes, in constant memory. Raises `BlobError`."""
     summary = open_file(file, size)
     buffer = bytearray(_CHUNK)
@@ -111,7 +104,7 @@ def verify_file(file: BinaryIO, size: int) -> BlobSummary:
     return summary
 
 
-def as_view(data: Buffer) -> memoryview:
+def as_view(data: frame.Buffer) -> memoryview:
     try:
         return memoryview(data).cast("B")
     except TypeError as error:

@@ -2,8 +2,7 @@
 
 It is registered under the name "kvshelf" in transformers' public registries. An engine selects it for one call, a
 scheduler for as long as it runs; both restore the previous function. It does three things and refuses everything else:
-causal attention, attention over an attached cache, and passing the states of each layer to the call's
-`ForwardContext`.
+causal attention, attention over an attached cache, and passing the states of each layer to the call's `ForwardContext`.
 """
 
 from __future__ import annotations

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.shape import LayerShape
-from kvshelf.engine.attention.attached import (
-    CACHE_ARGUMENT,
-    AttachedLayer,
-    AttachedStateLayer,
-    LatentLayer,
-    reading,
-)
+from kvshelf.engine.attention import attached
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext, kvshelf_attention
 from kvshelf.engine.attention.latents import Absorbed, Handover, close
 from kvshelf.engine.attention.states import StatefulCache, StateLayer, alone
@@ -52,8 +46,8 @@ def layer_shapes(
     observer, kind = _ShapeObserver(attending(kinds)), type(model).__name__
     handover = Handover(absorbed)
     layers = [_empty(index, each, absorbed, handover) for index, each in enumerate(kinds)]
-    cache = cache_class(StatefulCache, model)(layers=reading(layers, readers(kinds)))
-    given = {CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
+    cache = cache_class(StatefulCache, model)(layers=attached.reading(layers, readers(kinds)))
+    given = {attached.CACHE_ARGUMENT: cache, CONTEXT: observer, **handover.begin()}
     with torch.no_grad(), kvshelf_attention(model):
         try:
             model.base_model(input_ids=tokens, use_cache=True, **given)
@@ -63,7 +57,7 @@ def layer_shapes(
                 param="model",
             ) from error
         except AttributeError as error:
-            if not isinstance(error.obj, StatefulCache | AttachedLayer | StateLayer):
+            if not isinstance(error.obj, StatefulCache | attached.AttachedLayer | StateLayer):
                 raise
             raise PolicyUnsupported(
                 f"{kind} asks its cache for {error.name}, which a cache of keys and values has not", param="model"
@@ -144,7 +138,7 @@ def _states_behind(
     cache = cache_class(StatefulCache, model)(layers=layers)
     for piece in pieces:
         positions = torch.arange(start, start + piece.shape[1], device=piece.device).unsqueeze(0)
-        given = {CACHE_ARGUMENT: cache, **handover.begin()}
+        given = {attached.CACHE_ARGUMENT: cache, **handover.begin()}
         model.base_model(input_ids=piece, position_ids=positions, use_cache=True, **given)
         start += piece.shape[1]
     return [state.tensor.float() for states in cache.held() for state in states if state.role == "recurrent"]
@@ -152,13 +146,13 @@ def _states_behind(
 
 def _empty(
     index: int, kind: LayerKind, absorbed: Mapping[int, Absorbed], handover: Handover
-) -> AttachedLayer | StateLayer:
+) -> attached.AttachedLayer | StateLayer:
     """A layer of a cache without a document."""
     if not kind.attends:
         return StateLayer(kind.states)
     if index in absorbed:
-        return LatentLayer((), 0, None, index=index, absorbed=absorbed[index], handover=handover)
-    return AttachedStateLayer((), 0, None, kind.states) if kind.states else AttachedLayer((), 0)
+        return attached.LatentLayer((), 0, None, index=index, absorbed=absorbed[index], handover=handover)
+    return attached.AttachedStateLayer((), 0, None, kind.states) if kind.states else attached.AttachedLayer((), 0)
 
 
 class _ShapeObserver(ForwardContext):

@@ -7,28 +7,21 @@ them, and llama.cpp runs the tokens of the question and of the answer. All else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 
-from kvshelf.api import Asking, JointQuery, Select, SuffixOptions
-from kvshelf.api.queries import Route
 from kvshelf.engine.asker import Asker
-from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.batch import DecodeBatch
-from kvshelf.engine.decode.generation import Generation, Sampling
-from kvshelf.engine.decode.passages import Narrowing
-from kvshelf.engine.decode.reduction import SuffixReducer
-from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.files.prefix import require_alike
 from kvshelf.engine.llama.batch import LlamaBatch
 from kvshelf.engine.llama.sequences import Sequences
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest
 from kvshelf.model.source import is_gguf, source_of
 from kvshelf.model.weights.adapter import require_none
 
@@ -44,6 +37,17 @@ _SCALES: Final = (".rope.scaling.type", ".rope.scaling.factor", ".rope.scale_lin
 
 class LlamaAsker(Asker):
     """Begins answers that llama.cpp computes."""
+
+    answers_from = "llama.cpp answers from one cache, and from all of it"
+    lacks = {
+        "route": ("the route {}", "route"),
+        "several": ("several caches together", "cache_ids"),
+        "part": ("a part of a cache", "select"),
+        "suffix": ("answers that drop entries", "suffix"),
+        "passages": ("the passages that an answer read", "passages"),
+        "likelihood": ("how likely a question is", "route"),
+        "routes": ("routes among several caches", "route"),
+    }
 
     sequences: Sequences
 
@@ -64,46 +68,8 @@ class LlamaAsker(Asker):
         ]
         sequences.require_alike(llamacpp.state_of(halves, self._facts.model.config.model_type, first=0), _TRIAL_CELLS)
 
-    def require_asked(self, query: Asking, caches: int) -> None:
-        route = query.route if isinstance(query, JointQuery) else None
-        _require(route in (None, "nearest"), f"the route {route}", "route")
-        _require(caches == 1 or route is not None, "several caches together", "cache_ids")
-        _require(query.select is None, "a part of a cache", "select")
-        _require(query.suffix is None, "answers that drop entries", "suffix")
-
     def batch(self) -> DecodeBatch:
         return LlamaBatch(self._passes, self._attachments, self.sequences)
-
-    def start(
-        self,
-        document: Attached,
-        query: Sequence[int],
-        sampling: Sampling,
-        selection: Selection | None = None,
-        *,
-        passages: bool = False,
-        reducer: SuffixReducer | None = None,
-        likelihood: bool = False,
-    ) -> Generation:
-        """As `Asker.start`. Raises `PolicyUnsupported` for several documents, and for what would look into passes."""
-        _require(len(document.parts) == 1, "several caches together", "cache_ids")
-        _require(not passages, "the passages that an answer read", "passages")
-        _require(not likelihood, "how likely a question is", "route")
-        return super().start(document, query, sampling, selection, reducer=reducer)
-
-    def selection(
-        self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
-    ) -> Selection | None:
-        _require(select is None, "a part of a cache", "select")
-        return super().selection(document, select, question_tokens, suffix)
-
-    def reducer(self, suffix: SuffixOptions, question_tokens: int, document: Attached | None = None) -> SuffixReducer:
-        _require(False, "answers that drop entries", "suffix")
-        return super().reducer(suffix, question_tokens, document)
-
-    def narrowing(self, route: Route, documents: Sequence[Attachment], query: Sequence[int]) -> Narrowing:
-        _require(False, "routes among several caches", "route")
-        return super().narrowing(route, documents, query)
 
 
 class LlamaEngine(Engine):
@@ -172,13 +138,3 @@ def _scaling(file: Path) -> str | None:
         raise InvalidRequest(f"{file.name!r} cannot be read as GGUF: {error}", param="model") from error
     named += [f"{name} {value}" for name, value in scales.items() if value not in ("none", 0.0, 1.0)]
     return ", ".join(named) or None
-
-
-def _require(holds: bool, what: str, param: str) -> None:
-    if not holds:
-        instead = "ask one" if param == "cache_ids" else f"leave {param} out"
-        raise PolicyUnsupported(
-            f"llama.cpp answers from one cache, and from all of it: it does not have {what}; {instead}, or ask a "
-            "service with kvshelf's own engine",
-            param=param,
-        )

@@ -24,19 +24,7 @@ from kvshelf.engine.coders import Coders
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
-from kvshelf.engine.parallel.operations import (
-    AnswerStep,
-    AskCues,
-    Attach,
-    Channel,
-    Compress,
-    Failed,
-    Operation,
-    Request,
-    Score,
-    Signal,
-    Step,
-)
+from kvshelf.engine.parallel import operations
 from kvshelf.engine.quality import ask
 from kvshelf.engine.ranks import SharedModel, join_group, sent
 from kvshelf.errors import Cancelled, InternalError
@@ -66,7 +54,7 @@ class Start:
 class FollowingRank(SharedModel):
     """The place of this process, which sends its reduced layers to rank 0."""
 
-    def __init__(self, start: Start, channel: Channel) -> None:
+    def __init__(self, start: Start, channel: operations.Channel) -> None:
         super().__init__(start.rank, start.size)
         self._channel = channel
 
@@ -90,7 +78,7 @@ class _OwnHeads(Engine):
 class Follower:
     """Runs operations of one engine until the pipe closes."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: operations.Channel) -> None:
         self._engine = engine
         self._channel = channel
         self._batch = engine.batch()
@@ -100,13 +88,13 @@ class Follower:
     def serve(self) -> None:
         """Returns when rank 0 has ended."""
         self._channel.text = self._engine.text
-        self._channel.tell(Signal.DONE)
+        self._channel.tell(operations.Signal.DONE)
         while True:
             message = self._channel.heard()
-            assert isinstance(message, Request), message
+            assert isinstance(message, operations.Request), message
             self._run(message)
 
-    def _run(self, request: Request) -> None:
+    def _run(self, request: operations.Request) -> None:
         for number in request.left:
             if (answer := self._answers.pop(number, None)) is not None:
                 self._batch.leave(answer)
@@ -115,32 +103,32 @@ class Follower:
         try:
             self._do(request.operation)
         except Exception as error:
-            self._channel.tell(Failed.of(error))
+            self._channel.tell(operations.Failed.of(error))
             if not self._channel.pipe.poll(SETTLE_S):
                 raise  # the others wait for this rank inside the operation
             settled = self._channel.heard()
-            assert settled is Signal.SETTLED, settled
+            assert settled is operations.Signal.SETTLED, settled
         else:
-            self._channel.tell(Signal.DONE)
+            self._channel.tell(operations.Signal.DONE)
 
-    def _do(self, operation: Operation) -> None:
+    def _do(self, operation: operations.Operation) -> None:
         match operation:
-            case Compress(jobs, cues):
+            case operations.Compress(jobs, cues):
                 self._engine.compressor.prefill([Level(job) for job in jobs], cues=cues, checkpoint=self._pause)
-            case Score(job):
+            case operations.Score(job):
                 self._engine.compressor.scores(job, checkpoint=self._pause)
-            case Attach(number, cache):
+            case operations.Attach(number, cache):
                 engine = self._engine
                 document = Attachment(cache, engine.passes.devices.layers, engine.facts.rotate, number=number)
                 self._documents[number] = document
-            case AskCues(number, probe):
+            case operations.AskCues(number, probe):
                 with torch.no_grad(), self._engine.attachments.passing(self._documents[number]) as past:
                     for _ in ask(self._engine.model, probe, past):
                         pass  # the first rank reads the logits
-            case Step(answers):
+            case operations.Step(answers):
                 self._batch.step([self._continued(each) for each in answers])
 
-    def _continued(self, step: AnswerStep) -> Generation:
+    def _continued(self, step: operations.AnswerStep) -> Generation:
         """The answer as rank 0 has it: this rank chooses no tokens."""
         found = self._answers.get(step.number)
         if found is None:
@@ -161,20 +149,20 @@ class Follower:
 
     def _pause(self) -> None:
         """A checkpoint: do what rank 0 asks meanwhile, until it goes on."""
-        while (message := self._channel.heard()) is not Signal.GO_ON:
-            if message is Signal.GIVE_UP:
+        while (message := self._channel.heard()) is not operations.Signal.GO_ON:
+            if message is operations.Signal.GIVE_UP:
                 raise Cancelled("rank 0 gave the document up")
-            assert isinstance(message, Request), message
+            assert isinstance(message, operations.Request), message
             self._run(message)
 
 
 def main(descriptor: int) -> None:
     """The process. descriptor: of the pipe to rank 0."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    channel = Channel(Connection(descriptor))
+    channel = operations.Channel(Connection(descriptor))
     start: Start = channel.heard()
     torch.set_num_threads(start.threads)
-    channel.tell(Signal.DONE)
+    channel.tell(operations.Signal.DONE)
     channel.heard()  # all are there: from here on each waits for the others
     join_group(start.rank, start.size, start.meeting)
     try:
@@ -184,7 +172,7 @@ def main(descriptor: int) -> None:
         prepack(model)
         follower = Follower(engine, channel)
     except Exception as error:
-        channel.tell(Failed.of(error))
+        channel.tell(operations.Failed.of(error))
         raise
     try:
         follower.serve()

@@ -16,17 +16,7 @@ from typing import Any, Final
 
 from kvshelf.api.tools import Tool
 from kvshelf.engine.decode.grammar import WRITTEN
-from kvshelf.engine.tools.calls import (
-    NAME,
-    ONE,
-    CallFormat,
-    ParsedCalls,
-    Write,
-    called,
-    may_be_named,
-    named_in,
-    no_arguments,
-)
+from kvshelf.engine.tools import calls
 from kvshelf.model.text import TextFormat
 
 _RECIPIENT: Final = "to=functions."
@@ -35,7 +25,7 @@ _HEADER: Final = re.compile(r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)
 
 
 @dataclass(frozen=True)
-class HarmonyCalls(CallFormat):
+class HarmonyCalls(calls.CallFormat):
     """opening: up to the name of the function."""
 
     @property
@@ -50,10 +40,10 @@ class HarmonyCalls(CallFormat):
         return f"{_RECIPIENT}...{_BEHIND}{{...}}"
 
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
-        return may_be_named(text, tools)
+        return calls.may_be_named(text, tools)
 
-    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
-        if (tool := named_in(text, tools)) is None:
+    def read(self, text: str, tools: Sequence[Tool]) -> calls.ParsedCalls | None:
+        if (tool := calls.named_in(text, tools)) is None:
             return None
         if (header := _HEADER.match(text, len(tool.function.name))) is None:
             return None
@@ -63,13 +53,13 @@ class HarmonyCalls(CallFormat):
             return None
         if not isinstance(arguments, dict):
             return None
-        return ParsedCalls([called(tool.function.name, arguments)], text[end:])
+        return calls.ParsedCalls([calls.called(tool.function.name, arguments)], text[end:])
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
         literal = self.form.tokens.literal
         made = [f"call: {literal(self.opening)} ({' | '.join(f'call_{at}' for at in range(len(tools)))})"]
         for at, tool in enumerate(tools):
-            schema: dict[str, Any] = {**(tool.function.parameters or no_arguments()), **WRITTEN}
+            schema: dict[str, Any] = {**(tool.function.parameters or calls.no_arguments()), **WRITTEN}
             made += [
                 f"call_{at}: {json.dumps(tool.function.name)} {literal(_BEHIND)} arguments_{at}",
                 f"arguments_{at}: %json {json.dumps(schema)}",
@@ -80,9 +70,9 @@ class HarmonyCalls(CallFormat):
         return super().grammar(tools, several=False)
 
 
-def as_harmony(form: TextFormat, write: Write) -> HarmonyCalls | None:
+def as_harmony(form: TextFormat, write: calls.Write) -> HarmonyCalls | None:
     """Calls in channels; None for another way. write: up to the end of a turn, which is that of a recipient here."""
-    opening, found, rest = write(ONE).partition(NAME)
+    opening, found, rest = write(calls.ONE).partition(calls.NAME)
     if not found or rest or not opening.endswith(_RECIPIENT):
         return None
     return HarmonyCalls(form, opening, "")

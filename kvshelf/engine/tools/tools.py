@@ -13,8 +13,9 @@ from typing import Any, Final, Self
 
 from kvshelf.api.tools import Tool, ToolAsking, ToolCall
 from kvshelf.engine.decode.detokenizer import may_begin
-from kvshelf.engine.tools.calls import NAME, CallFormat, unsupported
-from kvshelf.engine.tools.forms import call_format
+from kvshelf.engine.tools.calls import NAME, CallFormat, Write, as_json, as_tags, unsupported
+from kvshelf.engine.tools.harmony import as_harmony
+from kvshelf.engine.tools.pythonic import as_python
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.text import Broken, TextFormat, same_beginning
 
@@ -38,7 +39,7 @@ class ToolFormat:
         said = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
         _require_one_place(form)
         text = _text_of(form, said)
-        calls = call_format(form, lambda arguments: _call_of(form, said, arguments))
+        calls = _call_format(form, lambda arguments: _call_of(form, said, arguments))
         return cls(form, tuple(tools), text, calls, _takes_several(form, said))
 
     @property
@@ -188,3 +189,13 @@ def _inserted(before: str, after: str) -> str:
     same = same_beginning(before, after)
     left = before[same:]
     return after[same : len(after) - len(left)] if after.endswith(left) else after[same:]
+
+
+def _call_format(form: TextFormat, write: Write) -> CallFormat:
+    """How a template writes calls. Raises `InvalidRequest` for a way that is none of these."""
+    for known in (as_harmony, as_python, as_json, as_tags):
+        if (found := known(form, write)) is not None:
+            return found
+    raise unsupported(
+        "writes calls of tools neither as JSON, nor as Python, nor in channels, nor with tags around each argument"
+    )

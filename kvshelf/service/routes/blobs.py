@@ -13,6 +13,7 @@ from blake3 import blake3
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from kvshelf import errors
 from kvshelf.api import CacheObject, ImportCache, Verification
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.artifact.blob import inspect
@@ -20,15 +21,6 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.shape import made_by
-from kvshelf.errors import (
-    CacheCorrupt,
-    CacheError,
-    CacheNotFound,
-    ModelMismatch,
-    NoWorker,
-    SourceNotKept,
-    StateConflict,
-)
 from kvshelf.service.access.keys import Reader, Writer
 from kvshelf.service.engines import serving
 from kvshelf.service.http import openapi
@@ -111,7 +103,7 @@ def _arrived(service: Service, file: BinaryIO) -> _Arrived:
     header.shape.require_layers(made_by(identity.model, service.identities[model], service.layer_shapes[model]))
     _require_transforms(service, model, identity.transforms)
     if service.engine(model).remote.running == 0:
-        raise NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)
+        raise errors.NoWorker(f"no worker of {model!r} runs; one is being started", retry_after_s=RESTART_S)
     # What was appended to a cache that may not be here can be compared with nothing.
     source = None if identity.parent else source_of(exported, service.settings.max_body_bytes)
     return _Arrived(exported.blob, model, identity, about_of(exported), source)
@@ -121,7 +113,7 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
     """Stores the cache that arrived. Returns its manifest, and whether the shelf already had it."""
     cache, about = CompressedCache.from_bytes(arrived.blob), arrived.about
     manifest: Manifest | None = None
-    with suppress(CacheNotFound, CacheError):  # an unusable cache on the shelf is replaced
+    with suppress(errors.CacheNotFound, errors.CacheError):  # an unusable cache on the shelf is replaced
         cache_id = store.cache_id(cache.identity, tenant=tenant, codec=cache.codec)
         manifest = store.stat(cache_id, tenant=tenant)
     existing = manifest is not None
@@ -148,7 +140,7 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
 def _require_transforms(service: Service, model: str, digest: str) -> None:
     """Raises `ModelMismatch` for a cache under transforms that neither the model nor the shelf has."""
     if digest and digest != service.transforms[model] and service.store.transforms.get(digest) is None:
-        raise ModelMismatch(
+        raise errors.ModelMismatch(
             f"the cache is under codec klt with the transforms {digest[:16]}, and they are neither those of {model!r} "
             "here nor on the shelf; put their file into the calibration folder, or compress the document again",
             transforms=digest,
@@ -175,7 +167,7 @@ def _verification(store: Store, cache_id: str, tenant: str) -> Verification:
         if (kept := store.stat(cache_id, tenant=tenant).source) is not None:
             store.source(cache_id, tenant=tenant)
             nbytes += kept.nbytes
-    except (CacheCorrupt, SourceNotKept) as error:
+    except (errors.CacheCorrupt, errors.SourceNotKept) as error:
         return Verification(id=cache_id, ok=False, reason=error.details.get("reason"), problem=error.message)
     return Verification(id=cache_id, ok=True, bytes=nbytes)
 
@@ -206,7 +198,9 @@ def _about(store: Store, cache_id: str, tenant: str, digest: str) -> bytes:
     """What an export says of the blob with this digest. Raises `StateConflict` where there is another one by now."""
     manifest = store.stat(cache_id, tenant=tenant)
     if manifest.blob_digest != digest:
-        raise StateConflict(f"cache {cache_id} was coded anew while it was read; read it again", param="cache_id")
+        raise errors.StateConflict(
+            f"cache {cache_id} was coded anew while it was read; read it again", param="cache_id"
+        )
     return export_part(store, manifest)
 
 

@@ -52,9 +52,8 @@ class DiskStore(Shelf):
 
         key: the key of content addresses for a new folder (32 bytes; random if None). busy_s: how long a writer waits
         for the lock. write_lease_s: how long a writer may be silent. now, elapsed: of a test; None: those of this
-        machine. blobs: opens
-        the place of the blobs, if it is not this folder; `InvalidRequest` if the home was made otherwise. Open the
-        store after forking: connections do not survive a fork.
+        machine. blobs: opens the place of the blobs, if it is not this folder; `InvalidRequest` if the home was made
+        otherwise. Open the store after forking: connections do not survive a fork.
         """
         elapsed = elapsed or now or uptime_s
         now = now or time.time

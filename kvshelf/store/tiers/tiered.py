@@ -12,31 +12,32 @@ A failing tier is logged; the home answers instead.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from kvshelf import errors
 from kvshelf.api.caches import Erasure
-from kvshelf.artifact.identity import Identity
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
-from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
+from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiers import Tiers
-from kvshelf.store.types import BlobFile, Changes, Page, Receipt, Scrubbed, Source, Swept
+from kvshelf.store.types import BlobFile, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
     from kvshelf.artifact.opened.arriving import ArrivingCache
     from kvshelf.artifact.opened.partial import PartialCache
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvshelf.store")
@@ -47,6 +48,17 @@ _Word = Literal["live", "lost", "away"]
 
 class _Lost(errors.CacheNotFound):
     """The home lost everything and does not know this cache; it may have had it before."""
+
+
+def _at_home(call: Callable[Concatenate[Shelf, P], ResultT]) -> Callable[Concatenate[TieredStore, P], ResultT]:
+    """The call of the home as the store's own."""
+
+    @functools.wraps(call)
+    def method(self: TieredStore, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        answer: ResultT = getattr(self.home, call.__name__)(*args, **kwargs)
+        return answer
+
+    return method
 
 
 class TieredStore(Store):
@@ -322,36 +334,16 @@ class TieredStore(Store):
         yield from self.tiers.scrub()
 
     # Answered by the home alone
-
-    def compact(self) -> int:
-        return self.home.compact()
-
-    def now(self) -> float:
-        return self.home.now()
-
-    def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
-        return self.home.expiry(ttl_s, expires_at)
-
-    def admit(self, tenant: str) -> None:
-        self.home.admit(tenant)
-
-    def require_promise(self, guaranteed_until: float, expires_at: float | None, *, tenant: str = "default") -> None:
-        self.home.require_promise(guaranteed_until, expires_at, tenant=tenant)
-
-    def list(self, **query: Any) -> Page:
-        return self.home.list(**query)
-
-    def changes(self, after: str | None, *, tenant: str = "default") -> Changes | None:
-        return self.home.changes(after, tenant=tenant)
-
-    def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
-        return self.home.cache_id(identity, tenant=tenant, codec=codec)
-
-    def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
-        return self.home.document_id(identity, tenant=tenant)
-
-    def usage(self, *, tenant: str | None = None) -> StoredUsage:
-        return self.home.usage(tenant=tenant)
+    compact = _at_home(Shelf.compact)
+    now = _at_home(Shelf.now)
+    expiry = _at_home(Shelf.expiry)
+    admit = _at_home(Shelf.admit)
+    require_promise = _at_home(Shelf.require_promise)
+    list = _at_home(Shelf.list)
+    changes = _at_home(Shelf.changes)
+    cache_id = _at_home(Shelf.cache_id)
+    document_id = _at_home(Shelf.document_id)
+    usage = _at_home(Shelf.usage)
 
     def health(self) -> Health:
         """As `Store.health`; a recent failure of a tier is a warning."""

@@ -6,16 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.types import Scrubbed, Source
-
-if TYPE_CHECKING:
-    pass
-
 
 ResultT = TypeVar("ResultT")
 

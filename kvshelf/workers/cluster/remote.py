@@ -24,19 +24,9 @@ from ray.serve import exceptions as serve_errors
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
+from kvshelf import errors
 from kvshelf.api import Asking, CreateCache, SearchCaches
 from kvshelf.api.texts import size_of, texts_of
-from kvshelf.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    DocumentTooLong,
-    InternalError,
-    InvalidRequest,
-    KvshelfError,
-    NoWorker,
-    QueueFull,
-    WorkerCrashed,
-)
 from kvshelf.model.split import MOST_PARTS, too_many_parts
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
@@ -123,14 +113,14 @@ class RemoteEngine:
         else:
             self._require_fitting(characters, ids, question=any(isinstance(arg, Asking | SearchCaches) for arg in args))
         if (beside := size_of(args) - characters - 8 * ids) > MOST_BESIDE:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"beside its texts this request has {beside} bytes, as of parameters, schemas and grammars, and at "
                 f"most {MOST_BESIDE} are taken; send less"
             )
 
     def _require_fitting(self, characters: int, ids: int, *, question: bool) -> None:
         if ids > self.most_tokens:
-            raise DocumentTooLong(
+            raise errors.DocumentTooLong(
                 f"the document has {ids} token ids, and {self.model!r} takes {self.most_tokens} tokens; send less",
                 param="token_ids",
             )
@@ -141,8 +131,8 @@ class RemoteEngine:
             f"than {self.most_characters}, however they are encoded"
         )
         if question:
-            raise InvalidRequest(f"{found}; ask a shorter question")
-        raise DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
+            raise errors.InvalidRequest(f"{found}; ask a shorter question")
+        raise errors.DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
 
     def _require_parts(self, characters: int, size: int) -> None:
         if characters > MOST_PARTS * size * self.token_characters:
@@ -217,33 +207,33 @@ class RemoteEngine:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         if self.running == 0:
-            raise NoWorker(f"no worker of {self.model!r} runs; one is being started", retry_after_s=RESTART_S)
+            raise errors.NoWorker(f"no worker of {self.model!r} runs; one is being started", retry_after_s=RESTART_S)
         try:
             yield
-        except (KvshelfError, ray_errors.RayError, serve_errors.RayServeException, TimeoutError) as exc:
+        except (errors.KvshelfError, ray_errors.RayError, serve_errors.RayServeException, TimeoutError) as exc:
             raise self._translate(exc) from None  # Ray's traceback is text from another process; its log has it
 
-    def _translate(self, exc: Exception) -> KvshelfError:
+    def _translate(self, exc: Exception) -> errors.KvshelfError:
         if isinstance(exc, ray_errors.RayTaskError):
             exc = exc.cause
-        if isinstance(exc, KvshelfError):
+        if isinstance(exc, errors.KvshelfError):
             return exc
         if isinstance(exc, serve_errors.BackPressureError):
             retry_after_s = round(max(self._pace.estimate(1), 0.5), 3)
-            return QueueFull(f"too many requests are waiting for {self.model!r}", retry_after_s=retry_after_s)
+            return errors.QueueFull(f"too many requests are waiting for {self.model!r}", retry_after_s=retry_after_s)
         if isinstance(exc, _UNREACHABLE):
-            return NoWorker(f"no worker of {self.model!r} can be reached", retry_after_s=RESTART_S)
+            return errors.NoWorker(f"no worker of {self.model!r} can be reached", retry_after_s=RESTART_S)
         if isinstance(exc, ray_errors.RayActorError | ray_errors.WorkerCrashedError):
-            return WorkerCrashed(
+            return errors.WorkerCrashed(
                 f"the worker of {self.model!r} died while it worked on this; it is being replaced. If it happens again "
                 "with the same document, the document is the cause",
                 retry_after_s=RESTART_S,
             )
         if isinstance(exc, ray_errors.TaskCancelledError | serve_errors.RequestCancelledError):
-            return Cancelled("the caller went away")
+            return errors.Cancelled("the caller went away")
         if isinstance(exc, TimeoutError):
-            return DeadlineExceeded(f"no answer from a worker of {self.model!r} in time; ask again later")
-        return InternalError(f"the worker of {self.model!r} failed unexpectedly: {type(exc).__name__}")
+            return errors.DeadlineExceeded(f"no answer from a worker of {self.model!r} in time; ask again later")
+        return errors.InternalError(f"the worker of {self.model!r} failed unexpectedly: {type(exc).__name__}")
 
 
 def _limit_s(kwargs: Mapping[str, Any]) -> float:

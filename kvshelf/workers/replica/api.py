@@ -6,17 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvshelf.api import (
-    AppendCache,
-    Asking,
-    CreateCache,
-    CreationProgress,
-    Estimate,
-    EstimateObject,
-    Query,
-    SearchCaches,
-    WarmedReplica,
-)
+from kvshelf import api
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.caches import ExportDtype, ExportTo
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
@@ -34,23 +24,23 @@ class ReplicaApi(Protocol):
 
     async def create(
         self,
-        spec: CreateCache,
+        spec: api.CreateCache,
         *,
         caller: Caller,
         request_id: str | None = None,
         max_attempts: int = MAX_ATTEMPTS,
     ) -> Created: ...
 
-    def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncIterator[CreationProgress | Created]: ...
+    def watch(self, spec: api.CreateCache, *, caller: Caller) -> AsyncIterator[api.CreationProgress | Created]: ...
 
-    async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created: ...
+    async def append(self, cache_id: str, spec: api.AppendCache, *, caller: Caller) -> Created: ...
 
-    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject: ...
+    async def estimate(self, spec: api.Estimate, *, caller: Caller) -> api.EstimateObject: ...
 
     async def query(
         self,
         caches: str | Sequence[str],
-        query: Asking,
+        query: api.Asking,
         *,
         caller: Caller,
         of_batch: bool = False,
@@ -59,18 +49,18 @@ class ReplicaApi(Protocol):
     def stream(
         self,
         caches: str | Sequence[str],
-        query: Asking,
+        query: api.Asking,
         *,
         caller: Caller,
     ) -> AsyncIterator[Piece | Answer]: ...
 
     async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]: ...
 
-    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica: ...
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> api.WarmedReplica: ...
 
     async def count(
         self,
-        query: Asking,
+        query: api.Asking,
         document: str | None,
         boundary: Boundary | None,
         cached: Mapping[str, Any],
@@ -78,9 +68,9 @@ class ReplicaApi(Protocol):
         caller: Caller,
     ) -> int: ...
 
-    async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt: ...
+    async def prompt(self, cache_id: str, query: api.Query, *, caller: Caller) -> BuiltPrompt: ...
 
-    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found: ...
+    async def search(self, spec: api.SearchCaches, *, caller: Caller) -> Found: ...
 
     async def inspect(
         self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0

@@ -9,16 +9,7 @@ from enum import Enum
 
 import structlog
 
-from kvshelf.errors import (
-    Cancelled,
-    KvshelfError,
-    NoWorker,
-    QueueFull,
-    QuotaExceeded,
-    StateConflict,
-    StoreError,
-    WorkerCrashed,
-)
+from kvshelf import errors
 from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.workers.replica.calls import Threads
 
@@ -60,13 +51,13 @@ def give_up(requests: RequestTable, record: RequestRecord) -> None:
         f"each of {record.tries} attempts ended without a word: the worker died, or lost the store. This document may "
         "be the cause"
     )
-    requests.fail(record.id, record.attempts, code=WorkerCrashed.code, message=message, final=True)
+    requests.fail(record.id, record.attempts, code=errors.WorkerCrashed.code, message=message, final=True)
 
 
-_BLAMELESS = (StoreError, NoWorker, QueueFull, Cancelled)
+_BLAMELESS = (errors.StoreError, errors.NoWorker, errors.QueueFull, errors.Cancelled)
 
 
-def _counts(error: KvshelfError) -> bool:
+def _counts(error: errors.KvshelfError) -> bool:
     """Whether an attempt that failed with this error counts."""
     if isinstance(error, _BLAMELESS):
         return error.is_final or error.details.get("stored") is False
@@ -95,14 +86,14 @@ class Attempts:
             yield attempt
         except asyncio.CancelledError:
             # The service or the batch is stopping. The write outlives the cancellation.
-            stopped = Cancelled("the service stopped")
+            stopped = errors.Cancelled("the service stopped")
             await asyncio.shield(self._record_failure(request_id, attempt, stopped, final=False, counted=False))
             raise
-        except KvshelfError as error:
+        except errors.KvshelfError as error:
             record = await self._threads.run(self._requests.get, request_id, tenant=tenant)
             counted = _counts(error)
             spent = record.tries >= max_attempts
-            final = counted and (error.is_final or isinstance(error, QuotaExceeded) or spent)
+            final = counted and (error.is_final or isinstance(error, errors.QuotaExceeded) or spent)
             await self._record_failure(request_id, attempt, error, final=final, counted=counted)
             raise
         finally:
@@ -113,14 +104,14 @@ class Attempts:
             await asyncio.sleep(LEASE_S / 3)
             try:
                 await self._threads.run(self._requests.renew, request_id, attempt, lease_s=LEASE_S)
-            except StoreError:
+            except errors.StoreError:
                 log.warning("a lease could not be renewed; it is tried again", request=request_id, exc_info=True)
 
     async def _record_failure(
-        self, request_id: str, attempt: int, error: KvshelfError, *, final: bool, counted: bool = True
+        self, request_id: str, attempt: int, error: errors.KvshelfError, *, final: bool, counted: bool = True
     ) -> None:
         told = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
         try:
             await self._threads.run(self._requests.fail, request_id, attempt, **told, final=final, counted=counted)
-        except StateConflict:
+        except errors.StateConflict:
             log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)

@@ -382,9 +382,8 @@ class Questions:
 
     def _shape(self, query: Asking, cached: Mapping[str, Any] | None = None) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. cached: the
-        variables that the document was written with. Raises
-        `InvalidRequest` for tools that the model's template has no room for, for what it is not told, and as
-        `Guide.constraint`."""
+        variables that the document was written with. Raises `InvalidRequest` for tools that the model's template has no
+        room for, for what it is not told, and as `Guide.constraint`."""
         wanted = None if query.response_format is None else query.response_format.model_dump()
         asked = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
         grammar = Grammar.of(asked, param_of(query, "response_format"))

@@ -6,36 +6,26 @@ go from here to the store and back; only ids, text and numbers leave this proces
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvshelf.api import (
-    AppendCache,
-    Asking,
-    CreateCache,
-    CreationProgress,
-    Estimate,
-    EstimateObject,
-    Query,
-    SearchCaches,
-    WarmedReplica,
-)
-from kvshelf.api.answers import Answer, Piece
+from kvshelf import api
 from kvshelf.api.caches import ExportDtype, ExportTo
-from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
-from kvshelf.artifact.identity import Boundary, Identity
+from kvshelf.api.inspect import KeptOf, KeptTokens
+from kvshelf.artifact.identity import Identity
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.workers.replica.api import ReplicaApi
-from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
+from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.cooling import Cooling
@@ -45,16 +35,45 @@ from kvshelf.workers.replica.files import pieces
 from kvshelf.workers.replica.guard import Guard, GuardRules
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
-from kvshelf.workers.replica.memory.retention import Hint
 from kvshelf.workers.replica.questions import Questions
 from kvshelf.workers.replica.reading import attached
-from kvshelf.workers.replica.results import Created, Found
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.searches import Searches
+
+P = ParamSpec("P")
+T = TypeVar("T")
+PartT = TypeVar("PartT")
 
 STUCK_S = 30.0
 """How long a document may hold the model after its deadline, before its replica is replaced. Late work ends between two
 layers, so one layer has taken this long: it hangs, or it blocks the replica for all other callers."""
+
+
+def _called(
+    call: Callable[Concatenate[PartT, P], Coroutine[Any, Any, T]], part: str
+) -> Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]]:
+    """The call of a part of a replica as the replica's own, with its arguments and its docstring."""
+
+    @functools.wraps(call)
+    async def method(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        answer: T = await getattr(getattr(self, part), call.__name__)(*args, **kwargs)
+        return answer
+
+    return method
+
+
+def _streamed(
+    call: Callable[Concatenate[PartT, P], AsyncIterator[T]], part: str
+) -> Callable[Concatenate[Replica, P], AsyncIterator[T]]:
+    """As `_called`; a generator of its own, because Ray streams nothing else."""
+
+    @functools.wraps(call)
+    async def method(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
+        async with aclosing(getattr(getattr(self, part), call.__name__)(*args, **kwargs)) as events:
+            async for event in events:
+                yield event
+
+    return method
 
 
 class Replica(ReplicaApi):
@@ -143,83 +162,27 @@ class Replica(ReplicaApi):
                 "transforms": engine.coders.own.transforms.digest if engine.coders.has_own else "",
             }
 
-    async def create(
-        self,
-        spec: CreateCache,
-        *,
-        caller: Caller,
-        request_id: str | None = None,
-        max_attempts: int = MAX_ATTEMPTS,
-    ) -> Created:
-        """See `Creations`, as `watch`, `append` and `estimate`."""
-        recorded: dict[str, Any] = {"request_id": request_id, "max_attempts": max_attempts}
-        return await self.creations.create(spec, caller=caller, **recorded)
+    # The calls that a part answers alone. Ray calls them here by these names.
+    create = _called(Creations.create, "creations")
+    watch = _streamed(Creations.watch, "creations")
+    append = _called(Creations.append, "creations")
+    estimate = _called(Creations.estimate, "creations")
+    query = _called(Questions.query, "questions")
+    stream = _streamed(Questions.stream, "questions")
+    hint = _called(Questions.hint, "questions")
+    count = _called(Questions.count, "questions")
+    prompt = _called(Questions.prompt, "questions")
+    search = _called(Searches.search, "searches")
 
-    async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncIterator[CreationProgress | Created]:
-        watched = self.creations.watch(spec, caller=caller)
-        async with aclosing(watched):  # Ray streams generators alone
-            async for event in watched:
-                yield event
-
-    async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created:
-        return await self.creations.append(cache_id, spec, caller=caller)
-
-    async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
-        return await self.creations.estimate(spec, caller=caller)
-
-    async def query(
-        self,
-        caches: str | Sequence[str],
-        query: Asking,
-        *,
-        caller: Caller,
-        of_batch: bool = False,
-    ) -> Answer:
-        """See `Questions`, as `stream`, `hint`, `warm`, `count` and `prompt`."""
-        return await self.questions.query(caches, query, caller=caller, of_batch=of_batch)
-
-    async def stream(
-        self,
-        caches: str | Sequence[str],
-        query: Asking,
-        *,
-        caller: Caller,
-    ) -> AsyncIterator[Piece | Answer]:
-        pieces = self.questions.stream(caches, query, caller=caller)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield piece
-
-    async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]:
-        return await self.questions.hint(hints, caller=caller)
-
-    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> WarmedReplica:
+    async def warm(self, keys: Sequence[tuple[str, str]], *, caller: Caller) -> api.WarmedReplica:
         warmed = await self.questions.warm(keys, caller=caller)
-        return WarmedReplica(
+        return api.WarmedReplica(
             replica=self.name,
             caches=warmed.caches,
             bytes=warmed.nbytes,
             read_bytes=warmed.read_bytes,
             left_out=list(warmed.left_out),
         )
-
-    async def count(
-        self,
-        query: Asking,
-        document: str | None,
-        boundary: Boundary | None,
-        cached: Mapping[str, Any],
-        *,
-        caller: Caller,
-    ) -> int:
-        return await self.questions.count(query, document, boundary, cached, caller=caller)
-
-    async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
-        return await self.questions.prompt(cache_id, query, caller=caller)
-
-    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
-        """See `Searches`."""
-        return await self.searches.search(spec, caller=caller)
 
     async def inspect(self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0) -> KeptTokens:
         """Which tokens of its document a cache kept, see `kvshelf.workers.replica.inspect`. body: the

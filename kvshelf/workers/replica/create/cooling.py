@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 
+from kvshelf import errors
 from kvshelf.api import Quality
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.cache import CompressedCache
@@ -22,19 +23,6 @@ from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.certify.recheck import Remeasure
 from kvshelf.engine.quality import VERSION
-from kvshelf.errors import (
-    Cancelled,
-    DocumentTooLong,
-    InvalidRequest,
-    ModelMismatch,
-    NoWorker,
-    OutOfMemory,
-    PolicyUnsupported,
-    QueueFull,
-    SourceNotKept,
-    StateConflict,
-    StoreUnavailable,
-)
 from kvshelf.kernels import ans
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.ladder.table import LEASE_S, ColdCache
@@ -54,7 +42,7 @@ _STAYING: Final = 65_536
 """Caches that are known to stay on their rung; with so many of them the ladder rests until the next start."""
 _CREDIT_S: Final = 3600.0
 """How much of the time without cold caches counts for the share."""
-_PASSING: Final = (Cancelled, QueueFull, NoWorker, OutOfMemory, StoreUnavailable)
+_PASSING: Final = (errors.Cancelled, errors.QueueFull, errors.NoWorker, errors.OutOfMemory, errors.StoreUnavailable)
 """Errors of the moment."""
 
 
@@ -134,7 +122,7 @@ class Cooling:
             try:
                 await self._threads.run(self._store.ladder.renew, self._engine.identity.fingerprint(), self._term)
                 self._renewed = time.monotonic()
-            except StateConflict:
+            except errors.StateConflict:
                 self._term = None
         return self._term is not None
 
@@ -176,7 +164,7 @@ class Cooling:
             stored = whole(self._engine, self._store, manifest.id, manifest.tenant)
             self._engine.identity.require_match(stored.identity.model)
             cache = self._engine.coders.recoded(stored, codec)
-        except (InvalidRequest, ModelMismatch, PolicyUnsupported) as error:
+        except (errors.InvalidRequest, errors.ModelMismatch, errors.PolicyUnsupported) as error:
             log.info("a cache stays on its rung", cache_id=manifest.id, codec=codec, reason=error.message)
             return None
         packed = cache.pack()
@@ -207,7 +195,8 @@ class Cooling:
                 source_job, self._engine, self._store, manifest, Identity.from_dict(manifest.identity)
             )
             await self._threads.compute(self._require_room, job)
-        except (DocumentTooLong, SourceNotKept, StateConflict):  # or what is kept is read as another document now
+        except (errors.DocumentTooLong, errors.SourceNotKept, errors.StateConflict):
+            # Or what is kept is read as another document now.
             measured = None
         else:
             measured = await self._measured(manifest, Remeasure(job, cache))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf_bench.kernels.counts import Counts
+from scripts.launch_counts import Counts
 
 
 def test_operations_count_and_views_do_not():
