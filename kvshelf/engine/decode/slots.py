@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -30,8 +30,8 @@ from kvshelf.model.devices import hooked
 
 _LOG = logging.getLogger(__name__)
 
-CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Slots of a document; beyond the last one its multiples. At most a third of them is vacant."""
+CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
 
 _MOST_SEATINGS: Final = 8
 """A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16. All share the rest."""
@@ -39,15 +39,20 @@ _MOST_SEATINGS: Final = 8
 Forward = Callable[[Checkpoint], Tensor]
 """A pass over the slots, which gives logits `[slots, vocabulary]`."""
 
+Replay = Callable[[], Tensor]
+"""Runs a recorded pass again. What it gives is overwritten by the next run."""
+
+Recorder = Callable[[Callable[[], Tensor]], Replay]
+"""Records a pass, which need not run meanwhile."""
+
 
 class Slots:
     """The seatings of a batch's last steps. Not thread-safe: one thread owns the model."""
 
-    def __init__(self, device: torch.device, *, captures: bool) -> None:
-        """captures: whether to record passes. Without, each runs anew: what a recording is compared with."""
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        """recorder: None: each pass runs anew, which is what a recording is compared with."""
         self._device = device
-        self._captures = captures
-        self._pool: tuple[int, int] | None = None
+        self._recorder = recorder
         self._seatings: dict[object, Seating] = {}
 
     @classmethod
@@ -56,18 +61,20 @@ class Slots:
         devices or in several processes."""
         devices = passes.devices.each
         alone = len(devices) == 1 and passes.ranks is None and not hooked(passes.model)
-        return cls(devices[0], captures=True) if alone and devices[0].type == "cuda" else None
+        return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
 
     def seating(self, rows: Sequence[Generation]) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side, once they sit there."""
         shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
         slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
         owners = [*(document for document, _ in shares), *slabs]
-        classes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
-        key = tuple((ref(owner), size) for owner, size in zip(owners, classes, strict=True))
-        seating = self._seatings.pop(key, None) or Seating(shares, slabs, self._device)
-        # What a recording reads must not stay in memory for its sake, and nothing may take its place.
-        seating.owners = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
+        sizes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
+        key = tuple((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
+        seating = self._seatings.pop(key, None)
+        if seating is None:
+            # What a recording reads must not stay in memory for its sake, and nothing else may be read in its place.
+            ends = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
+            seating = Seating(shares, slabs, self._device, ends)
         self._seatings[key] = seating
         for oldest in list(self._seatings)[:-_MOST_SEATINGS]:
             self._seatings.pop(oldest, None)
@@ -75,66 +82,76 @@ class Slots:
         return seating
 
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> Tensor:
-        """Logits `[slots, vocabulary]`, until the next run: of the recording of a seating, where there is one. It is
-        made behind the second pass, because many a seating has no third; and a pass before it has compiled all kernels
-        and made all memory that it must not make itself."""
-        if seating.recording is not None:
+        """Logits `[slots, vocabulary]`, until the next run. The pass of a seating is recorded behind the second one,
+        because many a seating has no third; and one just before has compiled all kernels and made all memory that a
+        recording must find."""
+        if seating.replay is not None:
             checkpoint()
-            seating.recording.graph.replay()
-            return seating.recording.logits
+            return seating.replay()
         logits = forward(checkpoint)
-        if self._captures and seating.passes:
-            seating.recording = self._recorded(forward)
+        if self._recorder is not None and seating.passes:
+            try:
+                seating.replay = self._recorder(lambda: forward(nothing))
+            except Exception as exc:  # whatever a model's code does that waits for the device
+                self._recorder = None
+                _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", exc)
         seating.passes += 1
         return logits
 
-    def _recorded(self, forward: Forward) -> Recording | None:
-        try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads may go
-            # on: layers arrive by copies of their own.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(self._pool, "thread_local")
-                try:
-                    logits = forward(nothing)
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-        except Exception as exc:  # whatever a model's code does that waits for the device
-            self._captures = False
-            _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", exc)
-            return None
-        return Recording(graph, logits)
+
+class GraphRecorder:
+    """Records passes as CUDA graphs, whose memory they share: one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+        """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads go on
+        # meanwhile: layers of documents arrive by copies of their own.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                logits = forward()
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 def slots_for(rows: int) -> int:
     """Slots of a document that so many rows read."""
-    return next((size for size in CLASSES if size >= rows), -(-rows // CLASSES[-1]) * CLASSES[-1])
-
-
-class Recording(NamedTuple):
-    """A pass to be run again. logits: `[slots, vocabulary]`, of the last run."""
-
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    return next((size for size in CLASSES if size >= rows), -(-rows // 8) * 8)
 
 
 class Seating:
     """The slots of the documents of a step. Between steps it changes in the numbers of `_numbers` alone.
 
-    documents: what the slots see. owners: whose end is the seating's. passes: how many there were before the recording.
+    documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
     """
 
     def __init__(
-        self, shares: Sequence[tuple[Attached | Selection, int]], slabs: Sequence[Slab], device: torch.device
+        self,
+        shares: Sequence[tuple[Attached | Selection, int]],
+        slabs: Sequence[Slab],
+        device: torch.device,
+        ends: Sequence[object],
     ) -> None:
-        """shares: each document with its rows."""
+        """shares: each document with its rows. ends: kept for as long as this is: they call when one of these ends."""
         self.documents = [SeatedDocument(document) for document, _ in shares]
-        self.owners: list[object] = []
         self.passes = 0
-        self.recording: Recording | None = None
+        self.replay: Replay | None = None
+        self._ends = ends
         self._slabs = [ref(slab) for slab in slabs]
         self._suffixes = tuple(SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots) for slab in slabs)
         self._starts = tuple(document.next_position for document, _ in shares)
@@ -176,7 +193,7 @@ class Seating:
 
     def begun(self) -> SlotPass:
         """What one pass reads and writes. What it makes of the numbers is made in the pass."""
-        ids, positions, places, gathered, _, *of_slabs = self._numbers.split(self._sizes)
+        ids, positions, places, gathered, _, *of_slabs = torch.split(self._numbers, self._sizes)
         groups = []
         for number, slab in enumerate(self._slabs):
             table, *writes = of_slabs[4 * number : 4 * number + 4]
@@ -197,7 +214,7 @@ class Seating:
     def of_rows(self, logits: Tensor) -> Tensor:
         """The logits `[rows, vocabulary]` of the rows that sit here, in their order, out of those of all slots. A
         copy."""
-        live = self._numbers.split(self._sizes)[4]
+        live = torch.split(self._numbers, self._sizes)[4]
         return logits.index_select(0, live[: self._rows])
 
 
