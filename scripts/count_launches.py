@@ -32,9 +32,8 @@ def main() -> None:
         fewer, more = (_step(subject, selector, slots=slots) for subject in subjects)
         launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
         own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
-        print(
-            f"{selector or 'all entries'}{', in slots' if slots else ''}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside them"
-        )
+        name = f"{selector or 'all entries'}{', in slots' if slots else ''}"
+        print(f"{name}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside them")
         print("   ", ", ".join(f"{name} {count}" for name, count in launches.most_common() if count))
 
 

@@ -89,7 +89,7 @@ def _recorded(part: Part, subject: Subject, caches: list[CompressedCache], name:
     seconds: dict[str, float] = {}
     for way, slots in ways.items():
         with stepping(subject, caches, batch=DecodeBatch(passes, slots)) as step:
-            seconds[way] = part.seconds(lambda: [step() for _ in range(4)], rounds=_STEPS // 4).median / 4  # noqa: B023
+            seconds[way] = part.seconds(lambda: [step() for _ in range(4)], rounds=_STEPS // 4).median / 4
     note = ", ".join(f"{way} {each * 1e3:.2f} ms" for way, each in seconds.items())
     last = list(seconds)[-1]
     part.row(f"{name}: a step made anew over one {last}", seconds["anew"] / seconds[last], "times", note=note)
