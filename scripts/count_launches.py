@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvshelf.engine.decode.batch import DecodeBatch
-from kvshelf.engine.decode.slots import Slots
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf_bench.kernels.counts import Counts
 from kvshelf_bench.speed.selecting import selection_of, stepping

@@ -28,7 +28,7 @@ from kvshelf.engine.decode.selection import (
     UnitSelection,
     stored_entries,
 )
-from kvshelf.engine.decode.slots import Slots
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.episodes import nearest_episode, require_several
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes

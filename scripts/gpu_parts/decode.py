@@ -8,7 +8,7 @@ import torch
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.batch import DecodeBatch
-from kvshelf.engine.decode.slots import GraphRecorder, Slots
+from kvshelf.engine.decode.slots.slots import GraphRecorder, Slots
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.rates import copy_bandwidth
 from kvshelf_bench.kernels.baselines import attention_of_full_cache

@@ -27,7 +27,8 @@ from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, a
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
 from kvshelf.engine.decode.selection import SeenDocument, Selection
-from kvshelf.engine.decode.slots import SlotPass, Slots
+from kvshelf.engine.decode.slots.seating import SlotPass
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.forward.passes import Passes

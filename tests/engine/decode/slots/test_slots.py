@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
-from kvshelf.engine.decode.slots import CLASSES, Forward, GraphRecorder, Recorder, Replay, Seating, Slots, slots_for
+from kvshelf.engine.decode.slots.seating import CLASSES, Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
 from tests.amounts import amount
