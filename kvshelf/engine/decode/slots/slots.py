@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.slots.seating import Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.model.devices import hooked
@@ -31,20 +34,22 @@ Recorder = Callable[[Callable[[], Tensor]], Replay]
 
 
 class Slots:
-    """The seatings of a batch's last steps. Not thread-safe: one thread owns the model."""
+    """The seatings of the last steps of a model's batches. Not thread-safe: one thread owns the model."""
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         """recorder: None: each pass runs anew, which is what a recording is compared with."""
         self._device = device
         self._recorder = recorder
+        self._warned = False
         self._seatings: dict[object, Seating] = {}
 
     @classmethod
     def of(cls, passes: Passes) -> Slots | None:
         """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several
-        devices or in several processes."""
+        devices, in several processes, or whose code may ask the device how long a call is."""
         devices = passes.devices.each
         alone = len(devices) == 1 and passes.ranks is None and not hooked(passes.model)
+        alone = alone and not passes.facts.one_by_one
         return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
 
     def seating(self, rows: Sequence[Generation]) -> Seating:
@@ -68,19 +73,34 @@ class Slots:
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> Tensor:
         """Logits `[slots, vocabulary]`, until the next run. The pass of a seating is recorded behind the second one,
         because many a seating has no third; and one just before has compiled all kernels and made all memory that a
-        recording must find."""
+        recording must find. Where that one waited, none is begun."""
         if seating.replay is not None:
             checkpoint()
             return seating.replay()
-        logits = forward(checkpoint)
-        if self._recorder is not None and seating.passes:
-            try:
-                seating.replay = self._recorder(lambda: forward(nothing))
-            except Exception as exc:  # whatever a model's code does that waits for the device
-                self._recorder = None
-                _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", exc)
+        if self._recorder is None or seating.passes != 1:
+            logits = forward(checkpoint)
+        else:
+            with Waits(self._device) as waits:
+                logits = forward(checkpoint)
+            if waits.first is None:
+                self._record(self._recorder, seating, forward)
+            else:
+                self._warn(f"{waits.first} waits for the device or brings numbers to it")
         seating.passes += 1
         return logits
+
+    def _record(self, recorder: Recorder, seating: Seating, forward: Forward) -> None:
+        try:
+            seating.replay = recorder(lambda: forward(nothing))
+        except Exception as exc:  # whatever CUDA says of a model's code
+            # Not tried again: before torch 2.13 its allocator takes a capture that failed for one under way.
+            self._recorder = None
+            self._warn(str(exc))
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", reason)
+        self._warned = True
 
 
 class GraphRecorder:
@@ -89,11 +109,19 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all recordings: cuBLAS keeps memory for each stream that it has worked on."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, forward: Callable[[], Tensor]) -> Replay:
         """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        living = list(self._graphs)  # whichever other thread drops them meanwhile
+        if not living:  # a pool ends with its last graph, and torch takes none that has ended
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         current = torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads go on
@@ -102,8 +130,12 @@ class GraphRecorder:
             graph.capture_begin(self._pool, "thread_local")
             try:
                 logits = forward()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # which says only that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graphs.add(graph)
         current.wait_stream(stream)
 
         def replay() -> Tensor:

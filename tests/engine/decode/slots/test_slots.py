@@ -23,6 +23,7 @@ from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.decode.slots.seating import CLASSES, Replay, Seating, slots_for
 from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots
+from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
 from tests.amounts import amount
@@ -237,6 +238,62 @@ def test_a_pass_that_cannot_be_recorded_runs_anew_with_one_warning(caplog: pytes
                 assert torch.equal(step.logits, anew.logits)
     assert [record.message[:34] for record in caplog.records] == ["decode steps run without CUDA grap"]
     assert slots.replayed == 0
+
+
+def test_a_pass_that_waits_is_not_recorded_and_others_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tape raises where a capture would fail: none is begun."""
+    monkeypatch.setenv("KVSHELF_KERNELS", "eager")
+    engine, tape = engine_of("llama"), Tape()
+    slots = Counted(tape)
+
+    def answered(rows: int) -> None:
+        batch = DecodeBatch(engine.passes, slots)
+        answers = [engine.start(documents_of("llama", 30)[0], ids(3, seed=i), Sampling(8)) for i in range(rows)]
+        while not answers[0].finished:
+            batch.step(answers)
+
+    handle = engine.model.get_output_embeddings().register_forward_hook(lambda *call: call[2].sum().item() and None)
+    with caplog.at_level(logging.WARNING):
+        answered(1)
+        answered(2)
+        handle.remove()
+        assert (tape.recorded, slots.replayed) == (0, 0)
+        answered(3)
+    assert (tape.recorded, slots.replayed) == (1, 5)
+    (record,) = caplog.records
+    assert "_local_scalar_dense waits for the device" in record.message
+
+
+@pytest.mark.parametrize(
+    ("waits", "work"),
+    [
+        ("aten::_local_scalar_dense", lambda x: x.sum().item()),
+        ("aten::nonzero", lambda x: x.nonzero()),
+        ("aten::index.Tensor", lambda x: x[x > 1]),
+        ("aten::lift_fresh", lambda x: x + torch.tensor([1.0, 2.0, 3.0])),
+        ("aten::_to_copy", lambda x: x.to("meta")),
+        (None, lambda x: x[torch.arange(2)].bfloat16().where(x[:2] > 1, 0.0).index_select(0, x[:1].long())),
+    ],
+)  # fmt: skip
+def test_what_a_graph_cannot_hold_is_named(waits: str | None, work: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.arange(3.0)
+    with Waits(CPU) as watch:
+        work(x)
+        work(x)
+    assert watch.first == waits
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA records on a card alone")
+def test_a_card_records_again_once_all_recordings_have_ended() -> None:
+    device = torch.device("cuda:0")
+    recorder, x = GraphRecorder(device), torch.ones(4, device=device)
+    for number in range(3):
+        replay = recorder(lambda: x * 2)
+        x.fill_(number)
+        assert replay().tolist() == [2.0 * number] * 4
+        del replay
 
 
 def test_a_step_that_is_abandoned_leaves_every_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
