@@ -84,7 +84,12 @@ class Asker:
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
-        return DecodeBatch(self._passes, Slots.of(self._passes))
+        return DecodeBatch(self._passes, self._slots)
+
+    @cached_property
+    def _slots(self) -> Slots | None:
+        """Of all batches: what is recorded has a bound of memory for the model."""
+        return Slots.of(self._passes)
 
     def start(
         self,
