@@ -26,6 +26,7 @@ from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows
 CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 """Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
 
+MOST_SLOTS_A_ROW: Final = 1.5
 
 Replay = Callable[[], Tensor]
 """Runs a recorded pass again. What it gives is overwritten by the next run."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.engine.decode.generation import Generation
-from kvshelf.engine.decode.slots.seating import Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.seating import MOST_SLOTS_A_ROW, Replay, Seating, slots_for
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
@@ -25,6 +25,14 @@ _LOG = logging.getLogger(__name__)
 
 _MOST_SEATINGS: Final = 8
 """A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16. All share the rest."""
+
+
+def recorded_bytes(rows: int, logit_bytes: int, token_bytes: int) -> int:
+    """The most bytes that recordings hold beside the weights, for steps of so many rows. logit_bytes: of the logits of
+    a token; token_bytes: that a pass holds for it, which lie in one pool for all recordings."""
+    slots = MOST_SLOTS_A_ROW * rows
+    return int(slots * (_MOST_SEATINGS * logit_bytes + token_bytes))
+
 
 Forward = Callable[[Checkpoint], Tensor]
 """A pass over the slots, which gives logits `[slots, vocabulary]`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
-from kvshelf.engine.decode.slots.seating import CLASSES, Replay, Seating, slots_for
-from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots
+from kvshelf.engine.decode.slots.seating import CLASSES, MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots, recorded_bytes
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
@@ -109,17 +109,22 @@ class Fillers:
 
 
 class Counted(Slots):
-    """Slots that note of each step how many rows sat in how many, and their logits."""
+    """Slots that note of each step how many rows sat in how many, and their logits; and the bytes of recordings."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         super().__init__(CPU, recorder)
         self.sat: list[tuple[int, int]] = []
         self.replayed = 0
         self.logits: list[torch.Tensor] = []
+        self.most_kept = 0
+        self._kept: WeakKeyDictionary[Seating, int] = WeakKeyDictionary()
 
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> torch.Tensor:
         self.replayed += seating.replay is not None
         logits = super().run(seating, forward, checkpoint)
+        if seating.replay is not None:
+            self._kept[seating] = logits.nbytes
+            self.most_kept = max(self.most_kept, sum(self._kept.values()))
         self.logits = [seating.of_rows(logits)]
         self.sat.append((len(self.logits[0]), len(logits)))
         return logits
@@ -226,6 +231,7 @@ def test_a_pass_that_is_run_again_is_a_pass_made_anew(family: str, monkeypatch: 
             torch.testing.assert_close(step.logits, anew.logits, atol=5e-6, rtol=1e-5)
     assert tape.recorded > 1
     assert slots.replayed > 2
+    assert 0 < slots.most_kept <= recorded_bytes(12, 512 * torch.float32.itemsize, 0)
 
 
 def test_a_pass_that_cannot_be_recorded_runs_anew_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,5 +341,5 @@ def test_recordings_keep_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_at_most_a_third_of_the_slots_is_vacant() -> None:
     assert all(slots_for(rows) == rows for rows in CLASSES)
-    assert all(rows <= slots_for(rows) <= 1.5 * rows for rows in range(1, 200))
+    assert all(rows <= slots_for(rows) <= MOST_SLOTS_A_ROW * rows for rows in range(1, 200))
     assert Slots.of(engine_of("llama").passes) is None  # a CPU has its own program
