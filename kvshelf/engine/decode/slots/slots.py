@@ -101,7 +101,7 @@ class Slots:
         try:
             seating.replay = recorder(lambda: forward(nothing))
         except Exception as exc:  # whatever CUDA says of a model's code
-            # Not tried again: before torch 2.13 its allocator takes a capture that failed for one under way.
+            # Not tried again: the allocator of older torch takes a capture that failed for one under way.
             self._recorder = None
             self._warn(str(exc))
 
