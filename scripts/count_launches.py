@@ -15,6 +15,8 @@ from collections import Counter
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvshelf.engine.decode.batch import DecodeBatch
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf_bench.speed.selecting import selection_of, stepping
 from kvshelf_bench.speed.subject import Subject
@@ -26,21 +28,21 @@ _TOKENS = 64
 def main() -> None:
     os.environ["KVSHELF_KERNELS"] = "triton"
     subjects = [_subject(layers) for layers in (1, 3)]
-    for selector in ("", "quest"):
-        fewer, more = (_step(subject, selector) for subject in subjects)
+    for selector, slots in (("", False), ("", True), ("quest", False), ("quest", True)):
+        fewer, more = (_step(subject, selector, slots=slots) for subject in subjects)
         launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
         own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
-        print(
-            f"{selector or 'all entries'}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside them"
-        )
+        name = f"{selector or 'all entries'}{', in slots' if slots else ''}"
+        print(f"{name}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside them")
         print("   ", ", ".join(f"{name} {count}" for name, count in launches.most_common() if count))
 
 
-def _step(subject: Subject, selector: str) -> Counts:
-    """Of a decode step of one answer."""
+def _step(subject: Subject, selector: str, *, slots: bool) -> Counts:
+    """Of a decode step of one answer. slots: of a pass that a card would record, and then launch as one graph."""
     cache = subject.engine.compress(subject.tokens(_TOKENS, seed=1), policy="full")
     selections = [selection_of(subject, cache, selector, _TOKENS // 2)] if selector else None
-    with stepping(subject, [cache], selections) as step:
+    batch = DecodeBatch(subject.engine.passes, Slots(subject.device) if slots else None)
+    with stepping(subject, [cache], selections, batch) as step:
         step()
         with Counts() as counts:
             step()

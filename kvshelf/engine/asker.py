@@ -28,6 +28,7 @@ from kvshelf.engine.decode.selection import (
     UnitSelection,
     stored_entries,
 )
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.episodes import nearest_episode, require_several
 from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
@@ -99,7 +100,12 @@ class Asker:
 
     def batch(self) -> DecodeBatch:
         """An empty batch. Answers stepped in it together share one forward pass per token."""
-        return DecodeBatch(self._passes)
+        return DecodeBatch(self._passes, self._slots)
+
+    @cached_property
+    def _slots(self) -> Slots | None:
+        """Of all batches: what is recorded has a bound of memory for the model."""
+        return Slots.of(self._passes)
 
     def start(
         self,

@@ -9,6 +9,7 @@ from itertools import product
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.function import kvshelf_attention
+from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.selection import LastChoice, Selection
 from kvshelf.kernels.rates import cost
@@ -124,11 +125,14 @@ def _step_s(subject: Subject, caches: Sequence[CompressedCache], selections: Seq
 
 @contextmanager
 def stepping(
-    subject: Subject, caches: Sequence[CompressedCache], selections: Sequence[Selection | None] | None = None
+    subject: Subject,
+    caches: Sequence[CompressedCache],
+    selections: Sequence[Selection | None] | None = None,
+    batch: DecodeBatch | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Inside the block, a call is one decode step of an answer for each cache, behind its question and first tokens.
-    selections: what each reads of its document; None: all."""
-    engine, batch = subject.engine, subject.engine.batch()
+    selections: what each reads of its document; None: all. batch: one without answers; None: the engine's."""
+    engine, batch = subject.engine, batch or subject.engine.batch()
     question, sampling = subject.tokens(QUESTION_TOKENS, seed=1000), Sampling(_MOST_STEPS)
     with endless_answers(subject), kvshelf_attention(engine.model):
         answers = [

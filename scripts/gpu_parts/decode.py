@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.batch import DecodeBatch
+from kvshelf.engine.decode.slots.slots import GraphRecorder, Slots
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.rates import copy_bandwidth
 from kvshelf_bench.kernels.baselines import attention_of_full_cache
@@ -35,6 +37,8 @@ def measure(part: Part) -> None:
             shared[count] = _told(
                 part, subject, [whole] * count, 1, rate, f"{count} answers on one document of {tokens}"
             )
+        with part.trying(f"{count} answers without a graph"):
+            _recorded(part, subject, [whole] * count, f"{count} answers on one document of {tokens}")
     with part.trying("profile"):
         _profiled(part, subject, [whole] * answers[-1])
     attention: dict[int, tuple[float, float]] = {}
@@ -73,6 +77,22 @@ def _told(part: Part, subject: Subject, caches: list[CompressedCache], documents
     note = f"{seconds * 1e3:.2f} ms a step, {len(caches) / seconds:,.0f} tokens/s, reads {needed / 1e9:.2f} GB at least"
     part.row(f"{name}: share of the byte limit", needed / seconds / rate, "of the limit", at_least=0.6, note=note)
     return seconds
+
+
+def _recorded(part: Part, subject: Subject, caches: list[CompressedCache], name: str) -> None:
+    """A step that is made anew, one in slots and, on a card, the recorded one."""
+    part.require_s(8)
+    passes, device = subject.engine.passes, part.device
+    ways = {"anew": None, "in slots": Slots(device)}
+    if device.type == "cuda":
+        ways["recorded"] = Slots(device, GraphRecorder(device))
+    seconds: dict[str, float] = {}
+    for way, slots in ways.items():
+        with stepping(subject, caches, batch=DecodeBatch(passes, slots)) as step:
+            seconds[way] = part.seconds(lambda: [step() for _ in range(4)], rounds=_STEPS // 4).median / 4
+    note = ", ".join(f"{way} {each * 1e3:.2f} ms" for way, each in seconds.items())
+    last = list(seconds)[-1]
+    part.row(f"{name}: a step made anew over one {last}", seconds["anew"] / seconds[last], "times", note=note)
 
 
 def _attention(part: Part, subject: Subject, tokens: int, rows: int) -> tuple[float, float]:

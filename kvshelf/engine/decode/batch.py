@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,9 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
-from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.selection import SeenDocument, Selection
+from kvshelf.engine.decode.slots.seating import SlotPass
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.forward.passes import Passes
@@ -56,8 +58,10 @@ class DecodeBatch:
     changes with the longest position of the call), `one_by_one` gives every row a forward pass of its own.
     """
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, slots: Slots | None = None) -> None:
+        """slots: where rows of one token each sit whose hooks want nothing of their pass; None: nowhere."""
         self._passes = passes
+        self._slots = slots
         self._kinds = kinds = passes.facts.kinds
         self._with_states = any(kind.states for kind in kinds)
         self._one_by_one = passes.facts.one_by_one
@@ -84,7 +88,7 @@ class DecodeBatch:
         if self._one_by_one and len(generations) > 1:
             return [self._step_alone(generation, checkpoint, wait) for generation in generations]
         steps = self._admit(generations)
-        outs = [self._forward(step, self._plan(step), checkpoint or nothing, wait) for step in steps]
+        outs = [self._forward(step, checkpoint or nothing, wait) for step in steps]
         # From here on every answer has moved on, so nothing may be raised.
         told: dict[int, Piece | Exception] = {}
         for step, out in zip(steps, outs, strict=True):
@@ -125,7 +129,10 @@ class DecodeBatch:
         self._plans = [plan, *(other for other in self._plans if other is not plan)][:2]
         return plan
 
-    def _forward(self, step: _Step, plan: _Plan, checkpoint: Checkpoint, wait: Wait) -> _Out:
+    def _forward(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Out:
+        if self._slots is not None and step.sits and not self._with_states:
+            return _Out(Choices.of(self._in_slots(self._slots, step, checkpoint, wait), step.asking), [], {})
+        plan = self._plan(step)
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
             logits = self._passes.continuing(step.token_ids, step.positions, past, step.last_tokens)[0]
@@ -139,6 +146,19 @@ class DecodeBatch:
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
         return _Out(Choices.of(logits, step.asking), past.cache.held(), plan.weights)
+
+    def _in_slots(self, slots: Slots, step: _Step, checkpoint: Checkpoint, wait: Wait) -> Tensor:
+        """Logits `[rows, vocabulary]` of a step whose rows sit in slots."""
+        seating = slots.seating([place.generation for place in step.places])
+        step.read = seating.documents
+
+        def forward(checkpoint: Checkpoint) -> Tensor:
+            step.sitting = sitting = seating.begun()
+            past = _StepPast(step, self._kinds, checkpoint, wait, None, self._passes)
+            every = torch.arange(sitting.layout.num_tokens, device=sitting.ids.device)
+            return self._passes.continuing(sitting.ids, sitting.positions, past, every)[0]
+
+        return seating.of_rows(slots.run(seating, forward, checkpoint))
 
     def _take(self, step: _Step, out: _Out) -> dict[int, Piece | Exception]:
         """Give every row what its pass showed, and those whose question has run their next token. Returns the text or
@@ -231,35 +251,73 @@ class _Step:
 
     def __init__(self, places: Sequence[_Place], devices: Devices) -> None:
         self.places = places
-        ids = [token for p in places for token in p.generation.pending[: p.count]]
-        positions = [p.generation.next_position + i for p in places for i in range(p.count)]
-        self.token_ids, self.positions = torch.tensor([[ids], [positions]], device=devices.inputs)
+        self._devices = devices
         self.rating = Wants.LIKELIHOOD in places[0].wants
         """Whether it tells how likely its tokens are; it then has one row."""
         self.log_probs: Tensor | None = None
-        last = [p.first + p.count - 1 for p in places if p.complete]
-        last = list(range(len(ids))) if self.rating else last
-        self.last_tokens = torch.tensor(last, dtype=torch.int64, device=devices.inputs)  # an empty list would be floats
         self.asking = [place.generation for place in places if place.complete]
         """Whose next token can be chosen behind it."""
         self.observing = [place for place in places if place.wants and Wants.STATES in place.wants]
         self.choosing = [place for place in places if place.wants and Wants.QUERIES in place.wants]
-        self.documents, shares = _shares(places)
+        self.documents, self._shares = _shares(places)
         weighing = Wants.MASSES in places[0].wants and places[0].complete
-        self.read = places[0].generation.seen_parts if weighing else self.documents
+        self.read: Sequence[SeenDocument] = places[0].generation.seen_parts if weighing else self.documents
         """Whose prefixes its attention reads, one after the other."""
         self.weigh = self._weigh if weighing else None
         self.masses: list[Tensor] = []
         """Of the documents of a question about several that ends here, `[documents]` in each layer."""
+        self.sitting: SlotPass | None = None
+        """The pass over slots in which its rows sit."""
+
+    @property
+    def sits(self) -> bool:
+        """Whether its rows can sit in slots."""
+        plain = all(place.count == 1 and place.complete and not place.wants for place in self.places)
+        return plain and all(document.arrived for document in self.documents)
+
+    @cached_property
+    def _inputs(self) -> Tensor:
+        ids = [token for p in self.places for token in p.generation.pending[: p.count]]
+        positions = [p.generation.next_position + i for p in self.places for i in range(p.count)]
+        return torch.tensor([[ids], [positions]], device=self._devices.inputs)
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._inputs[0]
+
+    @property
+    def positions(self) -> Tensor:
+        return self._inputs[1]
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """The tokens whose logits it needs."""
+        last = [p.first + p.count - 1 for p in self.places if p.complete]
+        last = list(range(self.positions.shape[1])) if self.rating else last
+        return torch.tensor(last, dtype=torch.int64, device=self._devices.inputs)  # an empty list would be floats
+
+    @cached_property
+    def here(self) -> list[_Here]:
+        """Of each layer, on its device."""
         starts = tuple(document.next_position for document in self.documents)
         made = []
-        for device in devices.each:
-            groups = _suffix_groups(places, device)
-            made.append(_Here(groups, BatchLayout(shares, tuple(group.rows for group in groups), device, starts)))
-        self.here = [made[number] for number in devices.numbers]
-        """Of each layer, on its device."""
-        self.memory = (*self.documents, shares, *(group.memory for group in self.here[0].groups))
+        for device in self._devices.each:
+            groups = _suffix_groups(self.places, device)
+            rows = tuple(group.rows for group in groups)
+            made.append(_Here(groups, BatchLayout(self._shares, rows, device, starts)))
+        return [made[number] for number in self._devices.numbers]
+
+    @cached_property
+    def memory(self) -> tuple[object, ...]:
         """What its attentions have addresses of: the same in the next step, but for the lengths of suffixes."""
+        return (*self.documents, self._shares, *(group.memory for group in self.here[0].groups))
+
+    def write(self, layer: int, *new: Tensor) -> tuple[list[tuple[Tensor, ...]], BatchLayout]:
+        """Append the states of a layer, `[1, kv_heads, N, D]`, to the suffixes. Returns these and their layout."""
+        if self.sitting is not None:
+            return [group.write(layer, *new) for group in self.sitting.groups], self.sitting.layout
+        groups, layout = self.here[layer]
+        return [group.write(layer, *new) for group in groups], layout
 
     def observe(self, attended: Attended) -> None:
         """Keep the states of a layer for the rows whose hooks want them."""
@@ -404,7 +462,7 @@ def _suffix_groups(places: Sequence[_Place], device: torch.device) -> list[_Suff
 class _BatchLayer(PassingLayer):
     """One layer of one step, as transformers sees it. The suffixes belong to the batch."""
 
-    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan) -> None:
+    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan | None) -> None:
         super().__init__()
         self._index = index
         self._step = step
@@ -413,12 +471,11 @@ class _BatchLayer(PassingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Append every row's new states to its suffix, once every document of the step has this layer."""
-        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
-        given = [in_line(states) for states in (key_states, value_states)]
-        written = (group.write(self._index, *given) for group in groups)
+        prefixes = self._prefixes()
+        written, layout = self._step.write(self._index, in_line(key_states), in_line(value_states))
         suffixes = [(keys, values) for keys, values in written]
         choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
-        room = partial(self._plan.room, self._index, self._step)
+        room = None if self._plan is None else partial(self._plan.room, self._index, self._step)
         states = AttachedStates(
             prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
         )
@@ -432,7 +489,9 @@ class _BatchLayer(PassingLayer):
 class _BatchStateLayer(StateLayer, _BatchLayer):
     """One that has states, too."""
 
-    def __init__(self, index: int, step: _Step, wait: Wait, plan: _Plan, number_of_states: int, source: Source) -> None:
+    def __init__(
+        self, index: int, step: _Step, wait: Wait, plan: _Plan | None, number_of_states: int, source: Source
+    ) -> None:
         _BatchLayer.__init__(self, index, step, wait, plan)
         StateLayer.__init__(self, number_of_states, source)
 
@@ -441,7 +500,7 @@ class _LatentBatchLayer(_BatchLayer):
     """A layer of one step with latents: what it hands on to the module is this step's tokens alone."""
 
     def __init__(
-        self, index: int, step: _Step, wait: Wait, plan: _Plan, absorbed: Absorbed, handover: Handover
+        self, index: int, step: _Step, wait: Wait, plan: _Plan | None, absorbed: Absorbed, handover: Handover
     ) -> None:
         super().__init__(index, step, wait, plan)
         self._absorbed = absorbed
@@ -449,9 +508,9 @@ class _LatentBatchLayer(_BatchLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As of a `_BatchLayer`. Latents and rotated parts lie side by side; values are the latents, not a copy."""
-        prefixes, (groups, layout) = self._prefixes(), self._step.here[self._index]
+        prefixes = self._prefixes()
         joined, rank = torch.cat([key_states, value_states], dim=-1), key_states.shape[-1]
-        written = (group.write(self._index, in_line(joined)) for group in groups)
+        written, layout = self._step.write(self._index, in_line(joined))
         suffixes = [(keys, keys[..., :rank]) for (keys,) in written]
         past = AttachedStates(prefixes, suffixes, layout, joined, key_states, None, self._step.weigh)
         self._handover.give(self._index, LatentStates(key_states, value_states, (past, self._absorbed)))
@@ -505,7 +564,7 @@ class _StepPast(ForwardContext):
         kinds: Sequence[LayerKind],
         checkpoint: Checkpoint,
         wait: Wait,
-        plan: _Plan,
+        plan: _Plan | None,
         passes: Passes,
     ) -> None:
         self._step = step
@@ -517,9 +576,8 @@ class _StepPast(ForwardContext):
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
-        self.planned = not (step.weigh or step.observing or step.choosing) and all(
-            document.arrived for document in step.documents
-        )
+        unseen = not (step.weigh or step.observing or step.choosing)
+        self.planned = plan is not None and unseen and all(document.arrived for document in step.documents)
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
         def source() -> list[State]:
@@ -546,16 +604,17 @@ class _StepPast(ForwardContext):
     def plan(self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor) -> Part | None:
         """The attention of a layer, over its documents and suffixes, or those of the layer that it reads: whose states
         of this step are then written once more."""
-        of = self._reads.get(layer, layer)
+        of, plan = self._reads.get(layer, layer), self._plan
+        assert plan is not None, "as `planned` says"
 
         def made(layout: BatchLayout, scratch: Scratch) -> Part | None:
             prefixes = [document.prefixes(of, self._wait) for document in self._step.documents]
             held = (group.states(of, *states[1:]) for group in self._step.here[layer].groups)
             suffixes = [(keys, values) for keys, values in held]
-            room = self._plan.room(layer, self._step, states[0].shape[1])
+            room = plan.room(layer, self._step, states[0].shape[1])
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
 
-        return self._plan.part(layer, states, out, made)
+        return plan.part(layer, states, out, made)
 
 
 def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:

@@ -92,5 +92,6 @@ def memory_plan(settings: Settings, model: str) -> MemoryPlan | None:
         memory=settings.gpu_memory,
         attached=settings.resident_bytes,
         suffixes=settings.max_suffix_bytes,
+        answers=settings.max_open_generations,
         longest=settings.max_document_tokens,
     )

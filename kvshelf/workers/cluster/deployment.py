@@ -167,6 +167,7 @@ def _plan(config: ReplicaConfig) -> MemoryPlan | None:
         memory=config.memory,
         attached=config.residents.max_bytes,
         suffixes=config.limits.max_suffix_bytes,
+        answers=config.limits.max_open,
         longest=config.max_document_tokens,
     )
     plan.require()

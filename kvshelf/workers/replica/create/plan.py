@@ -42,20 +42,21 @@ _CASCADE: Final = 1.125
 
 class _Limits(TypedDict, total=False):
     """memory: a share of the device up to 1, or bytes; None: all of a card, and no limit on a CPU. attached, suffixes:
-    see `MemoryPlan`. longest: tokens of a document that the settings allow."""
+    see `MemoryPlan`. answers: that share a step at most. longest: tokens of a document that the settings allow."""
 
     memory: float | None
     attached: int
     suffixes: int
+    answers: int
     longest: int | None
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """The bytes of one model's replica. there: of the device, that it may use; None: nothing limits it. beside: what
-    the process holds before it has a model. attached, suffixes: the most that caches and open answers may take. wanted:
-    tokens of a document that must fit; max_tokens: of the longest that is taken. shape: of the model's caches.
-    token_bytes: that a pass holds for each of its tokens, see `token_bytes`."""
+    the process holds before it has a model. attached, suffixes, recorded: the most that caches, open answers and, on a
+    card, recorded decode steps may take. wanted: tokens of a document that must fit; max_tokens: of the longest that is
+    taken. shape: of the model's caches. token_bytes: that a pass holds for each of its tokens, see `token_bytes`."""
 
     model: str
     device: str
@@ -64,6 +65,7 @@ class MemoryPlan:
     weights: int
     attached: int
     suffixes: int
+    recorded: int
     wanted: int
     shape: Dimensions
     token_bytes: int
@@ -90,6 +92,7 @@ class MemoryPlan:
             weights=sum(weight.nbytes for weight in (*model.parameters(), *model.buffers())),
             attached=limits.get("attached", 0),
             suffixes=limits.get("suffixes", 0),
+            recorded=_recorded_bytes(model, limits.get("answers", 0)) if device.type == "cuda" else 0,
             wanted=min(most, longest or LEAST_TOKENS),
             shape=replace(Dimensions.of(model), device=device.type),
             token_bytes=token_bytes(model),
@@ -124,7 +127,7 @@ class MemoryPlan:
         """Bytes for one prefill; None: no limit."""
         if self.there is None:
             return None
-        return self.there - self.beside - self.weights - self.attached - self.suffixes
+        return self.there - self.beside - self.weights - self.attached - self.suffixes - self.recorded
 
     def prefill_bytes(self, tokens: int) -> int:
         """Of a document in one pass that keeps everything."""
@@ -145,6 +148,7 @@ class MemoryPlan:
             "weights": self.weights,
             "attached caches": self.attached,
             "suffixes": self.suffixes,
+            **({"recorded decode steps": self.recorded} if self.recorded else {}),
             "the process itself": self.beside,
             f"a document of {self.wanted:,} tokens": self.prefill_bytes(self.wanted),
         }
@@ -303,6 +307,13 @@ def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:
         expert = int(getattr(config, "moe_intermediate_size", None) or inner)
         feeding = max(feeding, experts * (2 * width + 4 * expert))
     return max(4 * width + feeding + 2 * key, 3 * width + attention) * itemsize
+
+
+def _recorded_bytes(model: PreTrainedModel, answers: int) -> int:
+    from kvshelf.engine.decode.slots.slots import recorded_bytes  # needs torch, as a model does
+
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    return recorded_bytes(answers, vocabulary * int(model.dtype.itemsize), token_bytes(model))
 
 
 def _there(device: torch.device, memory: float | None) -> int | None:

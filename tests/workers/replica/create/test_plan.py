@@ -116,6 +116,14 @@ def limited(engine: Engine, tokens: int) -> MemoryPlan:
     return replace(plan, there=plan.beside + plan.weights + (2 << 20) + plan.prefill_bytes(tokens))
 
 
+def test_recorded_decode_steps_have_their_part(tiny: Engine) -> None:
+    limited(tiny, LEAST_TOKENS).require()
+    with pytest.raises(OutOfMemory, match="recorded decode steps 1,000,"):
+        replace(limited(tiny, LEAST_TOKENS), recorded=1000).require()
+    assert replace(limited(tiny, 2000), recorded=1000).longest < 2000
+    assert plan_of(tiny, answers=64).recorded == 0  # a CPU records none
+
+
 def test_a_plan_names_what_does_not_fit(tiny: Engine) -> None:
     plan = limited(tiny, LEAST_TOKENS - 1)
     with pytest.raises(OutOfMemory, match=r"'kvshelf-tiny' does not fit on cpu: it needs .*weights.*KVSHELF_GPU") as no:

@@ -1,0 +1,1 @@
+"""Decode steps that a card records."""

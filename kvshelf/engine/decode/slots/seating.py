@@ -1,0 +1,229 @@
+"""The slots of a step: the same operations on the same addresses, step after step.
+
+A document has as many slots as rows that read it, rounded up to a class. Which rows sit in them, where the suffix of
+each lies in its slab and how long it is stands in one tensor, which every step fills by one copy. So rows may come,
+leave and grow; only other documents, another class, or slabs that are new or have grown make another seating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.decode.generation import Generation
+from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.suffixes import Slab
+from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows
+
+CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
+
+MOST_SLOTS_A_ROW: Final = 1.5
+
+Replay = Callable[[], Tensor]
+"""Runs a recorded pass again. What it gives is overwritten by the next run."""
+
+
+def slots_for(rows: int) -> int:
+    """Slots of a document that so many rows read."""
+    return next((size for size in CLASSES if size >= rows), -(-rows // 8) * 8)
+
+
+class Seating:
+    """The slots of the documents of a step. Between steps it changes in the numbers of `_numbers` alone.
+
+    documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[tuple[Attached | Selection, int]],
+        slabs: Sequence[Slab],
+        device: torch.device,
+        ends: Sequence[object],
+    ) -> None:
+        """shares: each document with its rows. ends: kept for as long as this is: they call when one of these ends."""
+        self.documents = [SeatedDocument(document) for document, _ in shares]
+        self.passes = 0
+        self.replay: Replay | None = None
+        self._ends = ends
+        self._slabs = [ref(slab) for slab in slabs]
+        self._suffixes = tuple(SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots) for slab in slabs)
+        self._starts = tuple(document.next_position for document, _ in shares)
+        self._shares = tuple(slots_for(count) for _, count in shares)
+        self._of_tokens = BatchLayout(self._shares, (), device).tables[0]
+        of_slots = torch.tensor(self._starts).repeat_interleave(torch.tensor(self._shares))
+        self._begins = of_slots.to(device, torch.int32)
+        slots = sum(self._shares)
+        self._sizes = [slots] * 5 + [size for slab in slabs for size in (2 * slab.slots, slots, slots, slots)]
+        self._numbers = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self._rows = 0
+
+    def enter(self, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]) -> None:
+        """Seat rows for a step. counts: how many read each document; its other slots are vacant: token 0 at position 0,
+        without a suffix, whose results nobody reads."""
+        slots, self._rows = sum(self._shares), len(rows)
+        ids, positions, places, gathered, live = ([0] * slots for _ in range(5))
+        tables = [[-1, 1] * slab.slots for slab in slabs]
+        writes: list[list[tuple[int, int, int]]] = [[] for _ in slabs]
+        firsts = list(accumulate((slab.slots for slab in slabs), initial=0))
+        begins = accumulate(self._shares, initial=0)
+        taken = (begin + i for begin, count in zip(begins, counts, strict=False) for i in range(count))
+        for nth, (slot, row) in enumerate(zip(taken, rows, strict=True)):
+            suffix = row.row
+            number = next(number for number, slab in enumerate(slabs) if slab is suffix.slab)
+            ids[slot], positions[slot], live[nth] = row.pending[0], row.next_position, slot
+            places[slot], gathered[slot] = suffix.stored, firsts[number] + suffix.slot
+            tables[number][2 * suffix.slot : 2 * suffix.slot + 2] = slot, suffix.stored + 1
+            writes[number].append((slot, suffix.slot, suffix.stored))
+        numbers = [*ids, *positions, *places, *gathered, *live]
+        for table, own in zip(tables, writes, strict=True):
+            # As many as there are slots: the others write the first one once more.
+            padded = own + own[:1] * (slots - len(own))
+            numbers += [*table, *(number for column in zip(*padded, strict=True) for number in column)]
+        fresh = torch.tensor(numbers, dtype=torch.int32)
+        if self._numbers.is_cuda:
+            fresh = fresh.pin_memory()  # a copy from any other memory waits for what the device is doing
+        self._numbers.copy_(fresh, non_blocking=True)
+
+    def begun(self) -> SlotPass:
+        """What one pass reads and writes. What it makes of the numbers is made in the pass."""
+        ids, positions, places, gathered, _, *of_slabs = torch.split(self._numbers, self._sizes)
+        groups = []
+        for number, slab in enumerate(self._slabs):
+            table, *writes = of_slabs[4 * number : 4 * number + 4]
+            groups.append(SlotGroup(slab, table.view(-1, 2), *writes))
+        layout = SlotLayout(
+            self._shares,
+            self._suffixes,
+            self._numbers.device,
+            self._starts,
+            of_tokens=self._of_tokens,
+            of_rows=[group.table for group in groups],
+            places=places,
+            gathered=gathered,
+            begins=self._begins,
+        )
+        return SlotPass(ids.long()[None], positions.long()[None], groups, layout)
+
+    def of_rows(self, logits: Tensor) -> Tensor:
+        """The logits `[rows, vocabulary]` of the rows that sit here, in their order, out of those of all slots. A
+        copy."""
+        live = torch.split(self._numbers, self._sizes)[4]
+        return logits.index_select(0, live[: self._rows])
+
+
+class SlotPass(NamedTuple):
+    """One pass over slots. ids, positions: `[1, slots]` int64."""
+
+    ids: Tensor
+    positions: Tensor
+    groups: list[SlotGroup]
+    layout: SlotLayout
+
+
+class SeatedDocument:
+    """A document as its slots see it: by prefixes of their own. What a form of attention remembers of a prefix, such as
+    a table of work on the device, is then made for these slots and lives as long as they."""
+
+    def __init__(self, document: Attached | Selection) -> None:
+        self._document = ref(document)
+        self._prefixes: dict[int, tuple[Prefix, ...]] = {}
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        """Those of the document, without a copy of their tensors."""
+        if layer not in self._prefixes:
+            document = self._document()
+            assert document is not None, "its rows hold it"
+            self._prefixes[layer] = tuple(replace(prefix) for prefix in document.prefixes(layer, wait))
+        return self._prefixes[layer]
+
+
+class SlotGroup:
+    """The rows of one slab in a pass over slots. table: `[rows, 2]` int32, the slot and the length of each row of the
+    slab, -1 and 1 where it takes no part. The other columns: of each token to be written its slot, the row of the slab
+    and the place there; one that stands there twice is written twice."""
+
+    def __init__(self, slab: ref[Slab], table: Tensor, slots: Tensor, rows: Tensor, places: Tensor) -> None:
+        self.table = table
+        self._slab = slab
+        self._slots = slots
+        self._rows = rows
+        self._places = places
+        self._into: dict[int, Tensor] = {}
+
+    def write(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append this step's keys and values of a layer, `[1, kv_heads, slots, D]`, or its latents. Returns those of
+        the slab, `[rows, kv_heads, capacity, D]`."""
+        slab = self._slab()
+        assert slab is not None, "its rows hold it"
+        states = slab.states(layer, *new)
+        for entries, (own,) in zip(states, new, strict=True):
+            by_token = own.transpose(0, 1).index_select(0, self._slots)  # [slots, kv_heads, D]
+            flat = entries.view(-1, entries.shape[3])
+            flat.index_copy_(0, self._rows_in(entries), by_token.reshape(-1, entries.shape[3]))
+        return states
+
+    def _rows_in(self, entries: Tensor) -> Tensor:
+        """Where each token and head stands among the rows of `[rows * kv_heads * capacity, D]`; the same for keys and
+        values, and in every layer with as many heads."""
+        _, heads, capacity, _ = entries.shape
+        if heads not in self._into:
+            of_heads = self._rows.long()[:, None] * heads + torch.arange(heads, device=entries.device)
+            self._into[heads] = (of_heads * capacity + self._places[:, None]).flatten()
+        return self._into[heads]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SlotLayout(BatchLayout):
+    """A layout whose lengths only the device knows: `suffixes` say that each row is as long as its slab has room, and
+    what depends on the lengths is made on the device, in the pass.
+
+    of_tokens, of_rows: `tables`. places: `[slots]` int32, where each token stands in its suffix. gathered: `scatter`.
+    begins: `[slots]` int32, `starts` of each token.
+    """
+
+    of_tokens: Tensor
+    of_rows: list[Tensor]
+    places: Tensor
+    gathered: Tensor
+    begins: Tensor
+
+    def since(self, window: int | None, chunk: int | None) -> Tensor:
+        """As of a `BatchLayout`, once a pass."""
+        if (window, chunk) not in self.sights:
+            if window is not None:
+                self.sights[window, chunk] = self.places - (window - 1)
+            else:
+                at = self.places + self.begins
+                assert chunk is not None
+                self.sights[window, chunk] = at - at % chunk - self.begins
+        return self.sights[window, chunk]
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, list[Tensor]]:
+        return self.of_tokens, self.of_rows
+
+    @cached_property
+    def gathers(self) -> list[Tensor | None]:
+        return [table[:, 0].clamp_min(0) for table in self.of_rows]
+
+    @cached_property
+    def scatter(self) -> Tensor | None:
+        return self.gathered
+
+    @cached_property
+    def length_masks(self) -> list[Tensor | None]:
+        masks: list[Tensor | None] = []
+        for rows, table in zip(self.suffixes, self.of_rows, strict=True):
+            beyond = torch.arange(rows.lengths[0], device=self.device) >= table[:, 1:]
+            masks.append(torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)[:, None, None])
+        return masks

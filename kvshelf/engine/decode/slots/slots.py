@@ -1,0 +1,153 @@
+"""Steps of one token a row in slots, recorded once and run again as one graph of CUDA
+(https://docs.nvidia.com/cuda/cuda-c-programming-guide, "CUDA Graphs")."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Final
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from kvshelf.engine.decode.generation import Generation
+from kvshelf.engine.decode.slots.seating import MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.waits import Waits
+from kvshelf.engine.forward.passes import Passes
+from kvshelf.engine.progress import Checkpoint, nothing
+from kvshelf.model.devices import hooked
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_SEATINGS: Final = 8
+"""A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16. All share the rest."""
+
+
+def recorded_bytes(rows: int, logit_bytes: int, token_bytes: int) -> int:
+    """The most bytes that recordings hold beside the weights, for steps of so many rows. logit_bytes: of the logits of
+    a token; token_bytes: that a pass holds for it, which lie in one pool for all recordings."""
+    slots = MOST_SLOTS_A_ROW * rows
+    return int(slots * (_MOST_SEATINGS * logit_bytes + token_bytes))
+
+
+Forward = Callable[[Checkpoint], Tensor]
+"""A pass over the slots, which gives logits `[slots, vocabulary]`."""
+
+Recorder = Callable[[Callable[[], Tensor]], Replay]
+"""Records a pass, which need not run meanwhile."""
+
+
+class Slots:
+    """The seatings of the last steps of a model's batches. Not thread-safe: one thread owns the model."""
+
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        """recorder: None: each pass runs anew, which is what a recording is compared with."""
+        self._device = device
+        self._recorder = recorder
+        self._warned = False
+        self._seatings: dict[object, Seating] = {}
+
+    @classmethod
+    def of(cls, passes: Passes) -> Slots | None:
+        """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several
+        devices, in several processes, or whose code may ask the device how long a call is."""
+        devices = passes.devices.each
+        alone = len(devices) == 1 and passes.ranks is None and not hooked(passes.model)
+        alone = alone and not passes.facts.one_by_one
+        return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
+
+    def seating(self, rows: Sequence[Generation]) -> Seating:
+        """The slots of rows with one pending token each, those of one document side by side, once they sit there."""
+        shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
+        slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
+        owners = [*(document for document, _ in shares), *slabs]
+        sizes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
+        key = tuple((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
+        seating = self._seatings.pop(key, None)
+        if seating is None:
+            # What a recording reads must not stay in memory for its sake, and nothing else may be read in its place.
+            ends = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
+            seating = Seating(shares, slabs, self._device, ends)
+        self._seatings[key] = seating
+        for oldest in list(self._seatings)[:-_MOST_SEATINGS]:
+            self._seatings.pop(oldest, None)
+        seating.enter([count for _, count in shares], rows, slabs)
+        return seating
+
+    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> Tensor:
+        """Logits `[slots, vocabulary]`, until the next run. The pass of a seating is recorded behind the second one,
+        because many a seating has no third; and one just before has compiled all kernels and made all memory that a
+        recording must find. Where that one waited, none is begun."""
+        if seating.replay is not None:
+            checkpoint()
+            return seating.replay()
+        if self._recorder is None or seating.passes != 1:
+            logits = forward(checkpoint)
+        else:
+            with Waits(self._device) as waits:
+                logits = forward(checkpoint)
+            if waits.first is None:
+                self._record(self._recorder, seating, forward)
+            else:
+                self._warn(f"{waits.first} waits for the device or brings numbers to it")
+        seating.passes += 1
+        return logits
+
+    def _record(self, recorder: Recorder, seating: Seating, forward: Forward) -> None:
+        try:
+            seating.replay = recorder(lambda: forward(nothing))
+        except Exception as exc:  # whatever CUDA says of a model's code
+            # Not tried again: the allocator of older torch takes a capture that failed for one under way.
+            self._recorder = None
+            self._warn(str(exc))
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", reason)
+        self._warned = True
+
+
+class GraphRecorder:
+    """Records passes as CUDA graphs, whose memory they share: one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._graphs: WeakSet[Any] = WeakSet()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all recordings: cuBLAS keeps memory for each stream that it has worked on."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+        """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
+        living = list(self._graphs)  # whichever other thread drops them meanwhile
+        if not living:  # a pool ends with its last graph, and torch takes none that has ended
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads go on
+        # meanwhile: layers of documents arrive by copies of their own.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                logits = forward()
+            except BaseException:
+                with suppress(RuntimeError):  # which says only that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._graphs.add(graph)
+        current.wait_stream(stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
