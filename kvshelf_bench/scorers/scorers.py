@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.engine.certify.scoring import contains, words
-from kvshelf_bench.scorers import choices, functions, overlap, rules
+from kvshelf_bench.scorers import choices, functions, loogle, overlap, rules
 
 Score = Callable[[str, Sequence[str], Sequence[str]], float]
 """Of an answer, its references and the classes of its task: between 0 and 1."""
@@ -74,7 +74,7 @@ def _tried(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Seque
     """Raises `MissingExtra` without what the score needs: before anything is measured."""
 
     def unfit(*_: Sequence[str]) -> None:
-        score("a", "a")
+        score("a", "b")
 
     return unfit
 
@@ -108,6 +108,15 @@ SCORERS: Final[dict[str, Scorer]] = {
     "f1_characters": Scorer(_best(overlap.f1_characters)),
     "rouge_l_sum": Scorer(_best(overlap.rouge_l_sum)),
     "bert": Scorer(_best(overlap.bert), _tried(overlap.bert)),
+    "bleu_1": Scorer(_best(loogle.bleu(1))),
+    "bleu_4": Scorer(_best(loogle.bleu(4))),
+    "rouge_1_recall": Scorer(_best(overlap.rouge_recall(1))),
+    "rouge_2_recall": Scorer(_best(overlap.rouge_recall(2))),
+    "rouge_l_recall": Scorer(_best(overlap.rouge_l_recall)),
+    "meteor": Scorer(_best(loogle.meteor), _tried(loogle.meteor)),
+    "meteor_stems": Scorer(_best(loogle.meteor_stems)),
+    "gaps_exact": Scorer(_best(loogle.gaps_exact), loogle.no_gaps),
+    "gaps_partial": Scorer(_best(loogle.gaps_partial), loogle.no_gaps),
     "function": Scorer(functions.repeated, functions.unfit),
 }
 
@@ -157,6 +166,7 @@ _SCBENCH: Final = {
     "scbench_many_shot": Task("said_aloud", 10),
 }
 _LOOGLE: Final = {
+    "shortdep_cloze": Task("gaps_exact", 50),
     "shortdep_qa": Task("bert", 300),
     "longdep_qa": Task("bert", 500),
     "longdep_summarization": Task("bert", 500),
