@@ -31,8 +31,7 @@ class Peak:
 
     phase: when the policy acts, on which the peak depends: "during" the prefill, in "cascade" or "after" it.
     peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond the loaded, warm model. cache_bytes: the size
-    of the compressed cache. answer_bytes: by which answering raised the memory at most; token_s: wall seconds between
-    tokens of the answers; both 0 where nothing is asked. refused: why there is no result.
+    of the compressed cache. refused: why there is no result.
     """
 
     policy: str
@@ -44,20 +43,27 @@ class Peak:
     cache_bytes: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
-    answer_bytes: int = 0
-    token_s: float = 0.0
+    answering: tuple[Answering, ...] = ()
     refused: str | None = None
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is asked of each cache: so many questions at once, with answers of so many tokens; none with 0 tokens."""
+    """What is asked of each cache: so many questions at once, with answers of so many tokens."""
 
-    questions: int = 1
-    tokens: int = 0
+    questions: int
+    tokens: int
 
 
-def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Answers) -> Iterator[Peak]:
+@dataclass(frozen=True)
+class Answering(Answers):
+    """peak_bytes: by which answering raised the memory at most. token_s: wall seconds between tokens of the answers."""
+
+    peak_bytes: int
+    token_s: float
+
+
+def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Sequence[Answers]) -> Iterator[Peak]:
     """The baseline, then every row, each in a fresh process, as the allocator keeps the memory of earlier ones.
 
     `tokens` counts the chat template too.
@@ -71,12 +77,12 @@ def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Ans
                 yield replace(_named(row), tokens=tokens, refused=killed)
 
 
-def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Answers) -> Peak:
+def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Sequence[Answers] = ()) -> Peak:
     engine = options.load()
     try:
         _compress(engine, min(tokens, _WARM_UP_TOKENS), row)
         compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, row))
-        answer_bytes, token_s = _answered(engine, compression.cache, answers) if answers.tokens else (0, 0.0)
+        answering = tuple(_answered(engine, compression.cache, one) for one in answers)
     except KvshelfError as error:
         return replace(_named(row), tokens=tokens, refused=error.message)
     cache = compression.cache
@@ -87,8 +93,7 @@ def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Ans
         cache_bytes=cache.nbytes,
         prefill_s=compression.prefill_s,
         compress_s=compression.compress_s,
-        answer_bytes=answer_bytes,
-        token_s=token_s,
+        answering=answering,
     )
 
 
@@ -97,8 +102,8 @@ def _named(row: Row) -> Peak:
     return Peak(row.variant.label, phase, row.removed, row.budget)
 
 
-def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> tuple[int, float]:
-    """See `Peak`. No token ends an answer: this process measures nothing else."""
+def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> Answering:
+    """No token ends an answer: this process measures nothing else."""
     engine.model.generation_config.eos_token_id = []
     asked = [(cache, _QUESTION)] * answers.questions
 
@@ -109,8 +114,9 @@ def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> tuple
 
     ask(1)  # what is made once, for the first answer of a process, is no time of a token
     first_s = ask(1)
-    whole_s, answer_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
-    return answer_bytes, (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s
+    whole_s, peak_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
+    token_s = (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s
+    return Answering(answers.questions, answers.tokens, peak_bytes, token_s)
 
 
 def _compress(engine: Engine, tokens: int, row: Row) -> Any:
