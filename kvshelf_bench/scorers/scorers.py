@@ -16,10 +16,12 @@ Score = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """unfit: why references and classes cannot be scored so; None if they can."""
+    """unfit: why references and classes cannot be scored so; None if they can. right: an answer that is right, of the
+    references; None where they do not say one."""
 
     score: Score
     unfit: Callable[[Sequence[str], Sequence[str]], str | None] = lambda *_: None
+    right: Callable[[Sequence[str]], str | None] = lambda references: references[0]
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ SCORERS: Final[dict[str, Scorer]] = {
         _any(contains), _each(lambda one: bool(words(one)), "has no word, so no answer could contain it")
     ),
     "exact": Scorer(_any(choices.exact)),
-    "rules": Scorer(_any(rules.kept), rules.unfit),
-    "string_match_all": Scorer(_any(choices.all_contained)),
+    "rules": Scorer(_any(rules.kept), rules.unfit, right=lambda _: None),
+    "string_match_all": Scorer(_any(choices.all_contained), right="\n".join),
     "string_match_part": Scorer(_any(choices.any_contained)),
     "f1": Scorer(_best(overlap.f1)),
     "f1_zh": Scorer(_best(overlap.f1_chinese), _tried(overlap.f1_chinese)),
@@ -99,7 +101,7 @@ SCORERS: Final[dict[str, Scorer]] = {
     "letter": Scorer(_best(choices.letter), _each(lambda one: one in tuple("ABCD"), "is no letter from A to D")),
     "stands_in": Scorer(_any(choices.stands_in)),
     "said_aloud": Scorer(_any(choices.said_aloud)),
-    "string_match_rounded": Scorer(_any(choices.all_contained_rounded)),
+    "string_match_rounded": Scorer(_any(choices.all_contained_rounded), right="\n".join),
     "first_integer": Scorer(_best(choices.first_whole_number), _each(str.isdecimal, "is no whole number")),
     "first_number": Scorer(
         _best(choices.first_number), _each(lambda one: re.fullmatch(r"-?\d+(\.\d+)?", one) is not None, "is no number")

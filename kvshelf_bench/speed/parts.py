@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.store.base import Store
@@ -96,9 +96,9 @@ def first_token_table(firsts: FirstTokens) -> Table:
 
 def decode_table(found: Decodings) -> Table:
     """One row per way, length and number of questions and documents."""
-    table = Table("way", "tokens", "questions", "documents", "answers", "held", "one by one", "together", "gain")
-    table.add_column("step")
-    table.add_column("read")
+    table = Table(Column("way", no_wrap=True), "tokens", "questions", "documents", "answers", "held")
+    for name in ("one by one", "together", "gain", "step", "read"):
+        table.add_column(name)
     table.title = (
         f"new tokens per second, behind documents and {found.question_tokens} tokens of a question; a step, what it "
         f"reads, and its share of the {found.read_bandwidth / 1e9:.1f} GB/s that memory gives"

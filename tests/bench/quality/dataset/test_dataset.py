@@ -188,6 +188,18 @@ def test_turns_stand_behind_the_earlier_ones_and_their_right_answers(tiny, datas
     assert protocol(tiny, turns=True).key(unit, PLAIN) != protocol(tiny).key(unit, PLAIN)
 
 
+@pytest.mark.parametrize("scorer", ["rules", "string_match_all"])
+def test_a_turn_has_its_own_answer_where_only_rules_are_known_and_all_references_where_all_must_stand(tiny, scorer):
+    rules = ("no_comma", "mentions:harbour")
+    asked = [Question("Where?", rules, scorer), Question("And when?", ("7",))]
+    (unit,) = make_units([Document("a", "The boat is in the harbour at 7. " * 8, tuple(asked))], [PLAIN], Asking())
+    (told,) = protocol(tiny, turns=True).measure(tiny, unit)
+    reply = told.answers[0] if scorer == "rules" else "\n".join(rules)
+    said = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": reply}]
+    grown = tiny.extend(tiny.compress(unit.document.context, policy="full"), said, policy="full")
+    assert told.answers[1] == tiny.answer(grown, "And when?", max_new_tokens=16).text
+
+
 def test_the_middle_of_a_long_context_is_cut_out(tiny):
     text = " ".join(f"word{number}" for number in range(400))
     document = Document("long", text, (Question("Which?", ("a",)),))
