@@ -37,8 +37,8 @@ class Stream:
     @classmethod
     def bounded(cls, row: Row, text: str, budget: int) -> Stream:
         """text: `window` or `window:every=1`. Raises `InvalidRequest` for an unknown suffix policy or parameter."""
-        name, _, given = text.partition(":")
-        params = named_params(text, given, "suffixes")
+        name, _, values = text.partition(":")
+        params = named_params(text, values, "suffixes")
         build_suffix(name, params)
         return cls(row, name, budget, tuple(params.items()))
 
