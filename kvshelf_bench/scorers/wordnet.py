@@ -29,14 +29,16 @@ class PartOfSpeech:
     """The words of one: where their synsets stand in `data.*`, and the bases of irregular forms."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises `OSError`, also for an index of another form."""
+        """Raises `OSError`, also for an index of another form, or of other data."""
         self._endings = _ENDINGS[name]
         self._synsets = (folder / f"data.{name}").read_bytes()
         try:
             self._offsets = dict(map(_indexed, _lines(folder / f"index.{name}")))
+            self._irregular = {form: bases for form, *bases in map(str.split, _lines(folder / f"{name}.exc"))}
+            if not all(self._synsets.startswith(b"%08d " % at, at) for of in self._offsets.values() for at in of):
+                raise ValueError(f"its synsets stand elsewhere in data.{name}")
         except ValueError as error:
             raise OSError(f"{folder / f'index.{name}'} is no index of WordNet: {error}") from error
-        self._irregular = {form: bases for form, *bases in map(str.split, _lines(folder / f"{name}.exc"))}
 
     def synonyms(self, word: str) -> Iterator[str]:
         """The single words of all synsets of all bases of a word."""

@@ -102,12 +102,21 @@ def test_a_scorer_without_its_package_says_what_to_install_before_anything_is_me
 
 @pytest.mark.parametrize(
     ("folder", "says"),
-    [("", "WNSEARCHDIR is not set"), ("nowhere", "No such file"), ("other", "index.noun is no index")],
+    [
+        ("", "WNSEARCHDIR is not set"),
+        ("nowhere", "No such file"),
+        ("other", "index.noun is no index"),
+        ("mixed", "index.verb.*elsewhere in data.verb"),
+    ],
 )
 def test_meteor_without_wordnet_says_where_it_is_had_before_anything_is_measured(tmp_path, monkeypatch, folder, says):
-    (tmp_path / "other").mkdir()
-    write_wordnet(tmp_path / "other")
-    (tmp_path / "other" / "index.noun").write_text("word")
+    for name, file, text in (
+        ("other", "index.noun", "word"),
+        ("mixed", "data.verb", "00000000 29 v 00 000 | a gloss  \n"),
+    ):
+        (tmp_path / name).mkdir()
+        write_wordnet(tmp_path / name)
+        (tmp_path / name / file).write_text(text)
     monkeypatch.setenv("WNSEARCHDIR", folder and str(tmp_path / folder))
     with pytest.raises(MissingExtra, match=rf"set WNSEARCHDIR.*wordnet-base.*--scorer meteor_stems.*{says}"):
         SCORERS["meteor"].unfit(["a"], [])
