@@ -293,6 +293,9 @@ class _Answering:
         """Each number of questions with each length. Raises `InvalidRequest`."""
         from kvshelf_bench.quality.memory import Answers
 
+        if not self.answer_tokens and self.questions != "1":
+            reason = f"--questions {self.questions}: nothing is asked without --answer-tokens; give both"
+            raise InvalidRequest(reason, param="questions")
         lengths = numbers(self.answer_tokens, "--answer-tokens") if self.answer_tokens else []
         return list(starmap(Answers, product(numbers(self.questions, "--questions"), lengths)))
 
@@ -344,7 +347,7 @@ def _memory_tables(rows: Sequence[Peak], length: int) -> list[Table]:
         cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
         table.add_row(row.policy, row.phase, size, *(cells if row.refused is None else [f"refused: {row.refused}"]))
         for one in row.answering:
-            cost = f"{one.peak_bytes / 1e6:,.1f} MB", f"{one.token_s * 1000:.1f} ms"
+            cost = f"{one.peak_bytes / 1e6:,.1f} MB", f"{one.token_s * 1000:.1f} ms" if one.token_s else ""
             answering.add_row(row.policy, size, f"{one.questions}", f"{one.tokens}", *cost)
     return [table, *([answering] if answering.rows else [])]
 

@@ -16,7 +16,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies import build
 from kvshelf.samples.suite import make_case
-from kvshelf_bench.engines import EngineOptions
+from kvshelf_bench.engines import EngineOptions, endless_answers, require_room
 from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
@@ -57,7 +57,8 @@ class Answers:
 
 @dataclass(frozen=True)
 class Answering(Answers):
-    """peak_bytes: by which answering raised the memory at most. token_s: wall seconds between tokens of the answers."""
+    """tokens: counted in the answers. peak_bytes: by which answering raised the memory at most. token_s: wall seconds
+    between tokens of the answers; 0 where they have one."""
 
     peak_bytes: int
     token_s: float
@@ -80,9 +81,13 @@ def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Seq
 def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Sequence[Answers] = ()) -> Peak:
     engine = options.load()
     try:
-        _compress(engine, min(tokens, _WARM_UP_TOKENS), row)
+        warm = _compress(engine, min(tokens, _WARM_UP_TOKENS), row).cache
+        if answers:
+            asked = len(engine.encode_query(warm, _QUESTION))
+            require_room(engine, tokens, asked, max(one.tokens for one in answers))
         compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, row))
-        answering = tuple(_answered(engine, compression.cache, one) for one in answers)
+        with endless_answers(engine):
+            answering = tuple(_answered(engine, compression.cache, one) for one in answers)
     except KvshelfError as error:
         return replace(_named(row), tokens=tokens, refused=error.message)
     cache = compression.cache
@@ -103,20 +108,18 @@ def _named(row: Row) -> Peak:
 
 
 def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> Answering:
-    """No token ends an answer: this process measures nothing else."""
-    engine.model.generation_config.eos_token_id = []
     asked = [(cache, _QUESTION)] * answers.questions
 
-    def ask(tokens: int) -> float:
+    def ask(tokens: int) -> tuple[float, int]:
         started = time.perf_counter()
-        engine.answer_all(asked, max_new_tokens=tokens)
-        return time.perf_counter() - started
+        found = engine.answer_all(asked, max_new_tokens=tokens)
+        return time.perf_counter() - started, min(len(one.token_ids) for one in found)
 
     ask(1)  # what is made once, for the first answer of a process, is no time of a token
-    first_s = min(ask(1) for _ in range(3))  # what else the machine did in it would be taken off the tokens
-    whole_s, peak_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
-    token_s = (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s
-    return Answering(answers.questions, answers.tokens, peak_bytes, token_s)
+    first_s, _ = min(ask(1) for _ in range(3))  # what else the machine did in it would be taken off the tokens
+    (whole_s, tokens), peak_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
+    token_s = (whole_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
+    return Answering(answers.questions, tokens, peak_bytes, token_s)
 
 
 def _compress(engine: Engine, tokens: int, row: Row) -> Any:

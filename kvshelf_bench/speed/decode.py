@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.rates import Cost, cost, read_bandwidth
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.engines import endless_answers, require_room
 from kvshelf_bench.measure import Spread, interleaved, ratios
 from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
@@ -73,17 +72,11 @@ def decodings(
 ) -> Decodings:
     """Every row, length and number in `questions`: that many questions on a document each, and on one shared document.
     answers: tokens of each, from 2. Raises `InvalidRequest` for answers that the model has no room for."""
-    longest = max(lengths) + QUESTION_TOKENS + max(answers)
-    if longest > subject.engine.max_tokens:
-        raise InvalidRequest(
-            f"{max(lengths)} tokens with a question and an answer of {max(answers)} are {longest}, and the model takes "
-            f"{subject.engine.max_tokens}; give shorter ones",
-            param="answer_tokens",
-        )
+    require_room(subject.engine, max(lengths), QUESTION_TOKENS, max(answers))
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
     found = []
-    with endless_answers(subject):
+    with endless_answers(engine):
         for length, row in product(lengths, rows):
             documents = [subject.tokens(length, seed=10 + i) for i in range(max(questions))]
             jobs = (engine.prepare(each, **row.sizes) for each in documents)
@@ -95,17 +88,6 @@ def decodings(
                     found.append(replace(measured, way=row.label, document_tokens=length))
                 progress()
     return Decodings(QUESTION_TOKENS, bandwidth, found)
-
-
-@contextmanager
-def endless_answers(subject: Subject) -> Iterator[None]:
-    """Inside the block no token ends an answer, so all answers are equally long."""
-    config = subject.engine.model.generation_config
-    before, config.eos_token_id = config.eos_token_id, []
-    try:
-        yield
-    finally:
-        config.eos_token_id = before
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def test_answers_are_measured_behind_what_was_kept():
     assert 0 < small.cache_bytes < 64 * 4200
     assert [(one.questions, one.tokens) for one in small.answering] == [(1, 4), (1, 16), (3, 4), (3, 16)]
     assert all(one.token_s > 0 and one.peak_bytes > 0 for one in small.answering)
+    long = compression_peak(EngineOptions(), 512, Row.parse("full"), [Answers(1, 8), Answers(1, 20_000)])
+    assert "an answer of 20000" in long.refused, "the model would end it early"
 
 
 def test_impossible_options_are_refused_before_any_work():
@@ -84,6 +86,7 @@ def test_impossible_options_are_refused_before_any_work():
         (["--tokens", "2048,8"], "at least 64"),
         (["--answer-tokens", "8,0"], "--answer-tokens 8,0"),
         (["--questions", "0", "--answer-tokens", "8"], "--questions 0"),
+        (["--questions", "8"], "--questions 8: nothing is asked without --answer-tokens"),
     ):
         refused = CliRunner().invoke(app, ["memory", *arguments]).exception
         assert isinstance(refused, InvalidRequest), arguments

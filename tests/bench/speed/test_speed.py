@@ -25,6 +25,7 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.peers import kvpress_worker
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.quality.grid import Row
@@ -334,12 +335,13 @@ def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path, monkeypatch
 def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch):
     """The tokens of an answer become end tokens, and still every answer has its full length."""
     cache = subject.engine.compress(subject.tokens(200, seed=0))
-    config = subject.engine.model.generation_config
+    model = subject.engine.model
     said = subject.engine.answer(cache, decode.question(subject, 0), max_new_tokens=4).token_ids
-    monkeypatch.setattr(config, "eos_token_id", said)
-    with decode.endless_answers(subject):
+    for config in (model.generation_config, model.config):
+        monkeypatch.setattr(config, "eos_token_id", said)
+    with endless_answers(subject.engine):
         assert decode.one_at_a_time(subject, [cache, cache], 16).tokens == 32
-    assert config.eos_token_id == said
+    assert model.generation_config.eos_token_id == said
     assert decode.one_at_a_time(subject, [cache], 16).tokens == 1
 
 
