@@ -47,10 +47,13 @@ class Stream:
         return self.row.label + (f" + {self.suffix}{shown_params(self.params)}@{self.budget}" if self.suffix else "")
 
     def entries(self, tokens: int) -> int:
-        """That a token reads at most of so many that were added: the budget, and those between two reductions."""
+        """That a token reads at most of so many that were added: with a budget, those before the first reduction, which
+        comes where an interval ends and there are more, or the budget and those between two reductions."""
         if self.budget is None:
             return tokens
-        return min(tokens, self.budget + build_suffix(self.suffix, dict(self.params)).interval)
+        interval = build_suffix(self.suffix, dict(self.params)).interval
+        first = -(-self.budget // interval) * interval
+        return min(tokens, max(1 + first, self.budget + min(interval, tokens - 1 - first)))
 
 
 @dataclass(frozen=True)
