@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import transformers
 
 from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest
 from kvshelf_bench.measure import use_threads
 
 
@@ -29,3 +32,26 @@ class EngineOptions:
         """An engine in this process, after `configure`."""
         self.configure()
         return Engine.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights)
+
+
+@contextmanager
+def endless_answers(engine: Engine) -> Iterator[None]:
+    """Inside the block no token ends an answer, of the engine or of plain transformers, so all are equally long."""
+    config, facts = engine.model.generation_config, engine.facts
+    before = config.eos_token_id
+    config.eos_token_id, facts.endless = [], True
+    try:
+        yield
+    finally:
+        config.eos_token_id, facts.endless = before, False
+
+
+def require_room(engine: Engine, document: int, question: int, answer: int) -> None:
+    """Raises `InvalidRequest` where the model has no room for so many tokens: it would end an answer early."""
+    longest = document + question + answer
+    if longest > engine.max_tokens:
+        raise InvalidRequest(
+            f"{document} tokens with a question and an answer of {answer} are {longest}, and the model takes "
+            f"{engine.max_tokens}; give shorter ones",
+            param="answer_tokens",
+        )

@@ -56,6 +56,8 @@ class ModelFacts:
         own_keys = all(kind.attends or kind.reads is not None for kind in self.kinds)
         plain = own_keys and not any(kind.states or kind.latents for kind in self.kinds)
         self.recordable = plain and not self.one_by_one and ranks is None
+        self.endless = False
+        """Whether no token ends an answer, for benches of its time. A caller may change it at any time."""
 
     @property
     def folder(self) -> str:
@@ -91,6 +93,8 @@ class ModelFacts:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end an answer: those of the model's two configurations and of its tokenizer. A caller may
         change the configurations at any time."""
+        if self.endless:
+            return frozenset()
         generation = self.model.generation_config
         named = [generation.eos_token_id if generation is not None else None]
         named += [getattr(self.model.config, "eos_token_id", None), self.text.end_id if self.text is not None else None]

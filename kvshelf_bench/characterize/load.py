@@ -27,11 +27,11 @@ from kvshelf.model.source import BUNDLED
 from kvshelf.samples.suite import CaseAsk, make_case, score
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import selecting
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
 _READ: Final = "read:"
@@ -130,7 +130,7 @@ def characterized(
     scheduler = Scheduler(engine, SchedulerLimits(max_waiting=offer.requests))
     scheduler.start()
     try:
-        with endless_answers(subject):
+        with endless_answers(engine):
             answered_at(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
             for rate, way in product(offer.rates, ways):
                 run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)

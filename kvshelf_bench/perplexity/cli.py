@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,17 +23,16 @@ class _Streams:
     """How the beginning of a window is kept, and what follows."""
 
     ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = ""
-    suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window,h2o.")] = ""
+    suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window:every=1,h2o.")] = ""
     budgets: Annotated[str, typer.Option(help="Entries that these leave per KV head, comma-separated.")] = "512"
 
     def streams(self) -> list[Stream]:
         """Raises `InvalidRequest`."""
-        from kvshelf_bench.perplexity.perplexity import Stream, require_suffixes
+        from kvshelf_bench.perplexity.perplexity import Stream
         from kvshelf_bench.quality.grid import make_rows
 
-        rows, named = make_rows(split(self.ways)), split(self.suffixes)
-        require_suffixes(named)
-        bounded = [Stream(rows[0], name, each) for name in named for each in numbers(self.budgets, "--budgets")]
+        rows, budgets = make_rows(split(self.ways)), numbers(self.budgets, "--budgets")
+        bounded = (Stream.bounded(rows[0], text, budget) for text, budget in product(split(self.suffixes), budgets))
         return [*map(Stream, rows), *bounded]
 
 

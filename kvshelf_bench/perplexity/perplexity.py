@@ -18,7 +18,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.methods.suffixes.registry import build as build_suffix
-from kvshelf_bench.quality.grid import Row
+from kvshelf_bench.quality.grid import Row, named_params, shown_params
 from kvshelf_bench.quality.outcome import selecting
 
 _BITS = 32
@@ -26,16 +26,34 @@ _BITS = 32
 
 @dataclass(frozen=True)
 class Stream:
-    """A way to read a text: how its beginning is kept, and the suffix policy with the entries that it leaves of the
-    continuation (None: all stay)."""
+    """A way to read a text: how its beginning is kept, and the suffix policy with its parameters and the entries that
+    it leaves of the continuation (None: all stay)."""
 
     row: Row
     suffix: str = ""
     budget: int | None = None
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def bounded(cls, row: Row, text: str, budget: int) -> Stream:
+        """text: `window` or `window:every=1`. Raises `InvalidRequest` for an unknown suffix policy or parameter."""
+        name, _, values = text.partition(":")
+        params = named_params(text, values, "suffixes")
+        build_suffix(name, params)
+        return cls(row, name, budget, tuple(params.items()))
 
     @property
     def label(self) -> str:
-        return self.row.label + (f" + {self.suffix}@{self.budget}" if self.suffix else "")
+        return self.row.label + (f" + {self.suffix}{shown_params(self.params)}@{self.budget}" if self.suffix else "")
+
+    def entries(self, tokens: int) -> int:
+        """That a token reads at most of so many that were added: with a budget, those before the first reduction, which
+        comes where an interval ends and there are more, or the budget and those between two reductions."""
+        if self.budget is None:
+            return tokens
+        interval = build_suffix(self.suffix, dict(self.params)).interval
+        first = -(-self.budget // interval) * interval
+        return min(tokens, max(1 + first, self.budget + min(interval, tokens - 1 - first)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,7 @@ def perplexities(
                 low=low,
                 high=high,
                 bytes=fmean(size for _, size in told),
-                entries=stream.budget if stream.suffix and stream.budget else tokens,
+                entries=stream.entries(tokens),
             )
         )
     return found
@@ -141,7 +159,7 @@ def likelihoods(
         method, tokens, params = select["select"], select["select_tokens"], select["select_params"]
         selection = engine.select(document, method, question_tokens=1, tokens=tokens, params=params)
     if stream is not None and stream.suffix:
-        reducer = engine.bound(stream.suffix, question_tokens=1, budget=stream.budget)
+        reducer = engine.bound(stream.suffix, question_tokens=1, budget=stream.budget, params=dict(stream.params))
     generation = engine.start(document, first, Sampling(len(rest), logprobs=0), selection, reducer=reducer)
     forced: Any = Dictated(rest, engine.model.config.vocab_size)
     generation.constraint = forced
@@ -152,12 +170,6 @@ def likelihoods(
                 raise told
     logprobs = generation.answer().logprobs or ()
     return [one.logprob for one in logprobs]
-
-
-def require_suffixes(texts: Sequence[str]) -> None:
-    """Raises `InvalidRequest` for an unknown suffix policy."""
-    for text in texts:
-        build_suffix(text, {})
 
 
 def _window(engine: Engine, stream: Stream, beginning: list[int], continuation: list[int]) -> tuple[float, int]:

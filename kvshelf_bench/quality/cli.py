@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count, product
+from itertools import count, product, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -286,8 +286,18 @@ class _Kept:
 class _Answering:
     """What is asked of each cache."""
 
-    questions: Annotated[int, typer.Option(min=1, help="Asked of each cache at once, with --answer-tokens.")] = 1
-    answer_tokens: Annotated[int, typer.Option(min=0, help="Of each answer; 0 asks nothing.")] = 0
+    questions: Annotated[str, typer.Option(help="Asked at once, comma-separated; with --answer-tokens.")] = "1"
+    answer_tokens: Annotated[str, typer.Option(help="Of each answer, comma-separated.  [default: none]")] = ""
+
+    def answers(self) -> list[Answers]:
+        """Each number of questions with each length. Raises `InvalidRequest`."""
+        from kvshelf_bench.quality.memory import Answers
+
+        if not self.answer_tokens and self.questions != "1":
+            reason = f"--questions {self.questions}: nothing is asked without --answer-tokens; give both"
+            raise InvalidRequest(reason, param="questions")
+        lengths = numbers(self.answer_tokens, "--answer-tokens") if self.answer_tokens else []
+        return list(starmap(Answers, product(numbers(self.questions, "--questions"), lengths)))
 
 
 def memory(
@@ -309,7 +319,7 @@ def memory(
     if min(lengths) < 64:
         raise InvalidRequest(f"--tokens {tokens}: each number must be at least 64", param="tokens")
     options, chosen, model = loading.engine_options(), kept.rows(), loading.model
-    answers, rows, tables = bench.Answers(answering.questions, answering.answer_tokens), [], []
+    answers, rows, tables = answering.answers(), [], []
     each = len(dict.fromkeys((Row(Variant("full"), 0.0), *chosen)))
     with counted(f"{model}, {tokens} tokens", each * len(lengths)) as step:
         for length in lengths:
@@ -317,24 +327,29 @@ def memory(
             for row in bench.peaks(options, length, chosen, answers):
                 found.append(row)
                 step()
-            tables.append(_memory_table(found, length, answers))
+            tables += _memory_tables(found, length)
             rows += found
-    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine(), "answers": asdict(answers)}
+    report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
     publish(report | {"rows": rows}, tables, reporting)
 
 
-def _memory_table(rows: Sequence[Peak], length: int, answers: Answers) -> Table:
-    headings = ["policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression"]
-    table = Table(*headings, *(["answering", "a token"] if answers.tokens else []), title=f"{length} tokens")
+def _memory_tables(rows: Sequence[Peak], length: int) -> list[Table]:
+    """Of compressing, and of answering where anything was asked."""
+    headings = ("policy", "phase", "removed", "peak", "of full's", "cache", "prefill", "compression")
+    table = Table(*headings, title=f"{length} tokens")
+    answering = Table(
+        "policy", "removed", "questions", "answers of", "peak", "a token", title=f"asked of {length} tokens"
+    )
     for row in rows:
+        size = f"{row.removed:.0%}" if row.budget is None else f"to {row.budget}"
         share = f"{row.peak_bytes / rows[0].peak_bytes:.0%}" if rows[0].peak_bytes else ""
         cells = [f"{row.peak_bytes / 1e6:,.1f} MB", share, f"{row.cache_bytes / 1e6:,.1f} MB"]
         cells += [f"{row.prefill_s:.2f} s", f"{row.compress_s:.2f} s"]
-        if answers.tokens:
-            cells += [f"{row.answer_bytes / 1e6:,.1f} MB", f"{row.token_s * 1000:.1f} ms"]
-        shown = cells if row.refused is None else [f"refused: {row.refused}"]
-        table.add_row(row.policy, row.phase, f"{row.removed:.0%}" if row.budget is None else f"to {row.budget}", *shown)
-    return table
+        table.add_row(row.policy, row.phase, size, *(cells if row.refused is None else [f"refused: {row.refused}"]))
+        for one in row.answering:
+            cost = f"{one.peak_bytes / 1e6:,.1f} MB", f"{one.token_s * 1000:.1f} ms" if one.token_s else ""
+            answering.add_row(row.policy, size, f"{one.questions}", f"{one.tokens}", *cost)
+    return [table, *([answering] if answering.rows else [])]
 
 
 @dataclass(frozen=True)

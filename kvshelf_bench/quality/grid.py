@@ -59,13 +59,13 @@ class Variant:
     def parse(cls, text: str) -> Variant:
         """`lagkv` or `lagkv:lag=64,sink=8`. Raises `InvalidRequest` for an unknown policy or parameter."""
         name, _, given = text.strip().partition(":")
-        params = _params(text, given, "policies")
+        params = named_params(text, given, "policies")
         build(name, params)
         return cls(name, tuple(params.items()))
 
     @property
     def label(self) -> str:
-        return self.policy + _shown(self.params)
+        return self.policy + shown_params(self.params)
 
     @property
     def takes_budget(self) -> bool:
@@ -90,16 +90,16 @@ class Reading:
     def parse(cls, text: str, share: float) -> Reading:
         """`quest`, `quest:page=16` or `policy:snapkv:window=8`. Raises `InvalidRequest`."""
         name, _, given = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
-        params = _params(text, given, "select")
+        params = named_params(text, given, "select")
         selectors.build(name, params)
         return cls(name, share, tuple(params.items()))
 
     @property
     def label(self) -> str:
-        return self.method + _shown(self.params)
+        return self.method + shown_params(self.params)
 
 
-def _params(text: str, given: str, param: str) -> dict[str, Any]:
+def named_params(text: str, given: str, param: str) -> dict[str, Any]:
     """Of `a=1,b=2`."""
     params: dict[str, Any] = {}
     for part in filter(None, given.split(",")):
@@ -110,7 +110,7 @@ def _params(text: str, given: str, param: str) -> dict[str, Any]:
     return params
 
 
-def _shown(params: Sequence[tuple[str, Any]]) -> str:
+def shown_params(params: Sequence[tuple[str, Any]]) -> str:
     shown = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in params]
     return ":" + ",".join(shown) if shown else ""
 

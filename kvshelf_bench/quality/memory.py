@@ -16,7 +16,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies import build
 from kvshelf.samples.suite import make_case
-from kvshelf_bench.engines import EngineOptions
+from kvshelf_bench.engines import EngineOptions, endless_answers, require_room
 from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
@@ -31,8 +31,7 @@ class Peak:
 
     phase: when the policy acts, on which the peak depends: "during" the prefill, in "cascade" or "after" it.
     peak_bytes: the most that was allocated (GPU) or resident (CPU) beyond the loaded, warm model. cache_bytes: the size
-    of the compressed cache. answer_bytes: by which answering raised the memory at most; token_s: wall seconds between
-    tokens of the answers; both 0 where nothing is asked. refused: why there is no result.
+    of the compressed cache. refused: why there is no result.
     """
 
     policy: str
@@ -44,20 +43,28 @@ class Peak:
     cache_bytes: int = 0
     prefill_s: float = 0.0
     compress_s: float = 0.0
-    answer_bytes: int = 0
-    token_s: float = 0.0
+    answering: tuple[Answering, ...] = ()
     refused: str | None = None
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is asked of each cache: so many questions at once, with answers of so many tokens; none with 0 tokens."""
+    """What is asked of each cache: so many questions at once, with answers of so many tokens."""
 
-    questions: int = 1
-    tokens: int = 0
+    questions: int
+    tokens: int
 
 
-def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Answers) -> Iterator[Peak]:
+@dataclass(frozen=True)
+class Answering(Answers):
+    """tokens: counted in the answers. peak_bytes: by which answering raised the memory at most. token_s: wall seconds
+    between tokens of the answers; 0 where they have one."""
+
+    peak_bytes: int
+    token_s: float
+
+
+def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Sequence[Answers]) -> Iterator[Peak]:
     """The baseline, then every row, each in a fresh process, as the allocator keeps the memory of earlier ones.
 
     `tokens` counts the chat template too.
@@ -71,12 +78,16 @@ def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Ans
                 yield replace(_named(row), tokens=tokens, refused=killed)
 
 
-def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Answers) -> Peak:
+def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Sequence[Answers] = ()) -> Peak:
     engine = options.load()
     try:
-        _compress(engine, min(tokens, _WARM_UP_TOKENS), row)
+        warm = _compress(engine, min(tokens, _WARM_UP_TOKENS), row).cache
+        if answers:
+            asked = len(engine.encode_query(warm, _QUESTION))
+            require_room(engine, tokens, asked, max(one.tokens for one in answers))
         compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, row))
-        answer_bytes, token_s = _answered(engine, compression.cache, answers) if answers.tokens else (0, 0.0)
+        with endless_answers(engine):
+            answering = tuple(_answered(engine, compression.cache, one) for one in answers)
     except KvshelfError as error:
         return replace(_named(row), tokens=tokens, refused=error.message)
     cache = compression.cache
@@ -87,8 +98,7 @@ def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Ans
         cache_bytes=cache.nbytes,
         prefill_s=compression.prefill_s,
         compress_s=compression.compress_s,
-        answer_bytes=answer_bytes,
-        token_s=token_s,
+        answering=answering,
     )
 
 
@@ -97,20 +107,19 @@ def _named(row: Row) -> Peak:
     return Peak(row.variant.label, phase, row.removed, row.budget)
 
 
-def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> tuple[int, float]:
-    """See `Peak`. No token ends an answer: this process measures nothing else."""
-    engine.model.generation_config.eos_token_id = []
+def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> Answering:
     asked = [(cache, _QUESTION)] * answers.questions
 
-    def ask(tokens: int) -> float:
+    def ask(tokens: int) -> tuple[float, int]:
         started = time.perf_counter()
-        engine.answer_all(asked, max_new_tokens=tokens)
-        return time.perf_counter() - started
+        found = engine.answer_all(asked, max_new_tokens=tokens)
+        return time.perf_counter() - started, min(len(one.token_ids) for one in found)
 
     ask(1)  # what is made once, for the first answer of a process, is no time of a token
-    first_s = ask(1)
-    whole_s, answer_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
-    return answer_bytes, (whole_s - first_s) / (answers.tokens - 1) if answers.tokens > 1 else whole_s
+    first_s, _ = min(ask(1) for _ in range(3))  # what else the machine did in it would be taken off the tokens
+    (whole_s, tokens), peak_bytes = with_peak(engine.model.device, lambda: ask(answers.tokens))
+    token_s = (whole_s - first_s) / (tokens - 1) if tokens > 1 else 0.0
+    return Answering(answers.questions, tokens, peak_bytes, token_s)
 
 
 def _compress(engine: Engine, tokens: int, row: Row) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -12,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from kvshelf._extras import needs_extra
+from kvshelf_bench.scorers.overlap import runs
 
 ENOUGH: Final = 0.8
 """Least similarity of an answer that counts, of the eleven that RepoQA tells; SCBench takes this one."""
@@ -58,7 +58,7 @@ def similarity(answer: str, reference: str) -> float:
     said, own = said or [""], own or [""]  # an empty text is one empty word there
     zeros, logs = 0, 0.0
     for count in range(1, 5):
-        ours, theirs = _runs(said, count), _runs(own, count)
+        ours, theirs = runs(said, count), runs(own, count)
         found, total = (ours & theirs).total(), max(1, ours.total())
         if count == 1 and not found:
             return 0.0
@@ -68,10 +68,6 @@ def similarity(answer: str, reference: str) -> float:
             share = math.log(len(said)) / (2**zeros * 5) / total
         logs += math.log(share) / 4 if share else 0.0
     return math.exp(min(0.0, 1 - len(own) / len(said)) + logs)
-
-
-def _runs(words: Sequence[str], count: int) -> Counter[tuple[str, ...]]:
-    return Counter(zip(*(words[at:] for at in range(count)), strict=False))
 
 
 def _function(answer: str, language: str) -> str:

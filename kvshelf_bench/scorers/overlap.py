@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 from kvshelf._extras import needs_extra
@@ -45,15 +46,29 @@ def rouge_l(answer: str, reference: str) -> float:
     It differs from others: sentences end at points, each word counts once, and what is common is the union of the
     longest common subsequences of all pairs of sentences. 0 where one of both has no sentence.
     """
-    answers, references = _sentences(answer), _sentences(reference)
-    if not answers or not references:
-        return 0.0
-    common: set[str] = set()
-    for own in references:
-        for said in answers:
-            common.update(own[at] for at in _common(own, said, _from_end))
-    precision, recall = (len(common) / len({word for one in side for word in one}) for side in (answers, references))
+    precision, recall = _rouge_l(answer, reference)
     return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def rouge_l_recall(answer: str, reference: str) -> float:
+    """The recall of `rouge_l`, which LooGLE takes."""
+    return _rouge_l(answer, reference)[1]
+
+
+def rouge_recall(length: int) -> Callable[[str, str], float]:
+    """The recall of ROUGE-N of the package `rouge` 1.0.1, which LooGLE takes: the share of the reference's runs of so
+    many words that stand in the answer, each once."""
+
+    def score(answer: str, reference: str) -> float:
+        said, own = (runs(list(chain(*_sentences(text))), length).keys() for text in (answer, reference))
+        return len(own & said) / len(own) if own else 0.0
+
+    return score
+
+
+def runs(words: Sequence[str], length: int) -> Counter[tuple[str, ...]]:
+    """How often each run of so many words occurs."""
+    return Counter(zip(*(words[at:] for at in range(length)), strict=False))
 
 
 def rouge_l_chinese(answer: str, reference: str) -> float:
@@ -139,6 +154,19 @@ def _compact(text: str) -> str:
 
 def _sentences(text: str) -> list[list[str]]:
     return [" ".join(one.split()).split(" ") for one in text.split(".") if one]
+
+
+def _rouge_l(answer: str, reference: str) -> tuple[float, float]:
+    """Precision and recall."""
+    answers, references = _sentences(answer), _sentences(reference)
+    if not answers or not references:
+        return 0.0, 0.0
+    common: set[str] = set()
+    for own in references:
+        for said in answers:
+            common.update(own[at] for at in _common(own, said, _from_end))
+    precision, recall = (len(common) / len({word for one in side for word in one}) for side in (answers, references))
+    return precision, recall
 
 
 def _from_end(above: int, left: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvshelf.engine.certify.scoring import contains, words
-from kvshelf_bench.scorers import choices, functions, overlap, rules
+from kvshelf_bench.scorers import choices, functions, loogle, overlap, rules
 
 Score = Callable[[str, Sequence[str], Sequence[str]], float]
 """Of an answer, its references and the classes of its task: between 0 and 1."""
@@ -16,10 +16,12 @@ Score = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """unfit: why references and classes cannot be scored so; None if they can."""
+    """unfit: why references and classes cannot be scored so; None if they can. right: an answer that is right, of the
+    references; None where they do not say one."""
 
     score: Score
     unfit: Callable[[Sequence[str], Sequence[str]], str | None] = lambda *_: None
+    right: Callable[[Sequence[str]], str | None] = lambda references: references[0]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _tried(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Seque
     """Raises `MissingExtra` without what the score needs: before anything is measured."""
 
     def unfit(*_: Sequence[str]) -> None:
-        score("a", "a")
+        score("a", "b")
 
     return unfit
 
@@ -84,8 +86,8 @@ SCORERS: Final[dict[str, Scorer]] = {
         _any(contains), _each(lambda one: bool(words(one)), "has no word, so no answer could contain it")
     ),
     "exact": Scorer(_any(choices.exact)),
-    "rules": Scorer(_any(rules.kept), rules.unfit),
-    "string_match_all": Scorer(_any(choices.all_contained)),
+    "rules": Scorer(_any(rules.kept), rules.unfit, right=lambda _: None),
+    "string_match_all": Scorer(_any(choices.all_contained), right="\n".join),
     "string_match_part": Scorer(_any(choices.any_contained)),
     "f1": Scorer(_best(overlap.f1)),
     "f1_zh": Scorer(_best(overlap.f1_chinese), _tried(overlap.f1_chinese)),
@@ -99,7 +101,7 @@ SCORERS: Final[dict[str, Scorer]] = {
     "letter": Scorer(_best(choices.letter), _each(lambda one: one in tuple("ABCD"), "is no letter from A to D")),
     "stands_in": Scorer(_any(choices.stands_in)),
     "said_aloud": Scorer(_any(choices.said_aloud)),
-    "string_match_rounded": Scorer(_any(choices.all_contained_rounded)),
+    "string_match_rounded": Scorer(_any(choices.all_contained_rounded), right="\n".join),
     "first_integer": Scorer(_best(choices.first_whole_number), _each(str.isdecimal, "is no whole number")),
     "first_number": Scorer(
         _best(choices.first_number), _each(lambda one: re.fullmatch(r"-?\d+(\.\d+)?", one) is not None, "is no number")
@@ -108,6 +110,15 @@ SCORERS: Final[dict[str, Scorer]] = {
     "f1_characters": Scorer(_best(overlap.f1_characters)),
     "rouge_l_sum": Scorer(_best(overlap.rouge_l_sum)),
     "bert": Scorer(_best(overlap.bert), _tried(overlap.bert)),
+    "bleu_1": Scorer(_best(loogle.bleu(1))),
+    "bleu_4": Scorer(_best(loogle.bleu(4))),
+    "rouge_1_recall": Scorer(_best(overlap.rouge_recall(1))),
+    "rouge_2_recall": Scorer(_best(overlap.rouge_recall(2))),
+    "rouge_l_recall": Scorer(_best(overlap.rouge_l_recall)),
+    "meteor": Scorer(_best(loogle.meteor), _tried(loogle.meteor)),
+    "meteor_stems": Scorer(_best(loogle.meteor_stems)),
+    "gaps_exact": Scorer(_best(loogle.gaps_exact), loogle.no_gaps),
+    "gaps_partial": Scorer(_best(loogle.gaps_partial), loogle.no_gaps),
     "function": Scorer(functions.repeated, functions.unfit),
 }
 
@@ -157,6 +168,7 @@ _SCBENCH: Final = {
     "scbench_many_shot": Task("said_aloud", 10),
 }
 _LOOGLE: Final = {
+    "shortdep_cloze": Task("gaps_exact", 50),
     "shortdep_qa": Task("bert", 300),
     "longdep_qa": Task("bert", 500),
     "longdep_summarization": Task("bert", 500),

@@ -25,7 +25,7 @@ def speed(loading: WeightedLoading, options: SpeedOptions, reporting: Reporting)
         from kvshelf_bench.speed.subject import load_subject
 
     chosen, lengths = choices(options.parts, tuple(PARTS), "--parts"), options.given_lengths()
-    options.asked()  # refused before a model is loaded
+    _ = options.asked(), options.answered()  # refused before a model is loaded
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "speed", "model": loading.model, "weights": loading.weights}
     report["rounds"] = options.rounds

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.rates import Cost, cost, read_bandwidth
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.engines import endless_answers, require_room
 from kvshelf_bench.measure import Spread, interleaved, ratios
 from kvshelf_bench.quality.grid import BASELINE, Row, Variant
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
@@ -29,17 +28,19 @@ _ALONE = 8
 class Decoding:
     """`questions` asked at once about `documents` different documents of `document_tokens` tokens, kept in a `way`.
 
-    held_bytes: of the keys and values of these documents in memory. together, alone: new tokens per second through the
-    scheduler, and one question at a time through the engine; both include the prefill of the questions. gain: their
-    ratio within a round. step_s: seconds of one decode step of all questions, from the difference between whole answers
-    and those of one token. step_bytes: what such a step must read: weights once, each document's cache once, suffixes
-    at their mean length. share: step_bytes / step_s over `Decodings.read_bandwidth`. Tokens are counted in the answers.
+    new_tokens: of each answer. held_bytes: of the keys and values of these documents in memory. together, alone: new
+    tokens per second through the scheduler, and one question at a time through the engine; both include the prefill of
+    the questions. gain: their ratio within a round. step_s: seconds of one decode step of all questions, from the
+    difference between whole answers and those of one token. step_bytes: what such a step must read: weights once, each
+    document's cache once, suffixes at their mean length. share: step_bytes / step_s over `Decodings.read_bandwidth`.
+    Tokens are counted in the answers.
     """
 
     way: str
     document_tokens: int
     questions: int
     documents: int
+    new_tokens: int
     held_bytes: int
     together: Spread
     alone: Spread
@@ -55,7 +56,6 @@ class Decodings:
     """All rows. read_bandwidth: bytes per second, measured before the rows with the same threads."""
 
     question_tokens: int
-    new_tokens: int
     read_bandwidth: float
     rows: list[Decoding]
 
@@ -68,43 +68,26 @@ def decodings(
     *,
     rows: Sequence[Row] = (DEFAULT,),
     lengths: Sequence[int] = (DOCUMENT_TOKENS,),
-    new_tokens: int = NEW_TOKENS,
+    answers: Sequence[int] = (NEW_TOKENS,),
 ) -> Decodings:
     """Every row, length and number in `questions`: that many questions on a document each, and on one shared document.
-    new_tokens: of each answer, from 2. Raises `InvalidRequest` for answers that the model has no room for."""
-    longest = max(lengths) + QUESTION_TOKENS + new_tokens
-    if longest > subject.engine.max_tokens:
-        raise InvalidRequest(
-            f"{max(lengths)} tokens with a question and an answer of {new_tokens} are {longest}, and the model takes "
-            f"{subject.engine.max_tokens}; give shorter ones",
-            param="answer_tokens",
-        )
+    answers: tokens of each, from 2. Raises `InvalidRequest` for answers that the model has no room for."""
+    require_room(subject.engine, max(lengths), QUESTION_TOKENS, max(answers))
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
     found = []
-    with endless_answers(subject):
+    with endless_answers(engine):
         for length, row in product(lengths, rows):
             documents = [subject.tokens(length, seed=10 + i) for i in range(max(questions))]
             jobs = (engine.prepare(each, **row.sizes) for each in documents)
             caches = [engine.encoded(engine.run(job).cache, row.codec) for job in jobs]
-            for count in questions:
+            for count, new_tokens in product(questions, answers):
                 for attached in dict.fromkeys((count, 1)):
                     asked = [caches[i % attached] for i in range(count)]
                     measured = _measure(subject, asked, attached, rounds, bandwidth, new_tokens)
                     found.append(replace(measured, way=row.label, document_tokens=length))
                 progress()
-    return Decodings(QUESTION_TOKENS, new_tokens, bandwidth, found)
-
-
-@contextmanager
-def endless_answers(subject: Subject) -> Iterator[None]:
-    """Inside the block no token ends an answer, so all answers are equally long."""
-    config = subject.engine.model.generation_config
-    before, config.eos_token_id = config.eos_token_id, []
-    try:
-        yield
-    finally:
-        config.eos_token_id = before
+    return Decodings(QUESTION_TOKENS, bandwidth, found)
 
 
 @dataclass(frozen=True)
@@ -140,6 +123,7 @@ def _measure(
         held_bytes=sum(subject.engine.attach(cache).nbytes for cache in caches[:documents]),
         questions=len(caches),
         documents=documents,
+        new_tokens=new_tokens,
         together=Spread.of(together),
         alone=Spread.of(alone),
         gain=ratios(together, alone),

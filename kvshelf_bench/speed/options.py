@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvshelf.errors import InvalidRequest
 from kvshelf_bench.options import numbers
 
 # All but long documents and answers, vLLM, which few have installed, and several processes.
@@ -33,7 +34,9 @@ class SpeedOptions:
     ways: Annotated[
         str, typer.Option(help="Of the documents of the part decode: such as keydiff,snapkv@1024.  [default: full]")
     ] = ""
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Of each answer in the part decode.")] = 64
+    answer_tokens: Annotated[str, typer.Option(help="Of each answer in the part decode, comma-separated, from 2.")] = (
+        "64"
+    )
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are printed.")] = 5
     kvpress_python: Annotated[
         str | None,
@@ -59,6 +62,15 @@ class SpeedOptions:
 
     def asked(self) -> list[int]:
         return numbers(self.questions, "--questions")
+
+    def answered(self) -> list[int]:
+        lengths = numbers(self.answer_tokens, "--answer-tokens")
+        if min(lengths) < 2:
+            reason = (
+                f"--answer-tokens {self.answer_tokens}: steps are measured from the second token on; give 2 or more"
+            )
+            raise InvalidRequest(reason, param="answer_tokens")
+        return lengths
 
     def interpreters(self) -> Mapping[str, str | None]:
         return {"vLLM": self.vllm_python, "llama.cpp": self.llama_python}

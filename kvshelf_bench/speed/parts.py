@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.store.base import Store
@@ -96,15 +96,17 @@ def first_token_table(firsts: FirstTokens) -> Table:
 
 def decode_table(found: Decodings) -> Table:
     """One row per way, length and number of questions and documents."""
-    table = Table("way", "tokens", "questions", "documents", "held", "one by one", "together", "gain", "step", "read")
+    table = Table(Column("way", no_wrap=True), "tokens", "questions", "documents", "answers", "held")
+    for name in ("one by one", "together", "gain", "step", "read"):
+        table.add_column(name)
     table.title = (
-        f"new tokens per second: {found.question_tokens} + {found.new_tokens} tokens behind documents; a step, what it "
+        f"new tokens per second, behind documents and {found.question_tokens} tokens of a question; a step, what it "
         f"reads, and its share of the {found.read_bandwidth / 1e9:.1f} GB/s that memory gives"
     )
     for row in found.rows:
         rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
         read = f"{row.step_bytes / 1e6:,.1f} MB, {row.share.median:.0%}"
-        about = (row.way, f"{row.document_tokens:,}", f"{row.questions}", f"{row.documents}")
+        about = (row.way, f"{row.document_tokens:,}", f"{row.questions}", f"{row.documents}", f"{row.new_tokens}")
         table.add_row(*about, f"{row.held_bytes / 1e6:,.1f} MB", *rates, _ms(row.step_s), read)
     return table
 
@@ -246,13 +248,10 @@ def _first_token(run: Run) -> list[FirstTokens]:
 
 
 def _decode(run: Run) -> Decodings:
-    lengths, asked = run.lengths((DOCUMENT_TOKENS,), "decode"), run.options.asked()
+    lengths, asked, answers = run.lengths((DOCUMENT_TOKENS,), "decode"), run.options.asked(), run.options.answered()
     rows = [Row.parse(way) for way in split(run.options.ways)] or [DEFAULT]
-    step = run.bar("decoding", len(asked) * len(lengths) * len(rows))
-    return decodings(
-        run.subject, asked, run.options.rounds, step,
-        rows=rows, lengths=lengths, new_tokens=run.options.answer_tokens,
-    )  # fmt: skip
+    step = run.bar("decoding", len(asked) * len(lengths) * len(rows) * len(answers))
+    return decodings(run.subject, asked, run.options.rounds, step, rows=rows, lengths=lengths, answers=answers)
 
 
 def _select(run: Run) -> list[Selecting]:

@@ -13,9 +13,9 @@ from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.selection import LastChoice, Selection
 from kvshelf.kernels.rates import cost
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.measure import Spread, interleaved, ratios
 from kvshelf_bench.quality.grid import Reading
-from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
 SELECTORS = ("quest", "mpcache", "mpcache:share=2")
@@ -134,7 +134,7 @@ def stepping(
     selections: what each reads of its document; None: all. batch: one without answers; None: the engine's."""
     engine, batch = subject.engine, batch or subject.engine.batch()
     question, sampling = subject.tokens(QUESTION_TOKENS, seed=1000), Sampling(_MOST_STEPS)
-    with endless_answers(subject), kvshelf_attention(engine.model):
+    with endless_answers(engine), kvshelf_attention(engine.model):
         answers = [
             engine.start(engine.attach(cache), question, sampling, selection)
             for cache, selection in zip(caches, selections or [None] * len(caches), strict=True)

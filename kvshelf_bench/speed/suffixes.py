@@ -11,7 +11,7 @@ from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.kernels.rates import cost
 from kvshelf.methods.suffixes.registry import untrained
-from kvshelf_bench.speed.decode import endless_answers
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
 ANSWER_TOKENS = 4000
@@ -51,7 +51,7 @@ def bounded_answers(
     """The answer with all of its suffix, and that of each policy."""
     engine = subject.engine
     cache = engine.compress(subject.tokens(_DOCUMENT_TOKENS, seed=10), policy="full")
-    with endless_answers(subject), kvshelf_attention(engine.model):
+    with endless_answers(engine), kvshelf_attention(engine.model):
         whole = _SuffixRun.of(subject, cache, None, tokens, budget)
         found = [whole.told(whole.chosen, whole.chosen)]
         progress()

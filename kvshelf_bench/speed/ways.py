@@ -24,8 +24,8 @@ from kvshelf.engine.progress import Checkpoint
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf.model import loading as models
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.peers.peer import Peer, ready_by, running
-from kvshelf_bench.speed.decode import endless_answers
 from kvshelf_bench.speed.subject import Subject, load_random_model
 
 Ids = Sequence[int]
@@ -53,7 +53,7 @@ def own_ways(subject: Subject) -> Iterator[dict[str, Way]]:
     scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=MOST_ANSWERS, max_waiting=MOST_ANSWERS))
     scheduler.start()
     try:
-        with endless_answers(subject):
+        with endless_answers(subject.engine):
             yield {
                 "transformers": PlainTransformers(subject),
                 "Engine.load": OneEngine(subject),

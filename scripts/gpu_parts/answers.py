@@ -29,10 +29,9 @@ from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.methods.selectors.registry import UNIT_SELECTORS
 from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.samples.suite import make_case
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.models.small import NotBuilt, small_model
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf_bench.speed.decode import endless_answers
-from kvshelf_bench.speed.subject import Subject
 from scripts.gpu_parts.part import Part
 
 RECORDED = Path(__file__).with_name("answers.json")
@@ -180,7 +179,7 @@ def _selector(engine: Engine, text: str, asked: str, selector: str) -> Result:
 def _suffix(engine: Engine, text: str, asked: str, suffix: str) -> Result:
     cache = engine.compress(text, policy="full")
     given = {"policy": suffix, "budget": _SUFFIX_BUDGET}
-    with endless_answers(Subject(engine, "")):
+    with endless_answers(engine):
         answer = engine.answer(cache, asked, max_new_tokens=_SUFFIX_BUDGET + 48, suffix=given)
     return Result([list(answer.token_ids)])
 

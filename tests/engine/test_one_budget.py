@@ -35,7 +35,7 @@ def engine_of(name, group):
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.weight.mul_(12)
     engine = Engine(made, name="m")
-    engine.facts.end_ids = frozenset  # endless
+    engine.facts.endless = True
     return engine
 
 

@@ -217,12 +217,18 @@ def run(
 
 def truncated(engine: Engine, document: Document, asking: Asking, longest: int) -> Document:
     """The document without the middle of its context where it has more tokens than `longest` (0: than the model takes
-    with its longest question and answer): as many from its beginning as from its end, as LongBench does."""
+    with its longest question and answer, or with all that are kept as turns): as many from its beginning as from its
+    end, as LongBench does."""
     form = engine.encoder.require_text("document")
     room = longest
     if not longest:
-        asked = (form.count_tokens(one.text + one.prefix) + asking.tokens(one) for one in document.questions)
-        room = engine.max_tokens - max(asked) - _TEMPLATE_TOKENS
+        kept = [SCORERS[one.scorer].right(one.answers) or "" if asking.turns else "" for one in document.questions]
+        asked = (
+            form.count_tokens(one.text + one.prefix) + max(asking.tokens(one), form.count_tokens(right))
+            for one, right in zip(document.questions, kept, strict=True)
+        )
+        several = (tokens + _TEMPLATE_TOKENS for tokens in asked)
+        room = engine.max_tokens - (sum(several) if asking.turns else max(several))
     token_ids = form.encode(document.context)
     if len(token_ids) <= room:
         return document

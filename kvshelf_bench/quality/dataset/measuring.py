@@ -21,13 +21,16 @@ from kvshelf_bench.quality.dataset.documents import Document
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.grid import Row, Unit, Variant
 from kvshelf_bench.quality.outcome import Outcome, selecting, shared_settings, transforms_of
-from kvshelf_bench.scorers.scorers import scored
+from kvshelf_bench.scorers.scorers import SCORERS, scored
 
-REVISION: Final = 2
+REVISION: Final = 3
 """Raised whenever the outcome of the same document, questions and settings changes."""
 
 ANSWER_TOKENS: Final = 48
 """Of an answer, where neither the user nor the row nor its benchmark says."""
+
+NOTHING: Final = "(no answer)"
+"""In the place of an empty answer that is kept as a turn: a turn has a text."""
 
 Kept: TypeAlias = tuple[Variant, float, int | None]
 """As `Row.kept`."""
@@ -227,13 +230,18 @@ def _at_once(
 def _in_turns(
     engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
 ) -> list[list[Answer]]:
-    """Each question behind the earlier ones with their right answers, as SCBench's multi-turn mode has it."""
+    """Each question behind the earlier ones with their right answers, as SCBench's multi-turn mode has it; with the
+    row's own where no right one is known, as of rules."""
     told: list[list[Answer]] = [[] for _ in asked]
     for question in questions:
         for answers, of_row in zip(told, _at_once(engine, asked, [question], asking), strict=True):
             answers += of_row
-        turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": question.answers[0]}]
-        asked = [(row, engine.extend(cache, turn, policy="full")) for row, cache in asked]
+        right, grown = SCORERS[question.scorer].right(question.answers), []
+        for (row, cache), answers in zip(asked, told, strict=True):
+            said = right or answers[-1].text.strip() or NOTHING
+            turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": said}]
+            grown.append((row, engine.extend(cache, turn, policy="full")))
+        asked = grown
     return told
 
 

@@ -36,8 +36,8 @@ def test_what_is_lost_makes_the_text_less_likely(tiny, prose):
     ids = tiny.text.encode(prose)
     windows = windows_of(ids, 200, 64, 2)
     streams = [Row.parse("full"), Row.parse("streaming_llm@0.9")]
-    both = perplexities(tiny, windows, [*map(Stream, streams), Stream(streams[0], "window", 16)])
-    full, lost, bounded = both
+    often, seldom = (Stream.bounded(streams[0], text, 16) for text in ("window:every=1", "window"))
+    full, lost, bounded, less = perplexities(tiny, windows, [*map(Stream, streams), often, seldom])
     losses = [-sum(likelihoods(tiny, tiny.compress(a[:-1], policy="full"), [a[-1], *b])) / 64 for a, b in windows]
     assert full.perplexity == pytest.approx(exp(sum(losses) / 2))
     assert (full.over_full, full.low, full.high, full.entries) == (1, 1, 1, 64)
@@ -45,8 +45,17 @@ def test_what_is_lost_makes_the_text_less_likely(tiny, prose):
     assert lost.low <= lost.over_full <= lost.high
     assert lost.perplexity != full.perplexity
     assert lost.bytes < 0.2 * full.bytes
-    assert (bounded.way, bounded.entries) == ("full + window@16", 16)
-    assert bounded.perplexity != full.perplexity
+    assert (bounded.way, bounded.entries) == ("full + window:every=1@16", 17)
+    assert (less.way, less.entries) == ("full + window@16", 47)
+    several = (
+        ("window", 24, 48, 39),
+        ("h2o:every=5", 16, 64, 21),
+        ("window:every=7", 60, 64, 64),
+        ("window", 512, 40, 40),
+    )
+    for text, budget, tokens, entries in several:
+        assert Stream.bounded(streams[0], text, budget).entries(tokens) == entries, text
+    assert len({bounded.perplexity, less.perplexity, full.perplexity}) == 3
     (refused,) = perplexities(tiny, windows, [Stream(Row.parse("lagkv:lag=512"))])
     assert "lag 512" in refused.refused
 
@@ -65,6 +74,7 @@ def test_the_command_and_what_it_refuses(tmp_path, prose):
         ([str(text)], "and a window 1280"),
         ([str(tmp_path / "none")], "cannot be read"),
         ([str(text), "--suffixes", "best"], "best"),
+        ([str(text), "--suffixes", "window:often=1"], "often"),
         ([str(text), "--ways", "best"], "best"),
     ):
         result = CliRunner().invoke(app, ["perplexity", *arguments])

@@ -52,9 +52,7 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     full, refused = json.loads(report.read_text())["rows"]
-    streaming = asdict(
-        compression_peak(EngineOptions(), 2048, Row.parse("streaming_llm@0.75"), Answers())
-    )  # here: a process takes seconds
+    streaming = asdict(compression_peak(EngineOptions(), 2048, Row.parse("streaming_llm@0.75")))  # here: seconds
     assert (full["policy"], streaming["policy"], refused["policy"]) == ("full", "streaming_llm", "lagkv:lag=4096")
     assert full["tokens"] == streaming["tokens"]
     assert streaming["phase"] == "during"
@@ -69,12 +67,14 @@ def test_each_policy_has_its_peak_and_refusals_are_rows(tmp_path):
 
 def test_answers_are_measured_behind_what_was_kept():
     """In this process; what is read of a tenth of the document takes less memory and no more time."""
-    small = compression_peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), Answers(questions=3, tokens=16))
+    asked = [Answers(questions, tokens) for questions in (1, 3) for tokens in (4, 16)]
+    small = compression_peak(EngineOptions(), 1024, Row.parse("streaming_llm@64"), asked)
     assert small.budget == 64
     assert 0 < small.cache_bytes < 64 * 4200
-    assert small.token_s > 0
-    assert small.answer_bytes > 0
-    assert compression_peak(EngineOptions(), 512, Row.parse("full"), Answers()).token_s == 0
+    assert [(one.questions, one.tokens) for one in small.answering] == [(1, 4), (1, 16), (3, 4), (3, 16)]
+    assert all(one.token_s > 0 and one.peak_bytes > 0 for one in small.answering)
+    long = compression_peak(EngineOptions(), 512, Row.parse("full"), [Answers(1, 8), Answers(1, 20_000)])
+    assert "an answer of 20000" in long.refused, "the model would end it early"
 
 
 def test_impossible_options_are_refused_before_any_work():
@@ -84,6 +84,9 @@ def test_impossible_options_are_refused_before_any_work():
         (["--policies", "magic"], "magic"),
         (["--ways", "magic@3"], "magic"),
         (["--tokens", "2048,8"], "at least 64"),
+        (["--answer-tokens", "8,0"], "--answer-tokens 8,0"),
+        (["--questions", "0", "--answer-tokens", "8"], "--questions 0"),
+        (["--questions", "8"], "--questions 8: nothing is asked without --answer-tokens"),
     ):
         refused = CliRunner().invoke(app, ["memory", *arguments]).exception
         assert isinstance(refused, InvalidRequest), arguments

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -150,6 +152,71 @@ def _function(rng: Draw) -> Case:
     return wrapped, [right], [language, *functions]
 
 
+_ROOTS = (
+    "relat hop hopp agr fall controll happ fl spi rat sens oper activ digit feud archaeo sk d vil differ analog form "
+    "electr replac adop commun ceas roll t sign conflat troubl siz fizz inn an enjo say"
+)
+_ENDINGS = (
+    "s es ies ied ed ing eed y ee e ational tional enci anci izer bli alli entli eli ousli ization ation ator alism "
+    "iveness fulness ousness aliti iviti biliti fulli logi icate ative alize iciti ical ful ness al ance ence er ic "
+    "able ible ant ement ment ent ion tion ou ism ate iti ous ive ize ll sses"
+)
+ROOTS, ENDINGS = tuple(_ROOTS.split()), ("", *_ENDINGS.split())
+SYNSETS = {
+    "noun": ("harbour harbor haven", "station depot Post", "keeper guardian", "report account written_report", "mouse"),
+    "verb": ("sign subscribe", "report describe", "go travel move"),
+    "adj": ("amber yellow(p)", "happy glad(ip)", "good well"),
+    "adv": ("soon shortly", "well good"),
+}
+IRREGULAR = {"noun": "mice mouse", "verb": "went go", "adj": "better good well", "adv": "best well"}
+KNOWN = tuple(word.partition("(")[0] for of in SYNSETS.values() for synset in of for word in synset.split())
+KNOWN += ("mice", "went", "better", "goes", "harbours", "soon,")
+
+
+def write_wordnet(folder: Path) -> None:
+    """A WordNet of these synsets, in the form of Princeton's files."""
+    for (name, synsets), letter in zip(SYNSETS.items(), "nvar", strict=True):
+        data, index = "  1 licence  \n", dict[str, list[int]]()
+        for words in map(str.split, synsets):
+            for word in words:
+                index.setdefault(word.partition("(")[0].lower(), []).append(len(data))
+            names = " ".join(f"{word} 0" for word in words)
+            data += f"{len(data):08d} 00 {letter} {len(words):02x} {names} 000 | a gloss  \n"
+        lines = (
+            f"{word} {letter} {len(at)} 0 {len(at)} 0 {' '.join(f'{one:08d}' for one in at)}"
+            for word, at in sorted(index.items())
+        )
+        (folder / f"data.{name}").write_text(data)
+        (folder / f"index.{name}").write_text("".join(f"{line}  \n" for line in ("  1 licence", *lines)))
+        (folder / f"{name}.exc").write_text(f"{IRREGULAR[name]}\n")
+
+
+def _inflected(rng: Draw) -> Case:
+    """An answer of the reference's words, of others of their roots, of synonyms and of neither."""
+
+    def word() -> tuple[str, ...]:
+        return (rng.one(KNOWN),) if rng.below(2) else (rng.one(ROOTS), rng.one(ENDINGS))
+
+    words = [word() for _ in range(1 + rng.below(8))]
+    said = [rng.one((one, one, (one[0], rng.one(ENDINGS)), word())) for one in words if rng.below(6)]
+    if not rng.below(4):
+        said = said[::-1]
+    texts = ["".join(one) + rng.one((" ", " ", "\n")) for one in said]
+    return "".join(rng.one((text, text.upper(), text, text)) for text in texts), [" ".join(map("".join, words))], []
+
+
+def _gaps(rng: Draw) -> Case:
+    names = ("Tank", "Andy", "JoAnn Fabrics", "North Station", "Station")
+    right = {f"<mask-{at}>": rng.one(names) for at in range(1 + rng.below(4))}
+    said = {gap: rng.one((name, rng.one(names))) for gap, name in right.items() if rng.below(5)}
+    written = rng.one(
+        (json.dumps(said), str(said), f" {said}", f"Answer: {said}", f"{said}\n", str([*said]), str(said))
+    )
+    if not rng.below(8):
+        written = written.replace("'Tank'", "12")
+    return written, [json.dumps(right)], []
+
+
 _MAKERS: dict[str, Callable[[Draw], Case]] = {
     "f1_zh": _chinese,
     "rouge_l_zh": _chinese,
@@ -171,4 +238,13 @@ _MAKERS: dict[str, Callable[[Draw], Case]] = {
     "option": _option,
     "function": _function,
     "edit_similarity": _code,
+    "rouge_1_recall": _one_long,
+    "rouge_2_recall": _one_long,
+    "rouge_l_recall": _one_long,
+    "bleu_1": _one_long,
+    "bleu_4": _one_long,
+    "meteor": _inflected,
+    "meteor_stems": _inflected,
+    "gaps_exact": _gaps,
+    "gaps_partial": _gaps,
 }

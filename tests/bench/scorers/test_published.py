@@ -13,13 +13,21 @@ import pytest
 from kvshelf.errors import MissingExtra
 from kvshelf_bench.scorers import functions
 from kvshelf_bench.scorers.scorers import SCORERS, TASKS, scored, task_of
-from tests.bench.scorers.drawn import draw
+from tests.bench.scorers.drawn import draw, write_wordnet
 
 RECORDED = json.loads((Path(__file__).parents[2] / "oracles" / "published_scores.json").read_text())
 ROUNDED = 1e-4
 """The recorded ones are of four digits, those of RULER are rounded to hundredths of a percent before."""
 
 
+@pytest.fixture
+def small_wordnet(tmp_path, monkeypatch):
+    """A WordNet of some synsets, which the recorded scores of METEOR are of."""
+    write_wordnet(tmp_path)
+    monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("small_wordnet")
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_scorer_gives_what_the_published_function_gives(name):
     package = {"f1_zh": "jieba", "rouge_l_zh": "jieba", "function": "tree_sitter"}.get(name, "json")
@@ -62,6 +70,8 @@ def test_of_some_tasks_only_the_first_line_counts():
         ("first_integer", ["1.5"], [], "no whole number"),
         ("function", ["f"], ["python", "repo"], "needs lang, repo and each turn's name"),
         ("function", ["f"], ["cobol", "repo", "f"], "lang is 'cobol'; it must be one of python"),
+        ("gaps_exact", ["{'<mask-0>': 7}"], [], "no object of gaps and texts"),
+        ("gaps_partial", ["Tank"], [], "no object of gaps and texts"),
         ("rules", ["polite"], [], "no rule 'polite'"),
         ("rules", ["words_at_most:few"], [], "whole number"),
         ("rules", ["mentions:"], [], "needs a text"),
@@ -88,3 +98,30 @@ def test_a_scorer_without_its_package_says_what_to_install_before_anything_is_me
     functions.parsing.cache_clear()
     with pytest.raises(MissingExtra, match=says):
         SCORERS[name].unfit(["a"], ["python", "repo", "a"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("", "WNSEARCHDIR is not set"),
+        ("nowhere", "No such file"),
+        ("other", "index.noun is no index"),
+        ("mixed", "index.verb.*elsewhere in data.verb"),
+    ],
+)
+def test_meteor_without_wordnet_says_where_it_is_had_before_anything_is_measured(tmp_path, monkeypatch, folder, says):
+    for name, file, text in (
+        ("other", "index.noun", "word"),
+        ("mixed", "data.verb", "00000000 29 v 00 000 | a gloss  \n"),
+    ):
+        (tmp_path / name).mkdir()
+        write_wordnet(tmp_path / name)
+        (tmp_path / name / file).write_text(text)
+    monkeypatch.setenv("WNSEARCHDIR", folder and str(tmp_path / folder))
+    with pytest.raises(MissingExtra, match=rf"set WNSEARCHDIR.*wordnet-base.*--scorer meteor_stems.*{says}"):
+        SCORERS["meteor"].unfit(["a"], [])
+
+
+def test_meteor_counts_a_word_once_and_the_best_reference():
+    score = SCORERS["meteor_stems"].score
+    assert score("sign sign", ["no", "sign"], []) == score("sign", ["sign"], []) > score("signing signed", ["sign"], [])

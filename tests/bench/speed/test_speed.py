@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing, contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.peers import kvpress_worker
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.quality.grid import Row
@@ -31,7 +33,7 @@ from kvshelf_bench.speed import compression, decode, serving
 from kvshelf_bench.speed.codecs import codec_costs, codec_ways
 from kvshelf_bench.speed.compression import Hooked, compress, compression_costs, plain_prefill
 from kvshelf_bench.speed.first_token import first_tokens, ways_to_ask
-from kvshelf_bench.speed.parts import codecs_table, serving_table, suffix_table
+from kvshelf_bench.speed.parts import codecs_table, decode_table, serving_table, suffix_table
 from kvshelf_bench.speed.subject import (
     QUESTION_TOKENS,
     Subject,
@@ -333,12 +335,13 @@ def test_the_plain_file_answers_as_the_shelf_does(subject, tmp_path, monkeypatch
 def test_every_answer_has_as_many_tokens_as_it_is_asked_for(subject, monkeypatch):
     """The tokens of an answer become end tokens, and still every answer has its full length."""
     cache = subject.engine.compress(subject.tokens(200, seed=0))
-    config = subject.engine.model.generation_config
+    model = subject.engine.model
     said = subject.engine.answer(cache, decode.question(subject, 0), max_new_tokens=4).token_ids
-    monkeypatch.setattr(config, "eos_token_id", said)
-    with decode.endless_answers(subject):
+    for config in (model.generation_config, model.config):
+        monkeypatch.setattr(config, "eos_token_id", said)
+    with endless_answers(subject.engine):
         assert decode.one_at_a_time(subject, [cache, cache], 16).tokens == 32
-    assert config.eos_token_id == said
+    assert model.generation_config.eos_token_id == said
     assert decode.one_at_a_time(subject, [cache], 16).tokens == 1
 
 
@@ -352,18 +355,19 @@ def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):
 
 
 def test_decoding_is_measured_on_different_documents_and_on_one(subject):
-    found = decode.decodings(subject, [1, 3], rounds=1, lengths=[128], new_tokens=8)
+    found = decode.decodings(subject, [1, 3], rounds=1, lengths=[128], answers=[8])
     assert [(row.questions, row.documents) for row in found.rows] == [(1, 1), (3, 3), (3, 1)]
     assert all(row.together.median > 0 and row.gain.median > 0 for row in found.rows)
     assert found.rows[1].step_bytes > found.rows[2].step_bytes
     assert found.read_bandwidth > 1e8
     rows = [Row.parse("full"), Row.parse("streaming_llm@32")]
-    found = decode.decodings(subject, [2], rounds=1, rows=rows, lengths=[128, 256], new_tokens=4)
-    told = [(row.way, row.document_tokens, row.documents) for row in found.rows]
-    assert told == [(row.label, length, count) for length in (128, 256) for row in rows for count in (2, 1)]
-    assert found.rows[2].held_bytes == found.rows[0].held_bytes / 4
+    found = decode.decodings(subject, [2], rounds=1, rows=rows, lengths=[128, 256], answers=[2, 4])
+    told = [(row.document_tokens, row.way, row.new_tokens, row.documents) for row in found.rows]
+    assert told == list(product((128, 256), (row.label for row in rows), (2, 4), (2, 1)))
+    assert len(decode_table(found).rows) == 16
+    assert found.rows[4].held_bytes == found.rows[0].held_bytes / 4
     with pytest.raises(InvalidRequest, match="an answer of 20000"):
-        decode.decodings(subject, [1], rounds=1, new_tokens=20_000)
+        decode.decodings(subject, [1], rounds=1, answers=[8, 20_000])
 
 
 def test_a_random_model_is_the_same_every_time(tmp_path):
@@ -551,7 +555,7 @@ def test_bad_choices_are_refused(arguments):
     assert CliRunner().invoke(app, ["speed", *arguments]).exit_code == 2
 
 
-@pytest.mark.parametrize(("option", "text"), [("--questions", "0"), ("--lengths", "0,512")])
+@pytest.mark.parametrize(("option", "text"), [("--questions", "0"), ("--lengths", "0,512"), ("--answer-tokens", "1,8")])
 def test_a_bench_of_nothing_is_refused(option, text):
     result = CliRunner().invoke(app, ["speed", option, text])
     assert isinstance(result.exception, InvalidRequest), result.output

@@ -18,7 +18,7 @@ from kvshelf.samples.suite import make_case
 from kvshelf_bench.cli import app
 from kvshelf_bench.quality.dataset.command import truncated
 from kvshelf_bench.quality.dataset.documents import Document, read_documents
-from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, joined, make_units
+from kvshelf_bench.quality.dataset.measuring import NOTHING, Asking, DatasetProtocol, joined, make_units
 from kvshelf_bench.quality.dataset.picture import draw
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, WayScore
@@ -188,6 +188,30 @@ def test_turns_stand_behind_the_earlier_ones_and_their_right_answers(tiny, datas
     assert protocol(tiny, turns=True).key(unit, PLAIN) != protocol(tiny).key(unit, PLAIN)
 
 
+@pytest.mark.parametrize("scorer", ["rules", "string_match_all"])
+def test_a_turn_has_its_own_answer_where_only_rules_are_known_and_all_references_where_all_must_stand(tiny, scorer):
+    rules = ("no_comma", "mentions:harbour")
+    asked = [Question("Where?", rules, scorer), Question("And when?", ("7",))]
+    (unit,) = make_units([Document("a", "The boat is in the harbour at 7. " * 8, tuple(asked))], [PLAIN], Asking())
+    (told,) = protocol(tiny, turns=True).measure(tiny, unit)
+    reply = told.answers[0] if scorer == "rules" else "\n".join(rules)
+    said = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": reply}]
+    grown = tiny.extend(tiny.compress(unit.document.context, policy="full"), said, policy="full")
+    assert told.answers[1] == tiny.answer(grown, "And when?", max_new_tokens=16).text
+
+
+def test_an_empty_answer_is_kept_as_a_turn_that_says_so(tiny, monkeypatch):
+    asked = Question("Where?", ("no_comma",), "rules"), Question("And when?", ("7",))
+    (unit,) = make_units([Document("a", "The boat is in the harbour at 7. " * 8, asked)], [PLAIN], Asking())
+    cache = tiny.compress(unit.document.context, policy="full")
+    begun = tiny.answer(cache, "Where?", max_new_tokens=1).token_ids
+    monkeypatch.setattr(tiny.model.generation_config, "eos_token_id", list(begun))
+    (told,) = protocol(tiny, turns=True).measure(tiny, unit)
+    said = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": NOTHING}]
+    grown = tiny.extend(cache, said, policy="full")
+    assert told.answers == ("", tiny.answer(grown, "And when?", max_new_tokens=16).text)
+
+
 def test_the_middle_of_a_long_context_is_cut_out(tiny):
     text = " ".join(f"word{number}" for number in range(400))
     document = Document("long", text, (Question("Which?", ("a",)),))
@@ -199,6 +223,9 @@ def test_the_middle_of_a_long_context_is_cut_out(tiny):
     fitting = truncated(tiny, longer, Asking(max_new_tokens=8), 0)
     assert len(tiny.text.encode(fitting.context)) <= tiny.max_tokens
     assert tiny.answer(tiny.compress(fitting.context, policy="full"), "Which?", max_new_tokens=8).token_ids
+    turns = (Question("Which?", (text,)),) * 3
+    cut = truncated(tiny, replace(longer, questions=turns), Asking(turns=True), 0).context
+    assert len(tiny.text.encode(cut)) + 3 * len(tiny.text.encode("Which?" + text)) <= tiny.max_tokens
     with pytest.raises(InvalidRequest, match="leave no room"):
         truncated(tiny, longer, Asking(max_new_tokens=tiny.max_tokens), 0)
 
