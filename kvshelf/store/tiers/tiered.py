@@ -12,13 +12,12 @@ A failing tier is logged; the home answers instead.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from kvshelf import errors
@@ -50,10 +49,10 @@ class _Lost(errors.CacheNotFound):
     """The home lost everything and does not know this cache; it may have had it before."""
 
 
-def _at_home(call: Callable[Concatenate[Shelf, P], ResultT]) -> Callable[Concatenate[TieredStore, P], ResultT]:
+def _at_home(call: Callable[Concatenate[Store, P], ResultT]) -> Callable[Concatenate[TieredStore, P], ResultT]:
     """The call of the home as the store's own."""
 
-    @functools.wraps(call)
+    @wraps(call)
     def method(self: TieredStore, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         answer: ResultT = getattr(self.home, call.__name__)(*args, **kwargs)
         return answer
@@ -334,16 +333,16 @@ class TieredStore(Store):
         yield from self.tiers.scrub()
 
     # Answered by the home alone
-    compact = _at_home(Shelf.compact)
-    now = _at_home(Shelf.now)
-    expiry = _at_home(Shelf.expiry)
-    admit = _at_home(Shelf.admit)
-    require_promise = _at_home(Shelf.require_promise)
-    list = _at_home(Shelf.list)
-    changes = _at_home(Shelf.changes)
-    cache_id = _at_home(Shelf.cache_id)
-    document_id = _at_home(Shelf.document_id)
-    usage = _at_home(Shelf.usage)
+    compact = _at_home(Store.compact)
+    now = _at_home(Store.now)
+    expiry = _at_home(Store.expiry)
+    admit = _at_home(Store.admit)
+    require_promise = _at_home(Store.require_promise)
+    list = _at_home(Store.list)
+    changes = _at_home(Store.changes)
+    cache_id = _at_home(Store.cache_id)
+    document_id = _at_home(Store.document_id)
+    usage = _at_home(Store.usage)
 
     def health(self) -> Health:
         """As `Store.health`; a recent failure of a tier is a warning."""

@@ -6,13 +6,12 @@ go from here to the store and back; only ids, text and numbers leave this proces
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvshelf import api
@@ -54,22 +53,21 @@ def _called(
 ) -> Callable[Concatenate[Replica, P], Coroutine[Any, Any, T]]:
     """The call of a part of a replica as the replica's own, with its arguments and its docstring."""
 
-    @functools.wraps(call)
+    @wraps(call)
     async def method(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        answer: T = await getattr(getattr(self, part), call.__name__)(*args, **kwargs)
-        return answer
+        return await call(getattr(self, part), *args, **kwargs)
 
     return method
 
 
 def _streamed(
-    call: Callable[Concatenate[PartT, P], AsyncIterator[T]], part: str
+    call: Callable[Concatenate[PartT, P], AsyncGenerator[T, None]], part: str
 ) -> Callable[Concatenate[Replica, P], AsyncIterator[T]]:
     """As `_called`; a generator of its own, because Ray streams nothing else."""
 
-    @functools.wraps(call)
+    @wraps(call)
     async def method(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[T]:
-        async with aclosing(getattr(getattr(self, part), call.__name__)(*args, **kwargs)) as events:
+        async with aclosing(call(getattr(self, part), *args, **kwargs)) as events:
             async for event in events:
                 yield event
 

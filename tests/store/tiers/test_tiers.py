@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -140,6 +141,12 @@ def fate(call: Callable[[], Any]) -> str:
 
 
 # Reading
+
+
+def test_every_call_says_what_it_does() -> None:
+    calls = [name for name, call in vars(Store).items() if inspect.isfunction(call) and call.__doc__]
+    assert len(calls) > 20
+    assert [name for name in calls if not inspect.getdoc(getattr(TieredStore, name))] == []
 
 
 def test_what_is_put_is_in_every_tier(node: Node) -> None:
