@@ -88,9 +88,15 @@ class CompressedCache:
     @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
-        are joined with their rotated parts."""
-        parts = (part for each in self._with_entries for part in parts_of(each))
-        return self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
+        are joined with their rotated parts. Of what is made at every step, one layer is there at a time."""
+        layers = [parts_of(each) for each in self._with_entries]
+        more = [sum(part.joined_bytes + part.unpacked_bytes for part in parts) for parts in layers]
+        return self.nbytes + (max(more) if self.made_at_steps else sum(more))
+
+    @property
+    def made_at_steps(self) -> bool:
+        """Whether keys and values are made of its residuals whenever attention reads them."""
+        return self.projected and self.identity.policy_params.get("made") == "step"
 
     @property
     def coded(self) -> bool:

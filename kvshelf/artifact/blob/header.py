@@ -162,7 +162,13 @@ class Header(Strict):
     @property
     def attached_bytes(self) -> int:
         """As `CompressedCache.attached_bytes`."""
-        return self.body_bytes + sum(layer.joined_bytes + layer.unpacked_bytes for layer in self.layers)
+        more = [layer.joined_bytes + layer.unpacked_bytes for layer in self.layers]
+        return self.body_bytes + (max(more) if self.made_at_steps else sum(more))
+
+    @property
+    def made_at_steps(self) -> bool:
+        """As `CompressedCache.made_at_steps`."""
+        return self.projected and self.identity.policy_params.get("made") == "step"
 
     @property
     def coded(self) -> bool:

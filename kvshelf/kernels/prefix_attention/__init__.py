@@ -132,7 +132,7 @@ def prefix_attention(
         **given,
     )
     asking = {"weights": weights} if weights else {}
-    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules, **asking
-    )
+    hides = any(rows.hidden is not None for rows in layout.suffixes)
+    form = eager if hides else implementation("prefix_attention", queries.device)
+    out: Tensor = form.prefix_attention(queries, prefixes, suffixes, layout, rules, **asking)
     return out.to(queries.dtype)

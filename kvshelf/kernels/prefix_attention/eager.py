@@ -333,13 +333,16 @@ def _attend_causal(
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
-        hidden = future.unsqueeze(0)
+        hidden = future[None, None]
         if rules.since is not None:
-            since = rules.since[:, done : done + count, None]
+            since = rules.since[:, None, done : done + count, None]
             hidden = hidden | (torch.arange(visible, device=keys.device) < since)
-        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, group, 1)
+        if rows.hidden is not None:
+            before = torch.ones_like(future).tril_(visible - count - 1)
+            hidden = hidden | (rows.hidden[:, :, None, :visible] & before)
+        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, 1, group, 1)
         flat = block.reshape(num_rows, kv_heads, group * count, dim)
-        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask.unsqueeze(1))
+        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask)
         done += count
         outs.append(out.view(num_rows, kv_heads, group, count, -1))
         lses.append(lse.view(num_rows, kv_heads, group, count))
