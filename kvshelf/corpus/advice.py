@@ -34,9 +34,10 @@ _CASCADE: Final = 1.125
 class Option:
     """One measured row, with its bytes under a model at a length.
 
-    exact, compress_share: as measured. trained: whether the policy has gates. share, params: of the selector. stored_bytes: of the blob. held_bytes: in memory
-    while it is asked; under codec klt, which is decoded first, those of plain rows. peak_bytes: most keys and values
-    during the prefill. step_bytes: of the document, read at each token of an answer.
+    exact, compress_share: as measured. trained: whether the policy has gates. share, params: of the selector.
+    stored_bytes: of the blob. held_bytes: in memory while it is asked; under codec klt, which is decoded first, those
+    of plain rows. peak_bytes: most keys and values during the prefill. step_bytes: of the document, read at each token
+    of an answer.
     """
 
     policy: str

@@ -87,7 +87,9 @@ def test_each_scenario_refuses_what_does_not_serve_it():
     trained = {each.name for each in catalog() if "gates" in each.parameters} & {row["policy"] for row in ROWS}
     assert {name for name, why in refused["unmodified"].items() if "trained" in why} == trained != set()
     costly = {row["policy"] for row in ROWS} - {row["policy"] for row in ROWS if row["compress_share"] <= 0.1}
-    assert {name for name, why in refused["prefill"].items() if "10%" in why} >= costly >= {"kvzip", "expected_attention"}
+    assert (
+        {name for name, why in refused["prefill"].items() if "10%" in why} >= costly >= {"kvzip", "expected_attention"}
+    )
     assert "90% of the full cache's" in refused["edge"]["snapkv"]
     assert all(line.suffix is None for name in ("multi-turn", "accuracy") for line in lines(name))
 

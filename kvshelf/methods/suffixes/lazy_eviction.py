@@ -13,7 +13,6 @@ from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of, whole_heads
 
-
 _NONE = 1e-5
 """Added to an interval: what was used but once has as good as none."""
 

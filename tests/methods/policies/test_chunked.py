@@ -425,9 +425,7 @@ def test_flags_of_a_document_that_is_read_whole_drop_the_same_in_the_first_layer
     """There they are of what embeddings say, which no earlier choice changes; no token is hidden from another."""
     gated(engine, "attention_gate")
     params = {"policy": "attention_gate", "sink": SINK, "threshold": 0.5}
-    whole, chunked = (
-        engine.compress(document(), prefill=prefill, **params) for prefill in ("whole", "chunked")
-    )
+    whole, chunked = (engine.compress(document(), prefill=prefill, **params) for prefill in ("whole", "chunked"))
     first, *others = zip(whole.layers, chunked.layers, strict=True)
     assert [own.tolist() for own in first[0].positions] == [own.tolist() for own in first[1].positions]
     assert not torch.allclose(others[0][0].keys[:20], others[0][1].keys[:20])

@@ -70,7 +70,7 @@ class AttentionGate(TokenGate):
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         return self.threshold is not None or super().has_work(budget, num_tokens)
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         if self.threshold is None:
             return budget.per_head
         return (protected | ~self._below(scores)).sum(dim=1).tolist()
