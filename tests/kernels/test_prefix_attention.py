@@ -485,6 +485,26 @@ def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
     assert error(ours, reference.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(0.3))) > 0.01
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize(("new", "length"), [(9, 9), (3, 9), (600, 640)])
+def test_hidden_suffix_tokens_are_seen_by_themselves_alone(new, length, softcap):
+    """In each KV head others, and none of a prefix."""
+    layout = one_document(new, length)
+    queries, ((keys, values),) = random(new, 4, 16, seed=1), states(layout, 2, 16, 16)
+    hidden = torch.rand(1, 2, keys.shape[2], generator=torch.Generator().manual_seed(3)) < 0.5
+    (rows,) = layout.suffixes
+    layout, prefix = replace(layout, suffixes=(replace(rows, hidden=hidden),)), packed([37, 5], 16, 16)
+    ours = prefix_attention(queries, [(prefix,)], [(keys, values)], layout, rules_of(softcap=softcap))
+    for token, head in product(range(0, new, 1 + new // 9), range(4)):
+        own, at = head // 2, length - new + token
+        seen = [place for place in range(at + 1) if place == at or not hidden[0, own, place]]
+        pairs = zip(prefix.heads[own], (keys, values), strict=True)
+        all_keys, all_values = (torch.cat([before, suffix[0, own, seen]]).double() for before, suffix in pairs)
+        logits = all_keys @ queries[token, head].double() * 0.3
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        torch.testing.assert_close(ours[token, head].double(), logits.softmax(0) @ all_values, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("given", [{"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["softcap", "sinks"])
 @pytest.mark.parametrize("kind", ["ragged", "int4", "merged", "streamed"])
 def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):

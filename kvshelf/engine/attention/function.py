@@ -112,7 +112,8 @@ class ForwardContext(Protocol):
     def hides(self) -> bool:
         return False
 
-    def before_attention(self, layer: Attended) -> None: ...
+    def before_attention(self, layer: Attended) -> None:  # noqa: ARG002
+        return None
 
     def after_attention(self, layer: Attended) -> None: ...
 

@@ -56,6 +56,20 @@ def test_keeps_the_best_chunks(case, tokens, ratio, kernel, chunk):
     assert kept(layer, ratio, window=6, kernel=kernel, chunk=chunk) == [expected] * 3
 
 
+@pytest.mark.parametrize("reuse", [2, 3])
+def test_layers_keep_the_chunks_of_the_first_of_them(oracle, reuse):
+    """Of a document with a shorter chunk at its end, which the first layers drop or keep."""
+    options = {"policy": "chunkkv", "compression_ratio": 0.6, "chunk": 10, "window": 8}
+    alone = oracle.engine.compress(oracle.ids[:174], **options)
+    together = oracle.engine.compress(oracle.ids[:174], reuse=reuse, **options)
+    assert len(alone.layers) > 2
+    kept = [[head.tolist() for head in record.positions] for record in alone.layers]
+    assert [[head.tolist() for head in record.positions] for record in together.layers] == [
+        kept[index - index % reuse] for index in range(len(kept))
+    ]
+    assert kept[0] != kept[1]
+
+
 def test_the_remainder_competes_by_its_own_mean():
     """Its 6 tokens against chunks of 20; judged like a whole chunk it would always lose."""
     wins = 0
