@@ -132,7 +132,16 @@ def prefix_attention(
         **given,
     )
     asking = {"weights": weights} if weights else {}
-    hides = any(rows.hidden is not None for rows in layout.suffixes)
-    form = eager if hides else implementation("prefix_attention", queries.device)
+    hiding = [(rows, k) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True) if rows.hidden is not None]
+    require(
+        all(
+            rows.hidden.shape == k.shape[:3] and len(set(rows.lengths)) == 1 and not any(rows.asked)
+            for rows, k in hiding
+        ),
+        "prefix_attention",
+        "hidden tokens must be [rows, kv_heads, capacity], of rows of one length of which none asks for its weights",
+        **given,
+    )
+    form = eager if hiding else implementation("prefix_attention", queries.device)
     out: Tensor = form.prefix_attention(queries, prefixes, suffixes, layout, rules, **asking)
     return out.to(queries.dtype)

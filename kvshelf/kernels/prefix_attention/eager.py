@@ -295,7 +295,7 @@ def _attend_suffixes(
         if rules.since is not None:
             since = rules.since if gather is None else rules.since.index_select(0, gather)
             of_rows = replace(rules, since=since.view(len(rows.first), rows.new))
-        if rows.new == 1:
+        if rows.new == 1 and rows.hidden is None:
             mask = _with_begin(layout.length_masks[i], of_rows, longest)
             out, lse = attend(own, keys, values, of_rows, mask)
         else:
@@ -329,7 +329,9 @@ def _attend_causal(
     visible = rows.lengths[0] - new
     own = queries.view(num_rows, new, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
     outs, lses, done = [], [], 0
-    for block in torch.split(own, _QUERIES_PER_BLOCK, dim=3):
+    # Where tokens are hidden, the mask is another one in each head.
+    most = rows_per_block(num_rows * kv_heads * group * rows.lengths[0]) if rows.hidden is not None else new
+    for block in torch.split(own, min(_QUERIES_PER_BLOCK, most), dim=3):
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)

@@ -20,6 +20,9 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 _ROWS: Final = 256
 """Whose weights on all tokens read are in memory together."""
 
+_MASK_BYTES: Final = 3 << 24
+"""Of a mask of hidden tokens in fp32 and in the dtype of the states, and of what it is made of, a block of rows."""
+
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
@@ -107,10 +110,10 @@ class AttentionGate(TokenGate):
         return (values + near[0, 0]) @ gate["down"].T + gate["bias"]
 
     def own_bytes(self, document: DocumentView) -> int:
-        """The notes of all layers, and rows of weights before and behind their softmax."""
+        """The notes of all layers, rows of weights before and behind their softmax, and the mask of hidden tokens."""
         assert document.num_layers is not None, "of a model"
         numbers = 2 * gates_of(document).header.width * document.num_layers + 2 * min(_ROWS, self.chunk)
-        return 4 * numbers * document.num_tokens
+        return 4 * numbers * document.num_tokens + (_MASK_BYTES if self.hides else 0)
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
         """The note: what the small attention has of every token read, `[read, 2, width]`."""
