@@ -88,10 +88,12 @@ class CompressedCache:
     @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
-        are joined with their rotated parts. Of what is made at every step, one layer is there at a time."""
-        layers = [parts_of(each) for each in self._with_entries]
-        more = [sum(part.joined_bytes + part.unpacked_bytes for part in parts) for parts in layers]
-        return self.nbytes + (max(more) if self.made_at_steps else sum(more))
+        are joined with their rotated parts. What is made of residuals takes their place, or at every step stands beside
+        them, one layer at a time."""
+        parts = [part for entries in self._with_entries for part in parts_of(entries)]
+        read = self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
+        made = [part.made_bytes for part in parts]
+        return read + (max(made)[0] if self.made_at_steps else sum(own - rows for own, rows in made))
 
     @property
     def made_at_steps(self) -> bool:

@@ -396,8 +396,9 @@ class Residuals(Packed):
         return (StreamedPrefix(tuple(self.lengths), _MadeWhenRead(self, self.maker)),)
 
     @property
-    def unpacked_bytes(self) -> int:
-        return self.entries * sum(self.full_dims) * self.dtype.itemsize - self.keys.nbytes
+    def made_bytes(self) -> tuple[int, int]:
+        made = self.entries * sum(self.full_dims) * self.dtype.itemsize
+        return made, self.keys.nbytes + self.unpacked_bytes
 
     def rows_of(self, chosen: Tensor) -> Tensor:
         of_heads = chosen.view(self.kv_heads, -1)
