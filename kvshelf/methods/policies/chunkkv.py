@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -42,6 +42,10 @@ class ChunkKV(TailPolicy):
     source: ClassVar[str] = "ChunkKV, arXiv 2502.00299"
     advice: ClassVar[str] = "with expected questions, where passages must stay whole."
     shared_by_heads: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {
+        **TailPolicy.settled,
+        "reuse": "layers of a stored cache may hold different tokens",
+    }
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)

@@ -24,8 +24,9 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class KVMerger(Policy):
-    """Merge neighbours whose keys point the same way, and drop nothing: heavy hitters, first and recent tokens stay as
-    they are, and between them each run of tokens becomes one entry, until the budget holds.
+    """A reconstruction from the paper's abstract and notes on it: merge neighbours whose keys point the same way, and
+    drop nothing: heavy hitters, first and recent tokens stay as they are, and between them each run of tokens becomes
+    one entry, until the budget holds.
 
     A token joins the run of the next one if the cosine of their keys is large enough. By default the budget says what
     is, for each head: of all pairs of neighbours that may merge, the N - B most similar do. With `threshold`, the
@@ -38,8 +39,8 @@ class KVMerger(Policy):
 
     The paper's form is `threshold=0.75,value_sum=true,first=2,last=1` with `sigma=5`, the best of its ablation.
     Departures: its eq. 4 makes s of the weights that s is for, which says nothing; it reports a mean of 5. By a budget,
-    whole layers are paid for by the others, and heavy hitters leave room for the runs between them. Made from public
-    reviews and notes that quote its equations; of those that differ, neighbours are compared with each other.
+    whole layers are paid for by the others, and heavy hitters leave room for the runs between them. Of notes that
+    differ, neighbours are compared with each other, not with a run's first.
     """
 
     name: ClassVar[str] = "kvmerger"

@@ -298,7 +298,7 @@ def test_what_reads_keys_refuses_those_that_are_made_at_every_step() -> None:
     cache, full = (engine.compress(ids(TOKENS), policy=policy, **more) for policy, more in STEP.items())
     selected = {"select": "quest", "select_tokens": 32}, {"suffix": {"policy": "h2o", "scope": "cache"}}
     for more in selected:
-        with pytest.raises(PolicyUnsupported):
+        with pytest.raises(PolicyUnsupported, match=r"makes its keys at every step \(policy kvdirect, made=step\)"):
             engine.answer(cache, QUESTION, **more)
     for asked in (
         lambda each: engine.answer([each, engine.compress(ids(50, seed=3), policy="full")], QUESTION).token_ids,

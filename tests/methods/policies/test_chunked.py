@@ -435,6 +435,15 @@ def test_flags_of_a_document_that_is_read_whole_drop_the_same_in_the_first_layer
         engine.compress(document(), budget_tokens=BUDGET, **params)
 
 
+@pytest.mark.parametrize("policy", ["ada", "fair"])
+def test_who_shares_a_budget_refuses_a_threshold(policy: str, engine: Engine) -> None:
+    gated(engine, "attention_gate")
+    params = {"policy": policy, "base": "attention_gate", **({"by": "tokens:0-20"} if policy == "fair" else {})}
+    with pytest.raises(CallerError, match=f"{policy} shares a budget .* 'attention_gate' \\(threshold\\)"):
+        engine.compress(document(), threshold=0.5, **params)
+    assert engine.compress(document(), budget_tokens=BUDGET, **params).kept_tokens == BUDGET
+
+
 def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
     """Of 132 tokens in chunks of 64 the last would have 4: the one before leaves it as many as it needs."""
     job = engine.prepare(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView
@@ -68,6 +68,13 @@ def test_layers_keep_the_chunks_of_the_first_of_them(oracle, reuse):
         kept[index - index % reuse] for index in range(len(kept))
     ]
     assert kept[0] != kept[1]
+
+
+def test_no_layer_reuses_chunks_of_a_stored_cache(oracle):
+    """Place 7 of one layer may be another token than place 7 of the next."""
+    cache = oracle.engine.compress(oracle.ids[:174], policy="full")
+    with pytest.raises(InvalidRequest, match="takes no reuse: layers of a stored cache may hold different tokens"):
+        oracle.engine.answer(cache, [5, 6, 7], select="policy:chunkkv", select_tokens=60, select_params={"reuse": 2})
 
 
 def test_the_remainder_competes_by_its_own_mean():

@@ -26,8 +26,8 @@ _MASK_BYTES: Final = 3 << 24
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
-    """Keep the tokens to which a small attention over the document gives the highest probability of being kept, or with
-    `threshold` those to which it gives so much.
+    """In part, as its gates learn by distillation: keep the tokens to which a small attention over the document gives
+    the highest probability of being kept, or with `threshold` those to which it gives so much.
 
     Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
     own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In
