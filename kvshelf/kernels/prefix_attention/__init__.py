@@ -132,12 +132,10 @@ def prefix_attention(
         **given,
     )
     asking = {"weights": weights} if weights else {}
-    hiding = [(rows, k) for rows, (k, _) in zip(layout.suffixes, suffixes, strict=True) if rows.hidden is not None]
+    pairs = zip(layout.suffixes, suffixes, strict=True)
+    hiding = [(rows, rows.hidden.shape, k.shape[:3]) for rows, (k, _) in pairs if rows.hidden is not None]
     require(
-        all(
-            rows.hidden.shape == k.shape[:3] and len(set(rows.lengths)) == 1 and not any(rows.asked)
-            for rows, k in hiding
-        ),
+        all(shape == own and len(set(rows.lengths)) == 1 and not any(rows.asked) for rows, shape, own in hiding),
         "prefix_attention",
         "hidden tokens must be [rows, kv_heads, capacity], of rows of one length of which none asks for its weights",
         **given,
