@@ -77,9 +77,17 @@ class CompressedCache:
     @property
     def attached_bytes(self) -> int:
         """Bytes that the layers take while questions are asked: those of a coded cache are decoded first, and latents
-        are joined with their rotated parts."""
-        parts = (part for each in self._with_entries for part in records.parts_of(each))
-        return self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
+        are joined with their rotated parts. What is made of residuals takes their place, or at every step stands beside
+        them, one layer at a time."""
+        parts = [part for entries in self._with_entries for part in records.parts_of(entries)]
+        read = self.nbytes + sum(part.joined_bytes + part.unpacked_bytes for part in parts)
+        made = [part.made_bytes for part in parts]
+        return read + (max(made)[0] if self.made_at_steps else sum(own - rows for own, rows in made))
+
+    @property
+    def made_at_steps(self) -> bool:
+        """Whether keys and values are made of its residuals whenever attention reads them."""
+        return self.projected and self.identity.policy_params.get("made") == "step"
 
     @property
     def coded(self) -> bool:

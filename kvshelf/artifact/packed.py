@@ -171,6 +171,12 @@ class Packed:
         return sum(math.prod(rows.shape) * rows.dtype.itemsize - rows.nbytes for rows in coded)
 
     @property
+    def made_bytes(self) -> tuple[int, int]:
+        """Bytes of the keys and values that the model makes of its rows, and of these once they are decoded; none where
+        attention reads the rows."""
+        return 0, 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
         held: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))

@@ -18,7 +18,7 @@ its file of `kvshelf.artifact.blob.kinds`, which needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, NamedTuple
@@ -31,7 +31,7 @@ from kvshelf.artifact.packed import HeadView, Packed, Rotate, moved, offsets_of,
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.kernels.quantize.rows import Rows
+from kvshelf.kernels.quantize.rows import Rows, plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,7 +353,9 @@ class Residuals(Packed):
     `coder.CacheDecoder`.
 
     keys: the residuals `[tokens, width]`, one row for all heads. values: `[tokens, 0]`: there is nothing else to store.
-    full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation.
+    full_dims: D and Dv, of the keys and values that it stands for. Those keys carry their rotation. maker: where given,
+    what makes keys and values `[kv_heads, n, ...]` of residuals `[n, width]` at positions `[n]` whenever attention
+    reads them; in memory only.
     """
 
     kind: ClassVar[str] = "residuals"
@@ -361,6 +363,7 @@ class Residuals(Packed):
     projected: ClassVar[bool] = True
 
     full_dims: tuple[int, int] = field(kw_only=True)
+    maker: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -386,9 +389,16 @@ class Residuals(Packed):
             "the cache has residuals in place of keys and values; decode it with its model: Engine.decoded(cache)"
         )
 
+    def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
+        """See `Packed.prefixes`. Keys and values that are made when they are read, all of the layer's at once."""
+        if self.maker is None:
+            return super().prefixes(rotate)
+        return (StreamedPrefix(tuple(self.lengths), _MadeWhenRead(self, self.maker)),)
+
     @property
-    def unpacked_bytes(self) -> int:
-        return self.entries * sum(self.full_dims) * self.dtype.itemsize - self.keys.nbytes
+    def made_bytes(self) -> tuple[int, int]:
+        made = self.entries * sum(self.full_dims) * self.dtype.itemsize
+        return made, self.keys.nbytes + self.unpacked_bytes
 
     def rows_of(self, chosen: Tensor) -> Tensor:
         of_heads = chosen.view(self.kv_heads, -1)
@@ -573,6 +583,23 @@ def states_of(record: LayerRecord) -> tuple[State, ...]:
 def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:
     """The layer with other entries in place of its own."""
     return replace(record, beside=entries) if isinstance(record, States) else entries
+
+
+class _MadeWhenRead:
+    """A `Block` over residuals: keys and values of a layer are made for its first head, and let go of behind the last
+    rows of its last one."""
+
+    def __init__(self, record: Residuals, maker: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._record = record
+        self._maker = maker
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        made = self._made or self._maker(plain(self._record.keys), self._record.positions[0])  # type: ignore[arg-type]
+        ended = head == self._record.kv_heads - 1 and stop == self._record.lengths[0]
+        self._made = None if ended else made
+        keys, values = made
+        return keys[head, start:stop], values[head, start:stop]
 
 
 def _joined_block(views: Sequence[HeadView], rank: int, head: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

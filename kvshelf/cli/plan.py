@@ -73,7 +73,7 @@ def _about_costs(costs: EstimateObject) -> str:
 
 _MODELS = "llama-3.1-8b, mistral-7b, qwen2.5-7b, qwen3-8b, kvshelf-tiny, a folder or a hub id."
 _SPEED = "Output of `kvshelf bench speed --parts compression --output FILE`; replaces --tokens-per-s."
-_NAMES = "one-long, throughput, edge, multi-turn or accuracy."
+_NAMES = "one-long, unmodified, throughput, edge, multi-turn, prefill or accuracy."
 _QUALITY = "Least share of the full cache's exact answers that is good enough."
 
 

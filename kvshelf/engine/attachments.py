@@ -62,6 +62,8 @@ class Attachments:
         if found is None:
             self.require_readable(cache)
             coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
+            if cache.made_at_steps:
+                coder = self._passes.projection.at_steps
             heads = None if ranks is None else ranks.heads_of(ranks.rank, self._facts.kv_heads)
             found = Attachment(cache, self._passes.devices.layers, self._facts.rotate, coder, heads=heads)
             self._of_caches[cache] = found

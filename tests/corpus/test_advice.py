@@ -22,15 +22,17 @@ LLAMA = BUILT_IN["llama-3.1-8b"].shape()
 TOKENS = 32_000
 FULL = LLAMA.full_bytes(TOKENS)
 ROOM = 2 * FULL
+ROWS = packaged_rows("rows")
 
 
 def lines(scenario, memory=ROOM, **options):
     return advise(scenario, LLAMA, TOKENS, memory, **options).lines
 
 
-def test_the_scenarios_are_the_five_that_are_known():
-    assert list(SCENARIOS) == ["one-long", "throughput", "edge", "multi-turn", "accuracy"]
-    with pytest.raises(InvalidRequest, match="one of one-long, throughput"):
+def test_the_scenarios_are_the_survey_s_seven_in_its_order():
+    """Of its sections 5.1 to 5.7."""
+    assert list(SCENARIOS) == ["one-long", "unmodified", "throughput", "edge", "multi-turn", "prefill", "accuracy"]
+    with pytest.raises(InvalidRequest, match="one of one-long, unmodified, throughput"):
         advise("winning", LLAMA, TOKENS, ROOM)
 
 
@@ -82,6 +84,12 @@ def test_each_scenario_refuses_what_does_not_serve_it():
     assert "reads a part" in refused["throughput"]["full + quest"]
     assert "not kept as a turn" in refused["multi-turn"]["full + quest"]
     assert "evicts" in refused["accuracy"]["kvzip"]
+    trained = {each.name for each in catalog() if "gates" in each.parameters} & {row["policy"] for row in ROWS}
+    assert {name for name, why in refused["unmodified"].items() if "trained" in why} == trained != set()
+    costly = {row["policy"] for row in ROWS} - {row["policy"] for row in ROWS if row["compress_share"] <= 0.1}
+    assert (
+        {name for name, why in refused["prefill"].items() if "10%" in why} >= costly >= {"kvzip", "expected_attention"}
+    )
     assert "90% of the full cache's" in refused["edge"]["snapkv"]
     assert all(line.suffix is None for name in ("multi-turn", "accuracy") for line in lines(name))
 

@@ -18,7 +18,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 from tests.by_hand import Prefix, frequencies
 from tests.engine.asking import ids
-from tests.engine.test_suffix_policies import QUESTION, ByHand, Entry, H2OLoop, LagKVLoop, WindowLoop
+from tests.engine.test_suffix_policies import QUESTION, ByHand, Entry, H2OLoop, LagKVLoop, LazyLoop, WindowLoop
 
 DOCUMENT, TOKENS = 120, 70
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
@@ -147,6 +147,13 @@ CASES = {
     ),
     "h2o": ({"policy": "h2o", "budget_tokens": 48}, "h2o", {"every": 1}, 48, of(H2OLoop(1), budget=48)),
     "h2o, every 8th": ({"policy": "snapkv", "budget_tokens": 48}, "h2o", {"every": 8}, 48, of(H2OLoop(8), budget=48)),
+    "lazy_eviction": (
+        {"policy": "snapkv", "budget_tokens": 48},
+        "lazy_eviction",
+        {"window": 10, "alpha": 0.02},
+        48,
+        of(LazyLoop(10, alpha=0.02), budget=48),
+    ),
     # LagKV: 116 tokens behind the sink are 8 partitions, the last of 12, and a remainder of 8.
     "lagkv": (LAG, "lagkv", {"lag": 12, "r": 0.25}, 20, RecursionLoop(12, r=0.25)),
     "lagkv, no question": (
@@ -168,7 +175,12 @@ CASES = {
     ),
 }
 CASES["sage"][-1].protected = 0
-SMALL = {"window": {"every": 8, "leaving": 12}, "h2o": {"every": 8}, "lagkv": {"lag": 12}}
+SMALL = {
+    "window": {"every": 8, "leaving": 12},
+    "h2o": {"every": 8},
+    "lazy_eviction": {"window": 8, "alpha": 0.02},
+    "lagkv": {"lag": 12},
+}
 SCOPED = list(SMALL)
 
 
@@ -209,7 +221,7 @@ def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, mo
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
-    last = 4 * (len(found) % loop.interval == 0)  # behind the last token the engine reduces no more
+    last = 4 * ((len(found) - 1) % loop.interval == 0)  # behind the last token the engine reduces no more
     assert kept == by_hand.kept[: len(by_hand.kept) - last] != []
 
 
@@ -335,7 +347,7 @@ def test_what_a_reduction_leaves_is_within_the_budget(name, protect):
     while not answer.finished:
         assert isinstance(batch.step([answer])[0], str)
         totals.append(answer.row.stored + answer.seen.read_tokens)
-    interval = params.get("lag") or params["every"]
+    interval = next(filter(None, map(params.get, ("lag", "window", "every"))))
     least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
     assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
 

@@ -171,7 +171,7 @@ class EMSLoop(Loop):
 class LazyLoop(Loop):
     def observe(self, entries, weights, now):
         for entry, given in zip(entries, weights, strict=True):
-            last = entry.noted.setdefault("last", entry.position)
+            last = entry.noted.setdefault("last", max(entry.position - 1, QUESTION - 1))
             entry.noted.setdefault("interval", 0)
             if max(given) >= self.alpha:
                 entry.noted["interval"] = max(entry.noted["interval"], now - last)
@@ -181,9 +181,10 @@ class LazyLoop(Loop):
         now = entries[-1].position
 
         def importance(entry):
-            interval = entry.noted["interval"] or 1
-            idle = now - entry.noted["last"]
-            return 2 / (1 + math.exp(idle / interval)) + 2 / (1 + math.exp(1 / interval))
+            interval, idle = entry.noted["interval"], now - entry.noted["last"]
+            often = 2 / (1 + math.exp(interval - 1)) if interval else 0
+            exponent = 1 + idle / (interval + 1e-5)
+            return often + (2 / (1 + math.exp(exponent)) if exponent < 700 else 0)
 
         return self.kept_best(entries, list(map(importance, entries)), self.interval)
 
@@ -348,7 +349,7 @@ def test_lazy_eviction_keeps_what_is_used_every_step_longer_than_what_is_never_u
         weights = torch.zeros(1, 2, now + 1)
         weights[0, 1, 0] = 0.01  # of one query head alone
         policy.observe(columns, weights, torch.arange(now + 1)[None], now)
-    assert columns["last"][0, :3].tolist() == [11, 1, 2]
+    assert columns["last"][0, :3].tolist() == [11, 0, 1]
     assert columns["gap"][0, :3].tolist() == [2, 0, 0]
     states = torch.randn(1, 12, 4)
     kept = policy.reduce(suffix_of(states, states, columns=columns, budget=5)).kept

@@ -485,6 +485,53 @@ def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
     assert error(ours, reference.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(0.3))) > 0.01
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize(("new", "length"), [(9, 9), (3, 9), (1, 9), (600, 640)])
+def test_hidden_suffix_tokens_are_seen_by_themselves_alone(new, length, softcap):
+    """In each row and KV head others, and none of a prefix."""
+    layout = one_document(new, length, rows=2)
+    queries, ((keys, values),) = random(2 * new, 4, 16, seed=1), states(layout, 2, 16, 16)
+    hidden = torch.rand(2, 2, keys.shape[2], generator=torch.Generator().manual_seed(3)) < 0.5
+    (rows,) = layout.suffixes
+    layout, prefix = replace(layout, suffixes=(replace(rows, hidden=hidden),)), packed([37, 5], 16, 16)
+    ours = prefix_attention(queries, [(prefix,)], [(keys, values)], layout, rules_of(softcap=softcap))
+    for row, token, head in product(range(2), range(0, new, 1 + new // 9), range(4)):
+        own, at, place = head // 2, length - new + token, row * new + token
+        seen = [before for before in range(at + 1) if before == at or not hidden[row, own, before]]
+        pairs = zip(prefix.heads[own], (keys, values), strict=True)
+        all_keys, all_values = (torch.cat([before, suffix[row, own, seen]]).double() for before, suffix in pairs)
+        logits = all_keys @ queries[place, head].double() * 0.3
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        torch.testing.assert_close(ours[place, head].double(), logits.softmax(0) @ all_values, rtol=1e-5, atol=1e-5)
+
+
+def test_what_hides_tokens_stays_small():
+    """Of 4,096 tokens and 4 heads no mask and no logits of 512 rows are there at once, which would be 8 million."""
+    layout = one_document(4096)
+    (rows,) = layout.suffixes
+    suffixes = states(layout, 2, 16, 16, spare=0)
+    layout = replace(layout, suffixes=(replace(rows, hidden=torch.rand(1, 2, 4096) < 0.5),))
+    with LargestTensor() as largest:
+        prefix_attention(random(4096, 4, 16), [()], suffixes, layout, LogitRules(0.3))
+    assert largest.numel <= 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        (SuffixRows((9,), (0,), 2), (1, 4, 12)),  # of query heads
+        (SuffixRows((9,), (0,), 2), (1, 2, 9)),  # without the spare room
+        (SuffixRows((9, 7), (0, 1)), (2, 2, 12)),  # other lengths
+        (SuffixRows((9, 9), (0, 1), asked=(True, False)), (2, 2, 12)),  # weights are wanted
+    ],
+)
+def test_hidden_tokens_that_no_form_can_hide_are_refused(rows, shape):
+    hiding = replace(rows, hidden=torch.zeros(shape, dtype=torch.bool))
+    layout = BatchLayout((2,), (hiding,), CPU)
+    with pytest.raises(InvalidTensor, match=r"hidden.* \[rows, kv_heads, capacity\]"):
+        prefix_attention(random(2, 4, 16), [()], states(layout, 2, 16, 16), layout, LogitRules(0.3))
+
+
 @pytest.mark.parametrize("given", [{"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["softcap", "sinks"])
 @pytest.mark.parametrize("kind", ["ragged", "int4", "merged", "streamed"])
 def test_softcaps_and_sinks_of_every_kind_of_prefix(given, kind):

@@ -162,7 +162,14 @@ class Header(Strict):
     @property
     def attached_bytes(self) -> int:
         """As `CompressedCache.attached_bytes`."""
-        return self.body_bytes + sum(layer.joined_bytes + layer.unpacked_bytes for layer in self.layers)
+        read = self.body_bytes + sum(layer.joined_bytes + layer.unpacked_bytes for layer in self.layers)
+        made = [record.made_bytes(layer.dims) for layer in self.layers for record in layer.records]
+        return read + (max(made)[0] if self.made_at_steps else sum(own - rows for own, rows in made))
+
+    @property
+    def made_at_steps(self) -> bool:
+        """As `CompressedCache.made_at_steps`."""
+        return self.projected and self.identity.policy_params.get("made") == "step"
 
     @property
     def coded(self) -> bool:

@@ -59,6 +59,7 @@ class OpenedCache(abc.ABC):
         """Bytes of all layers together."""
         self.coded = header.coded
         self.projected = header.projected
+        self.made_at_steps = header.made_at_steps
         self.residual_widths = header.residual_widths
         self.attached_bytes = header.attached_bytes
         """As `CompressedCache.attached_bytes`."""

@@ -95,7 +95,8 @@ class ForwardContext(Protocol):
 
     `probe_lengths`: lengths of the probe passes, which are the call's last tokens. Each pass sees its own tokens and
     the tokens before the first pass, but no other pass. `reads_attention`: whether it uses what attention computes; if
-    not, the last layer of a pass without logits has none, and no log-sum-exps.
+    not, the last layer of a pass without logits has none, and no log-sum-exps. `hides`: whether it is to be called
+    before the attention over an attached cache, too, as it may hide tokens from those behind them.
     """
 
     @property
@@ -105,6 +106,13 @@ class ForwardContext(Protocol):
     @property
     def reads_attention(self) -> bool:
         return True
+
+    @property
+    def hides(self) -> bool:
+        return False
+
+    def before_attention(self, layer: Attended) -> None:  # noqa: ARG002
+        return None
 
     def after_attention(self, layer: Attended) -> None: ...
 
@@ -159,6 +167,8 @@ def attention(
     elif isinstance(key, AttachedStates):
         key.check_positions(kwargs.get("position_ids"))
         new_keys, new_values = key.new_keys, key.new_values
+        if context is not None and context.hides:
+            context.before_attention(Attended(module, query, new_keys, new_values, rules.scale))
         out = key.attend(query, rules)
     else:
         assert isinstance(value, Tensor)

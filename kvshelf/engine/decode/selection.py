@@ -511,8 +511,9 @@ def require_packed(prefixes: Sequence[Prefix], reader: EntryReader = SELECTOR) -
             )
         if not isinstance(prefix, PackedPrefix):
             raise PolicyUnsupported(
-                f"the cache has merged tokens or keys without their rotation, and {reader.of_entries}; "
-                f"{reader.instead}, or compress by a policy that keeps tokens as they are",
+                "the cache has merged tokens or keys without their rotation, or makes its keys at every step (policy "
+                f"kvdirect, made=step), and {reader.of_entries}; {reader.instead}, or compress by a policy that keeps "
+                "tokens as they are",
                 param=reader.param,
             )
     return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -46,6 +46,8 @@ class Projection:
     clone: nn.Module
     devices: Sequence[torch.device]
     max_tokens: int
+    streams: bool = False
+    """Whether the records of a layer make theirs whenever attention reads them, and keep none."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -61,6 +63,11 @@ class Projection:
         """Of the model itself."""
         layers: Any = self.decoder.get_submodule(self.name)
         return list(layers)
+
+    @property
+    def at_steps(self) -> Projection:
+        """This one, for records that make keys and values whenever attention reads them."""
+        return replace(self, streams=True)
 
     def layer(self, index: int, repositioned: bool) -> LayerProjection:  # noqa: ARG002
         """For the records of one layer: see `coder.CacheDecoder`."""
@@ -158,14 +165,22 @@ class LayerProjection:
         residuals that are not of this model, and as `Projection.made`."""
         if not isinstance(record, Residuals):
             return record
-        residuals = plain(record.keys)  # type: ignore[arg-type]  # coded rows have been decoded
-        keys, values = self.projection.made(self.index, residuals, record.positions[0])
+        if self.projection.streams:
+            self._made(record, 1)  # which tells what is wrong, and is not kept
+            return replace(record, maker=partial(self.projection.made, self.index))
+        keys, values = self._made(record, record.lengths[0])
+        return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
+
+    def _made(self, record: Residuals, tokens: int) -> tuple[Tensor, Tensor]:
+        """Of the first tokens."""
+        residuals = plain(record.keys)[:tokens]  # type: ignore[arg-type]  # coded rows have been decoded
+        keys, values = self.projection.made(self.index, residuals, record.positions[0][:tokens])
         if (len(keys), keys.shape[2], values.shape[2]) != (record.kv_heads, *record.full_dims):
             raise BlobError(
                 f"the residuals of layer {self.index} stand for other keys and values than its model makes",
                 reason="wrong_shape",
             )
-        return replace(record.made(keys, values), entries_at=record.entry_positions.to(keys.device))
+        return keys, values
 
 
 class _Fed(nn.Module):

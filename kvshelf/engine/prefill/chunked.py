@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from kvshelf.artifact.records import Entries, Kept, LayerRecord
-from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer
+from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer, AttachedStates
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.engine.attention.inspection import require_every_layer
 from kvshelf.engine.inputs.job import Job
@@ -31,7 +31,7 @@ from kvshelf.kernels.prefix_attention import StackedPrefix
 from kvshelf.kernels.select import pack
 from kvshelf.methods.policies.chunked import ChunkAbsorber, LayerPast
 from kvshelf.methods.policies.partitions import PartitionAbsorber
-from kvshelf.methods.policies.view import DocumentView
+from kvshelf.methods.policies.view import DocumentView, LayerView
 from kvshelf.model.devices import input_device
 from kvshelf.model.layers import LayerKind
 from kvshelf.model.rope import Rope
@@ -88,6 +88,17 @@ class ChunkedPrefill(ForwardContext):
         """Shows the policy each layer of a chunk."""
         lengths = (probe,) * (probe > 0)
         return LayerReducer(self._absorber.policy, chunk, self._job.budget, self._kinds, lengths, self._rope)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the policy says which of a chunk's tokens those behind them see."""
+        return self._absorber.again and self._absorber.policy.hides  # type: ignore[attr-defined]
+
+    def before_attention(self, layer: Attended) -> None:
+        started = time.perf_counter()
+        judged = ~self._protected.to(layer.queries.device)
+        cast(RejudgedLayer, self._layers[layer.layer_idx]).hide(layer, self._chunk, judged)
+        self.compress_s += time.perf_counter() - started
 
     def after_attention(self, layer: Attended) -> None:
         started = time.perf_counter()
@@ -188,6 +199,7 @@ class RejudgedLayer(ReadLayer):
         super().__init__()
         self._absorber = absorber
         self._past: LayerPast | None = None
+        self._taken: LayerPast | None = None
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True
@@ -196,11 +208,29 @@ class RejudgedLayer(ReadLayer):
         # A pass is all of the suffix: there is nothing to append it to.
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
 
+    def hide(self, attended: Attended, chunk: LayerReducer, judged: Tensor) -> None:
+        """Judge the chunk before its tokens attend, and let none see those before it that the policy hides. judged:
+        which of the pass's tokens it judges, `[T]` bool."""
+        queries, keys, values = (of[:, :, judged] for of in (attended.queries, attended.keys, attended.values))
+        layer = chunk.view(replace(attended, queries=queries, keys=keys, values=values))
+        self._taken = self._with(layer)
+        hidden = attended.keys.new_zeros(1, layer.kv_heads, len(judged), dtype=torch.bool)
+        hidden[0, :, judged] = self._absorber.policy.hidden(self._taken, layer.num_tokens)
+        states = cast(AttachedStates, self.given[0])
+        (rows,) = states.layout.suffixes
+        states.layout = replace(states.layout, suffixes=(replace(rows, hidden=hidden),))
+
+    def _with(self, layer: LayerView) -> LayerPast:
+        """What is left of the document so far and a chunk, judged."""
+        past = self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens)
+        return self._absorber.policy.taken(past, layer)
+
     def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
         """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;
         all of them where layers share it."""
         layer, policy = chunk.view(replace(attended, keys=self.keys, values=self.values)), self._absorber.policy
-        self._hold(policy.taken(self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens), layer))
+        self._hold(self._taken or self._with(layer))
+        self._taken = None
         if policy.phase == "during":
             self.cut(*policy.shares([self.past], self._absorber.layer_budget(layer.layer_idx)))
         self.start += layer.num_tokens

@@ -132,7 +132,14 @@ def prefix_attention(
         **given,
     )
     asking = {"weights": weights} if weights else {}
-    out: Tensor = implementation("prefix_attention", queries.device).prefix_attention(
-        queries, prefixes, suffixes, layout, rules, **asking
+    pairs = zip(layout.suffixes, suffixes, strict=True)
+    hiding = [(rows, rows.hidden.shape, k.shape[:3]) for rows, (k, _) in pairs if rows.hidden is not None]
+    require(
+        all(shape == own and len(set(rows.lengths)) == 1 and not any(rows.asked) for rows, shape, own in hiding),
+        "prefix_attention",
+        "hidden tokens must be [rows, kv_heads, capacity], of rows of one length of which none asks for its weights",
+        **given,
     )
+    form = eager if hiding else implementation("prefix_attention", queries.device)
+    out: Tensor = form.prefix_attention(queries, prefixes, suffixes, layout, rules, **asking)
     return out.to(queries.dtype)

@@ -20,7 +20,7 @@ def attend(
     """softmax(scale * q k^T + mask) v for each batch row and head separately, with the softcap of the rules.
 
     queries: `[B, H, R, D]`, keys: `[B, H, K, D]`, values: `[B, H, K, Dv]`, all of one dtype; additive fp32 mask:
-    `[B or 1, 1, R or 1, K]`. Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits
+    `[B or 1, H or 1, R or 1, K]`. Returns the output `[B, H, R, Dv]` in that dtype and the log-sum-exp of the logits
     `[B, H, R]` in fp32, which is -inf (and the output 0) where K is 0.
     """
     if keys.shape[2] == 0:

@@ -295,7 +295,7 @@ def _attend_suffixes(
         if rules.since is not None:
             since = rules.since if gather is None else rules.since.index_select(0, gather)
             of_rows = replace(rules, since=since.view(len(rows.first), rows.new))
-        if rows.new == 1:
+        if rows.new == 1 and rows.hidden is None:
             mask = _with_begin(layout.length_masks[i], of_rows, longest)
             out, lse = attend(own, keys, values, of_rows, mask)
         else:
@@ -329,17 +329,22 @@ def _attend_causal(
     visible = rows.lengths[0] - new
     own = queries.view(num_rows, new, kv_heads, group, dim).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, new, D]
     outs, lses, done = [], [], 0
-    for block in torch.split(own, _QUERIES_PER_BLOCK, dim=3):
+    # Where tokens are hidden, the mask is another one in each head.
+    most = rows_per_block(num_rows * kv_heads * group * rows.lengths[0]) if rows.hidden is not None else new
+    for block in torch.split(own, min(_QUERIES_PER_BLOCK, most), dim=3):
         count = block.shape[3]
         visible += count
         future = torch.ones(count, visible, dtype=torch.bool, device=keys.device).triu_(visible - count + 1)
-        hidden = future.unsqueeze(0)
+        hidden = future[None, None]
         if rules.since is not None:
-            since = rules.since[:, done : done + count, None]
+            since = rules.since[:, None, done : done + count, None]
             hidden = hidden | (torch.arange(visible, device=keys.device) < since)
-        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, group, 1)
+        if rows.hidden is not None:
+            before = torch.ones_like(future).tril_(visible - count - 1)
+            hidden = hidden | (rows.hidden[:, :, None, :visible] & before)
+        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).repeat(1, 1, group, 1)
         flat = block.reshape(num_rows, kv_heads, group * count, dim)
-        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask.unsqueeze(1))
+        out, lse = attend(flat, keys[:, :, :visible], values[:, :, :visible], rules, mask)
         done += count
         outs.append(out.view(num_rows, kv_heads, group, count, -1))
         lses.append(lse.view(num_rows, kv_heads, group, count))

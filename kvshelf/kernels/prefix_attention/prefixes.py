@@ -202,13 +202,16 @@ class SuffixRows:
 
     Row r has `lengths[r]` suffix tokens, the last `new` of which are in the batch: tokens `first[r]` to `first[r] +
     new`. A row that takes no part has first -1: its place in the tensors is not read. With `new` above 1 all lengths
-    are equal. asked: the rows whose weights are wanted, each with one new token; none where it is empty.
+    are equal. asked: the rows whose weights are wanted, each with one new token; none where it is empty. hidden: the
+    suffix tokens that no later token sees, `[rows, kv_heads, capacity]` bool; None: none. All lengths are equal then,
+    no row asks for its weights, and on every device it is made of torch's operations.
     """
 
     lengths: tuple[int, ...]
     first: tuple[int, ...]
     new: int = 1
     asked: tuple[bool, ...] = ()
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.records import Entries
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.method import Needs, parameter, parameter_fields
-from kvshelf.methods.policies.base import Phase, Policy
+from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.gate_file import Gates, Geometry
@@ -50,6 +50,12 @@ class Around(Policy):
             raise InvalidRequest(
                 f"{cls.name} works on whole layers; take prefill=whole, or policy {around.base!r} itself",
                 param="policy_params.prefill",
+            )
+        if isinstance(around, ScoringPolicy) and inner.takes_budget and inner.sizes_itself:
+            raise InvalidRequest(
+                f"{cls.name} shares a budget by scores, and what is given of {around.base!r} ({', '.join(of_base)}) "
+                f"says how much stays; leave that out, or take policy {around.base!r} itself",
+                param="policy_params.base",
             )
         return replace(around, inner=inner)
 

@@ -179,7 +179,7 @@ class ChunkedPolicy(Policy):
         return super().fitted(document, budget, given)
 
     def absorber(self, document: DocumentView, budget: Budget) -> ChunkAbsorber | None:
-        whole = not self.chunked or budget.tokens >= document.num_tokens
+        whole = not self.chunked or (budget.tokens >= document.num_tokens and not self.sizes_itself)
         return None if whole else ChunkAbsorber(self, document, budget)
 
     def ends(self, document: DocumentView) -> list[int]:
@@ -193,6 +193,16 @@ class ChunkedPolicy(Policy):
         joined = past.joined(chunk)
         layer = joined.layer(chunk)
         return joined.judged(self.scorer.importance(layer).flatten(), self.noted(layer))
+
+    @property
+    def hides(self) -> bool:
+        """Whether it takes a chunk before its tokens attend, as `hidden` says which of them no later one sees."""
+        return False
+
+    def hidden(self, past: LayerPast, count: int) -> Tensor:
+        """Which of the last `count` tokens of a past, those of its chunk, no later token sees: `[kv_heads, count]`
+        bool. Of a policy that hides."""
+        raise NotImplementedError
 
     def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:  # noqa: ARG002
         """The part of the budget that one layer has, as a mean of its heads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import select
 from kvshelf.kernels.window_scores import pooled
-from kvshelf.methods.method import parameter
+from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -22,31 +22,41 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class ChunkKV(TailPolicy):
-    """In part, as no layer reuses the chunks of the one before: keep the whole chunks of neighbouring tokens that the
-    end of the prompt attends to most, the same chunks in every head of a layer.
+    """Keep the whole chunks of neighbouring tokens that the end of the prompt attends to most, the same chunks in every
+    head of a layer, and with `reuse` in several adjacent layers.
 
     Tokens are scored as in SnapKV; a chunk's score is the mean over its tokens of the sum over KV heads. The document
     is cut from its start into chunks of `chunk` tokens; the tokens left at the end form a shorter chunk, with the mean
-    over its own length. Chunks that touch the template's tokens or the window stay.
+    over its own length. Chunks that touch the template's tokens or the window stay. With `reuse` n the first of each n
+    adjacent layers chooses, and the others keep what it does (the paper's N_reuse).
 
     Granularity: of n chunks, the shorter one included, max(1, floor(n * (1 - compression_ratio))) are kept, as in
     kvpress. So the kept total can differ from the budget by up to two chunks: fewer entries, because only whole chunks
     stay, or more, because the shorter chunk can be among the dropped ones.
 
-    Departures: no layer reuses the indices of the layer before it (the paper's N_reuse). Scores are pooled as in
-    kvpress's SnapKV (`kernel=1` for no pooling). Chunks have 20 tokens as in kvpress (the paper: 10).
+    Departures: scores are pooled as in kvpress's SnapKV (`kernel=1` for no pooling). Chunks have 20 tokens as in
+    kvpress (the paper: 10).
     """
 
     name: ClassVar[str] = "chunkkv"
     source: ClassVar[str] = "ChunkKV, arXiv 2502.00299"
     advice: ClassVar[str] = "with expected questions, where passages must stay whole."
     shared_by_heads: ClassVar[bool] = True
+    settled: ClassVar[Mapping[str, str]] = {
+        **TailPolicy.settled,
+        "reuse": "layers of a stored cache may hold different tokens",
+    }
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
     chunk: int = parameter(20, "tokens per chunk", minimum=1)
+    reuse: int = parameter(1, "adjacent layers that keep the chunks of the first of them", minimum=1, added=True)
     share: float | None = field(default=None, compare=False, repr=False)
     """The fraction of chunks to keep, from the request; the budget's number of entries is already rounded."""
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | (Needs.BEFORE if self.reuse > 1 else Needs.NOTHING)
 
     @property
     def exact(self) -> bool:
@@ -75,6 +85,8 @@ class ChunkKV(TailPolicy):
         )
 
     def score(self, layer: LayerView) -> Tensor:
+        if layer.before is not None and layer.place % self.reuse:
+            return layer.before.float().repeat(layer.kv_heads, 1)
         window = layer.window(self.window)
         tokens = window.pad(layer.all_heads(pooled(window.mean(), self.kernel)).sum(dim=0))  # [N]
         whole = F.pad(tokens, (0, -layer.num_tokens % self.chunk)).view(-1, self.chunk).sum(dim=1)

@@ -17,13 +17,17 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class DapQ(ScoringPolicy):
-    """A reconstruction from the paper's abstract: keep what pseudo queries attend to, queries placed at the positions
-    of later questions and answers.
+    """A reconstruction from the paper's abstract and a summary of its sections: keep what pseudo queries attend to,
+    queries placed at the positions of later questions and answers.
 
-    The paper's idea: a query's position says more about what it attends to than its content. The rest is kvshelf's. A
-    fixed text is repeated to `pseudo` tokens and runs once behind the document, from
-    position N + `offset` on. The score is the mean weight of these rows on each document token, over the GQA group,
-    pooled over neighbours (average). Unlike in SnapKV, no token is kept for standing at the document's end.
+    The paper's idea: a query's position says more about what it attends to than its content. Pseudo tokens of any text
+    run once behind the document, `pseudo` of them, at the positions that the answer will have: from N + `offset` on.
+    Their queries score each document token by the weight they give it, the best stay, and what the pseudo tokens made
+    is dropped. Its ablations find 32 to 64 tokens best, and that the text hardly matters.
+
+    The summary (qwen-long's of 2603.11564v1) does not say how weights are joined: here by their mean over rows and GQA
+    group, pooled over neighbours (average). Departures: the document is judged by itself, not with the question. No
+    token is kept for standing at its end.
 
     The text is the first of these that is given: the expected questions, `probe`, the chat template's text before the
     answer. An empty `probe`, or no template, repeats the document's own last tokens. Questions are not repeated; if

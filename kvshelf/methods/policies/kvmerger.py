@@ -33,14 +33,14 @@ class KVMerger(Policy):
     paper's epsilon of 0.75, a cosine above it is. How many entries stay then follows from the keys, in each head, as in
     the paper, so a budget is refused; `heavy` and `recent` are parts of the document, and the identity's budget is all
     of it, the most that can stay. A run stands at its pivot, the token with the largest sum of its attention column.
-    Key and value are means with weights exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's.
-    `value_sum` multiplies the value by the run's length, as the paper's eq. 7 is reported to. `store="slots"` gives
-    each token of a run its own share of the softmax.
+    Key and value are means with weights exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's, and s
+    `sigma`, or `width` times the root mean square of d over the run. `value_sum` multiplies the value by the run's
+    length (eq. 7). `store="slots"` gives each token of a run its own share of the softmax.
 
-    Made from the paper's abstract and notes on it. Departures: the paper's s depends on the weights that it is for;
-    here it is `width` times the root mean square of d over the run. The paper leaves the first two layers and the last
-    whole: `first=2,last=1`; the others pay for them. Heavy hitters are at most as many as leave room for the runs
-    between them. Of sources that differ, neighbours are compared with each other, not with a run's first.
+    The paper's form is `threshold=0.75,value_sum=true,first=2,last=1` with `sigma=5`, the best of its ablation.
+    Departures: its eq. 4 makes s of the weights that s is for, which says nothing; it reports a mean of 5. By a budget,
+    whole layers are paid for by the others, and heavy hitters leave room for the runs between them. Of notes that
+    differ, neighbours are compared with each other, not with a run's first.
     """
 
     name: ClassVar[str] = "kvmerger"
@@ -55,6 +55,7 @@ class KVMerger(Policy):
     recent: float = parameter(0.25, "part of the budget, or of the document, for the last tokens", minimum=0, maximum=1)
     sink: int = parameter(4, "first tokens that stay as they are", minimum=0)
     width: float = parameter(1.0, "width of the Gaussian; near 0 the pivot alone counts", minimum=0.001)
+    sigma: float | None = parameter(None, "the same in numbers of a key; null: by width", minimum=0.001, added=True)
     value_sum: bool = parameter(False, "multiply a run's value by its length")
     store: str = parameter("means", "one token an entry, or a slot for each token of a run", choices=("means", "slots"))
     first: int = parameter(0, "first layers that stay whole", minimum=0)
@@ -132,6 +133,8 @@ class KVMerger(Policy):
         """The Gaussian weight of each token in its run, `[kv_heads, N]` fp32. keys: `[kv_heads, N, D]`."""
         pivots = keys[plan.kept][plan.owners].view_as(keys)  # nothing is evicted, so every token is a member
         squares = (keys - pivots).square().sum(dim=2)
+        if self.sigma is not None:
+            return (-squares / (2 * self.sigma**2)).exp()
         mean = plan.totals(squares) / plan.sizes
         return (-squares / (2 * self.width**2 * mean[plan.owners].view_as(squares)).clamp_min(_TINY)).exp()
 

@@ -114,7 +114,7 @@ class SuffixPolicy(Method):
         Raises `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
-            "window, h2o or lagkv",
+            "window, h2o, lazy_eviction or lagkv",
             param="suffix.scope",
         )
 

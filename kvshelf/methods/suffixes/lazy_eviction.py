@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of, whole_heads
+
+_NONE = 1e-5
+"""Added to an interval: what was used but once has as good as none."""
 
 
 @dataclass(frozen=True)
 class LazyEviction(SuffixPolicy):
-    """A reconstruction, as no public code says how its two scores join: keep the last `window` tokens, and the entries
-    whose next use is likeliest by the gaps between their uses so far.
+    """Keep the last `window` tokens, and the entries whose next use is likeliest by the gaps between their uses so far.
 
     A token uses an entry that gets at least `alpha` of its attention. Of each entry the policy notes the last use and
-    the largest gap between two uses, the maximum recurrence interval MRI. After every `window` tokens the entries with
-    the highest H1 + H2 stay:
+    the largest gap between two uses, the maximum recurrence interval MRI, 0 before the first. A token of the prompt
+    counts as used when the answer begins, one of the answer by the token before it. After every `window` tokens the
+    entries with the largest H1 + H2 stay, of equal ones the older:
 
-        H1 = 2 sigmoid(-(now - last use) / MRI),  H2 = 2 sigmoid(-1 / MRI).
+        H1 = 2 sigmoid(-1 - (now - last use) / MRI),  H2 = 2 sigmoid(1 - MRI), or 0 where MRI is 0.
 
-    An entry that has been idle for less than it once was keeps a high H1, and one that recurs late a high H2. An entry
-    that was never used since it was made counts as used then, with an MRI of 1.
+    What has been idle for less than it once was keeps a high H1, and what is used often a high H2; what was never used
+    has nothing of either. These are the formulas of the authors' code (`model/kv_utils.py` of Halo-949/LazyEviction, a
+    copy of which WeianMao/triattention has). Under scope "cache" every entry of the document competes with those of
+    the answer, as in the paper.
 
-    Departures: of a GQA group the largest weight counts; how H1 and H2 combine is kvshelf's reading, because there was
-    no public code to compare with.
+    Departures: of a GQA group the largest weight counts, where the authors give each query head a cache of its own.
     """
 
     name: ClassVar[str] = "lazy_eviction"
-    source: ClassVar[str] = "LazyEviction, arXiv 2506.15969"
+    source: ClassVar[str] = "LazyEviction, arXiv 2506.15969, and the authors' code"
     advice: ClassVar[str] = "for long chains of thought, which come back to what they said."
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"last": -1.0, "gap": 0.0}
@@ -47,18 +53,23 @@ class LazyEviction(SuffixPolicy):
     def least(self) -> int:
         return self.window
 
-    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        return whole_heads(positions, self.name)
+
+    def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
         last, gap = columns["last"], columns["gap"]
-        last.copy_(torch.where(last < 0, positions, last))
         now = positions[:, -1:].float()
+        made = torch.maximum(positions - 1, now - answered)  # the prompt's last token stands at now - answered
+        last.copy_(torch.where(last < 0, made, last))
         used = weights.amax(1) >= self.alpha
         gap.copy_(torch.where(used, torch.maximum(gap, now - last), gap))
         last.copy_(torch.where(used, now, last))
 
     def reduce(self, suffix: Suffix) -> Reduction:
-        interval = suffix.columns["gap"].clamp_min(1).double()
+        interval = suffix.columns["gap"].double()
         idle = suffix.tokens - 1 - suffix.columns["last"]
+        soon = 2 * torch.sigmoid(-1 - idle / (interval + _NONE))
+        often = torch.where(interval > 0, 2 * torch.sigmoid(1 - interval), 0)
         # In fp64, and then by rank: in fp32 the H1 of what has been idle for 17 MRIs is lost in the sum.
-        scores = 2 * torch.sigmoid(-idle / interval) + 2 * torch.sigmoid(-1 / interval)
-        ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        ranks = (soon + often).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         return Reduction(numbers_of(best(suffix, -ranks.float(), self.window)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import threading
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from kvshelf.artifact import blob
 from kvshelf.artifact.cache import CompressedCache
@@ -21,7 +24,7 @@ from kvshelf.engine.attention.latents import close
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.forward.calls import Calls
-from kvshelf.engine.forward.projection import RUN
+from kvshelf.engine.forward.projection import RUN, Projection
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.soft import Soft, soft_tokens
 from kvshelf.errors import BlobError, InvalidRequest, PolicyUnsupported, StateConflict
@@ -236,6 +239,77 @@ def test_what_is_done_to_a_cache_of_full_is_done_to_it(llama: Engine) -> None:
         with torch.no_grad(), llama.attached(cache) as past:
             logits.append(llama.model(torch.tensor([QUESTION]), **{CACHE_ARGUMENT: past}).logits)
     assert close(logits[0], logits[1], 1e-4)
+
+
+def wide(kind: str, group: int) -> Engine:
+    """Two KV heads, so wide for the model that a residual is smaller than they are with grouped queries, too."""
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    sizes = {"vocab_size": 512, "hidden_size": 56, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 32}
+    torch.manual_seed(group)
+    heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2, "initializer_range": 0.2}
+    engine = Engine(model(config(**sizes, **heads)).eval().requires_grad_(False), name=kind)
+    engine.facts.end_ids = frozenset  # type: ignore[method-assign]  # endless
+    return engine
+
+
+def held(rows: int) -> int:
+    """Bytes of all tensors of keys or values of so many tokens, of all heads or of one."""
+    gc.collect()
+    found = (each for each in gc.get_objects() if type(each) is Tensor and each.dim() >= 2 and each.shape[-1] == 32)
+    return sum({each.data_ptr(): each.nbytes for each in found if each.numel() in (rows * 32, 2 * rows * 32)}.values())
+
+
+@pytest.mark.parametrize("codec", ["none", "int8:residual=0", "lossless"])
+@pytest.mark.parametrize(("kind", "group"), [(kind, group) for kind in ("llama", "qwen2") for group in (1, 4, 7)])
+def test_at_every_step_they_are_made_again_and_nothing_else_is_held(
+    monkeypatch: pytest.MonkeyPatch, kind: str, group: int, codec: str
+) -> None:
+    """Logits are those of a model in fp64 that has no cache and reads document, question and answer at once."""
+    engine, tokens, steps = wide(kind, group), 301, 6
+    cache = engine.compress(ids(tokens), policy="kvdirect", made="step").encoded(codec)
+    once = engine.compress(ids(tokens), policy="kvdirect").encoded(codec)
+    layers, of_layer = 2, 2 * 2 * tokens * 32 * 4
+    before = held(tokens)
+    makes, made, passed, logits = [], Projection.made, engine.passes.continuing, []
+    monkeypatch.setattr(Projection, "made", lambda *given: makes.append((given[1], len(given[2]))) or made(*given))
+    monkeypatch.setattr(engine.passes, "continuing", lambda *given: logits.append(passed(*given)) or logits[-1])
+    document = engine.attach(CompressedCache.from_bytes(cache.to_bytes()))
+    answer, batch = engine.start(document, QUESTION, Sampling(steps)), engine.batch()
+    while not answer.finished:
+        batch.step([answer])
+        assert held(tokens) == before, "of what is attached, residuals alone are left between two steps"
+    # One token of each layer is tried as it arrives.
+    assert [each for each in makes if each[1] > 1] == [(layer, tokens) for layer in range(layers)] * steps
+    read = engine.compress(ids(tokens), policy="kvdirect") if codec == "lossless" else cache  # its rows are decoded
+    assert document.nbytes == cache.attached_bytes == read.nbytes + of_layer < once.attached_bytes
+    header = blob.inspect(cache.to_bytes()).header
+    assert header.attached_bytes - header.body_bytes == cache.attached_bytes - cache.nbytes
+    plain = engine.attach(engine.compress(ids(tokens), policy="kvdirect"))
+    assert [plain.prefixes(layer) for layer in range(layers)]
+    assert held(tokens) == before + layers * of_layer
+    if codec[:4] != "int8":
+        whole = torch.tensor([[*ids(tokens), *QUESTION, *answer.token_ids[:-1]]])
+        right = copy.deepcopy(engine.model).double()(whole).logits[0, -steps:]
+        assert all(close(ours[0, -1].double(), own, 1e-4) for ours, own in zip(logits, right, strict=True))
+
+
+def test_what_reads_keys_refuses_those_that_are_made_at_every_step() -> None:
+    engine = wide("llama", 4)
+    cache, full = (engine.compress(ids(TOKENS), policy=policy, **more) for policy, more in STEP.items())
+    selected = {"select": "quest", "select_tokens": 32}, {"suffix": {"policy": "h2o", "scope": "cache"}}
+    for more in selected:
+        with pytest.raises(PolicyUnsupported, match=r"makes its keys at every step \(policy kvdirect, made=step\)"):
+            engine.answer(cache, QUESTION, **more)
+    for asked in (
+        lambda each: engine.answer([each, engine.compress(ids(50, seed=3), policy="full")], QUESTION).token_ids,
+        lambda each: engine.answer(engine.extend(each, ids(20, seed=2), policy="full"), QUESTION).token_ids,
+        lambda each: [answer.token_ids for answer in engine.answer_all([(each, QUESTION), (each, ids(9))])],
+        lambda each: engine.export(each).layers[1].keys.round(decimals=3).tolist(),
+    ):
+        assert asked(cache) == asked(full)
+
+
+STEP: dict[str, dict[str, str]] = {"kvdirect": {"made": "step"}, "full": {}}
 
 
 # Refused

@@ -130,7 +130,7 @@ class ByHand:
                 self.model(torch.tensor([ids[start:end]]), **{CACHE_ARGUMENT: self.past}, position_ids=places)
             self.start, self.end, self.ended = start, end, end == len(ids)
             self.chunk = [place for place in range(start, end) if place in self.ranks]
-            self.judged = self.ranks[self.chunk[-1]] + 1
+            self.judged = self.ranks[self.chunk[-1]] + 1 if self.chunk else 0
             self.rule()
             start = end
         return self
@@ -214,6 +214,15 @@ class ByHand:
                 self.keep(layer, head, scores, {j for j in at if self.ranks[j] < SINK}, BUDGET)
 
     attention_gate = trimkv
+
+    def flags(self) -> None:
+        """A token that has been read is dropped at once where its probability is below the threshold."""
+        self.read()
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                for j in self.chunk:
+                    probability = 1 / (1 + math.exp(-float(self.outputs[layer, head, j])))
+                    self.visible[layer, head, j] = self.ranks[j] < SINK or probability >= self.params["threshold"]
 
     def gate(self) -> None:
         """All heads of all layers share one budget."""
@@ -394,6 +403,45 @@ def test_it_is_the_rule_of_the_paper_at_each_chunk(
         assert [record.precise for record in cache.layers] == [
             (window + round(part * (BUDGET - window)),) * 2 for part in parts
         ]
+
+
+@pytest.mark.parametrize(("kind", "group"), SHAPES)
+@pytest.mark.parametrize("protect", [None, (70, 75)])
+def test_flags_hide_a_token_from_all_behind_it(kind: str, group: int, protect: tuple[int, int] | None) -> None:
+    """By hand each token runs alone, and here 64 together: whether it stays is known before any other sees it."""
+    engine = Engine(small(kind, group))
+    gates, params = gated(engine, "attention_gate"), {"sink": SINK, "threshold": 0.5}
+    said = {} if protect is None else {"protect": [f"tokens:{protect[0]}-{protect[1]}"]}
+    cache = engine.compress(document(), policy="attention_gate", prefill="chunked", chunk=CHUNK, **params, **said)
+    places = range(*protect) if protect else ()
+    by_hand = ByHand(engine.model, "attention_gate", params, gates, places)
+    by_hand.rule = lambda: by_hand.chunk and by_hand.flags()
+    require_same(cache, by_hand.run(document(), list(range(1, TOKENS + 1))))
+    lengths = [length for record in cache.layers for length in record.lengths]
+    assert min(lengths) < TOKENS // 2 < max(lengths) < TOKENS, lengths
+
+
+def test_flags_of_a_document_that_is_read_whole_drop_the_same_in_the_first_layer(engine: Engine) -> None:
+    """There they are of what embeddings say, which no earlier choice changes; no token is hidden from another."""
+    gated(engine, "attention_gate")
+    params = {"policy": "attention_gate", "sink": SINK, "threshold": 0.5}
+    whole, chunked = (engine.compress(document(), prefill=prefill, **params) for prefill in ("whole", "chunked"))
+    first, *others = zip(whole.layers, chunked.layers, strict=True)
+    assert [own.tolist() for own in first[0].positions] == [own.tolist() for own in first[1].positions]
+    assert not torch.allclose(others[0][0].keys[:20], others[0][1].keys[:20])
+    kept_all = engine.compress(document(), prefill="chunked", **{**params, "threshold": 0.0})
+    assert {record.lengths[0] for record in kept_all.layers} == {TOKENS}
+    with pytest.raises(CallerError, match="'attention_gate' has its size from its parameters"):
+        engine.compress(document(), budget_tokens=BUDGET, **params)
+
+
+@pytest.mark.parametrize("policy", ["ada", "fair"])
+def test_who_shares_a_budget_refuses_a_threshold(policy: str, engine: Engine) -> None:
+    gated(engine, "attention_gate")
+    params = {"policy": policy, "base": "attention_gate", **({"by": "tokens:0-20"} if policy == "fair" else {})}
+    with pytest.raises(CallerError, match=f"{policy} shares a budget .* 'attention_gate' \\(threshold\\)"):
+        engine.compress(document(), threshold=0.5, **params)
+    assert engine.compress(document(), budget_tokens=BUDGET, **params).kept_tokens == BUDGET
 
 
 def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshelf.errors import PolicyUnsupported
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView
@@ -54,6 +54,27 @@ def test_keeps_the_best_chunks(case, tokens, ratio, kernel, chunk):
     layer = random_layer(tokens, kv_heads=3, **case)
     expected = naive(layer, ratio, 6, kernel, chunk)
     assert kept(layer, ratio, window=6, kernel=kernel, chunk=chunk) == [expected] * 3
+
+
+@pytest.mark.parametrize("reuse", [2, 3])
+def test_layers_keep_the_chunks_of_the_first_of_them(oracle, reuse):
+    """Of a document with a shorter chunk at its end, which the first layers drop or keep."""
+    options = {"policy": "chunkkv", "compression_ratio": 0.6, "chunk": 10, "window": 8}
+    alone = oracle.engine.compress(oracle.ids[:174], **options)
+    together = oracle.engine.compress(oracle.ids[:174], reuse=reuse, **options)
+    assert len(alone.layers) > 2
+    kept = [[head.tolist() for head in record.positions] for record in alone.layers]
+    assert [[head.tolist() for head in record.positions] for record in together.layers] == [
+        kept[index - index % reuse] for index in range(len(kept))
+    ]
+    assert kept[0] != kept[1]
+
+
+def test_no_layer_reuses_chunks_of_a_stored_cache(oracle):
+    """Place 7 of one layer may be another token than place 7 of the next."""
+    cache = oracle.engine.compress(oracle.ids[:174], policy="full")
+    with pytest.raises(InvalidRequest, match="takes no reuse: layers of a stored cache may hold different tokens"):
+        oracle.engine.answer(cache, [5, 6, 7], select="policy:chunkkv", select_tokens=60, select_params={"reuse": 2})
 
 
 def test_the_remainder_competes_by_its_own_mean():

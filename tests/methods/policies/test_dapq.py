@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from kvshelf.engine.engine import Engine
 from kvshelf.errors import DocumentTooLong, InvalidRequest
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.view import DocumentView
+from tests.methods.policies.test_chunked import SHAPES, document, small
 from tests.views import random_layer
 
 
@@ -49,6 +53,17 @@ def test_keeps_what_appended_tokens_attend_to(oracle, params, rows):
         expected = naive(weights, rows, 150, oracle.model.config.num_key_value_heads, params.get("kernel", 5), 50)
         same = [len(set(ours.tolist()) & set(theirs)) for ours, theirs in zip(record.positions, expected, strict=True)]
         assert min(same) >= 49, "but for one near tie: two ways to multiply fp32"
+
+
+@pytest.mark.parametrize(("kind", "group"), SHAPES)
+def test_it_is_the_rule_in_float64(kind, group):
+    """Pseudo tokens at N, N + 1 ..., all of what they attend to, none of what they leave behind."""
+    engine, ids = Engine(small(kind, group)), document(120)
+    cache = engine.compress(ids, policy="dapq", budget_tokens=40, pseudo=9)
+    weights = attention(copy.deepcopy(engine.model).double(), ids + ids[-9:], list(range(129)))
+    for record, of_layer in zip(cache.layers, weights, strict=True):
+        assert [own.tolist() for own in record.positions] == naive(of_layer, 9, 120, 2, 5, 40)
+    assert cache.next_position == 120
 
 
 def test_the_template_and_its_suffix(tiny):

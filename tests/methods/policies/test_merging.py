@@ -231,7 +231,9 @@ def test_the_authors_code_shrinks_keys():
 # KVMerger
 
 
-def naive_kvmerger(layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, value_sum=False, threshold=None):
+def naive_kvmerger(
+    layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, sigma=None, value_sum=False, threshold=None
+):
     scores, tokens = scores_of(layer), layer.num_tokens
     always, last = max(sink, layer.protected_prefix), int(recent * count)
     forced = {*range(always), *range(tokens - last, tokens)}
@@ -258,7 +260,8 @@ def naive_kvmerger(layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, 
             pivot = min(run, key=lambda j: (-scores[h][j], j))
             squares = [sum((a - b) ** 2 for a, b in zip(keys[h][j], keys[h][pivot], strict=True)) for j in run]
             spread = sum(squares) / len(run)
-            weights = [1.0 if not s else math.exp(-s / (2 * width**2 * spread)) for s in squares]
+            variance = sigma**2 if sigma else width**2 * spread
+            weights = [1.0 if not s else math.exp(-s / (2 * variance)) for s in squares]
             value = mean([values[h][j] for j in run], weights)
             entries[pivot] = (
                 mean([keys[h][j] for j in run], weights),
@@ -277,6 +280,7 @@ def naive_kvmerger(layer, count, *, heavy=0.25, recent=0.25, sink=4, width=1.0, 
         {"heavy": 0.0, "recent": 0.0, "sink": 0},
         {"heavy": 1.0},
         {"width": 0.3},
+        {"sigma": 2.5},
         {"value_sum": True},
         {"store": "slots"},
     ],
@@ -290,7 +294,17 @@ def test_kvmerger_is_what_its_formulas_say(group, params):
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("params", [{}, {"heavy": 0.0, "recent": 0.1}, {"store": "slots"}, {"heavy": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"heavy": 0.0, "recent": 0.1},
+        {"store": "slots"},
+        {"heavy": 1.0},
+        {"heavy": 0.12, "recent": 0.17, "sigma": 5.0, "value_sum": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("threshold", [0.75, 0.95])
 def test_kvmerger_by_a_threshold_merges_the_neighbours_above_it(group, params, threshold):
     """The paper's epsilon: as many entries stay as there are runs, in each head its own number."""

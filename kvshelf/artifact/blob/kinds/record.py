@@ -187,6 +187,10 @@ class RecordHeader(Strict):
         rows = sum(self.lengths) * (self.key_dim(dims) + dims.value_dim) * ITEM_BYTES[dims.dtype]
         return rows - sum(self.sizes[: len(self.row_names)])
 
+    def made_bytes(self, dims: Dims) -> tuple[int, int]:  # noqa: ARG002
+        """As `Packed.made_bytes`."""
+        return 0, 0
+
     def own_sizes(self) -> dict[str, int | None]:
         """As `array_sizes`, of the arrays that only this kind has."""
         return {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from kvshelf.artifact.blob.kinds.record import Arrays, Dims, RecordArrays, RecordHeader, Size, Target, ints
+from kvshelf.artifact.codecs import CODED
 from kvshelf.artifact.shape import ITEM_BYTES
 from kvshelf.errors import BlobError
 
@@ -35,8 +36,13 @@ class ResidualsHeader(RecordHeader):
         return self.width
 
     def unpacked_bytes(self, dims: Dims) -> int:
+        rows = sum(self.row_lengths) * self.width * ITEM_BYTES[dims.dtype]
+        return rows - self.sizes[0] if self.codec in CODED else 0
+
+    def made_bytes(self, dims: Dims) -> tuple[int, int]:
         rows = self.sizes[: list(self.array_sizes(dims)).index("positions")]
-        return sum(self.lengths) * (dims.key_dim + dims.value_dim) * ITEM_BYTES[dims.dtype] - sum(rows)
+        made = sum(self.lengths) * (dims.key_dim + dims.value_dim) * ITEM_BYTES[dims.dtype]
+        return made, sum(rows) + self.unpacked_bytes(dims)
 
     def check(self, where: str, dims: Dims, num_tokens: int) -> None:
         super().check(where, dims, num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.window_scores import window_attention
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Family, Geometry, Shapes, Target
 from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, gates_of, projected
 from kvshelf.methods.policies.view import DocumentView, LayerView
@@ -17,24 +20,28 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 _ROWS: Final = 256
 """Whose weights on all tokens read are in memory together."""
 
+_MASK_BYTES: Final = 3 << 24
+"""Of a mask of hidden tokens in fp32 and in the dtype of the states, and of what it is made of, a block of rows."""
+
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
-    """In part, as a budget takes the place of a threshold: keep the tokens to which a small attention over the document
-    gives the highest probability of being kept.
+    """In part, as its gates learn by distillation: keep the tokens to which a small attention over the document gives
+    the highest probability of being kept, or with `threshold` those to which it gives so much.
 
     Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
     own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In
     training a token counts where its probability is at least one half, by a straight-through estimate; the loss is the
     KL of predictions from those with the full cache, and the distance of the mean probability from a quarter.
 
-    With `prefill` "chunked" the flags act while the document is read: what goes behind a chunk, no later token sees. A
-    chunk's own tokens still do. The small attention is over all tokens read, dropped ones too, of which it keeps 2 *
-    width numbers a layer.
+    The paper's form is `threshold` 0.5 with `prefill` "chunked": then flags act while the document is read, each in the
+    layer of its gate and before the attention there, and no token sees a dropped one before it. How many entries stay
+    follows from the flags, in each head, so a budget is refused. By default a budget asks for the best of each head;
+    in chunks no later chunk sees what goes, and read whole, all do. The small attention is over all tokens read,
+    dropped ones too, of which it keeps 2 * width numbers a layer.
 
-    Departures: the authors' gate reads hidden states, and this one the token's query, key and value. The authors drop
-    below a threshold, and a budget asks for the best of each head. Their flags act from a token's own layer on, and by
-    default here the document is read whole. They train on text with the language model's own loss.
+    Departures: the authors' gate reads hidden states, and this one the token's query, key and value, which are made of
+    them. A token sees itself, whatever its flag. They train on text with the language model's own loss.
     """
 
     name: ClassVar[str] = "attention_gate"
@@ -42,6 +49,47 @@ class AttentionGate(TokenGate):
     advice: ClassVar[str] = "to compare with; its gates take the square of a document's length to read."
     family: ClassVar[Family] = "flag"
     target: ClassVar[Target] = "distill"
+
+    threshold: float | None = parameter(
+        None, "least probability of a token that stays; null: as the budget decides", minimum=0, maximum=1, added=True
+    )
+
+    @property
+    def sizes_itself(self) -> bool:
+        return self.threshold is not None
+
+    @property
+    def exact(self) -> bool:
+        return self.threshold is None
+
+    @property
+    def ragged(self) -> bool:
+        return self.threshold is not None
+
+    @property
+    def hides(self) -> bool:
+        return self.threshold is not None
+
+    def has_work(self, budget: Budget, num_tokens: int) -> bool:
+        return self.threshold is not None or super().has_work(budget, num_tokens)
+
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        if self.threshold is None:
+            return budget.per_head
+        return (protected | ~self._below(scores)).sum(dim=1).tolist()
+
+    def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
+        if self.threshold is None:
+            return super().shares(pasts, budget)
+        return [[len(own) - int(self._below(own).sum()) for own in past.importance] for past in pasts]
+
+    def hidden(self, past: LayerPast, count: int) -> Tensor:
+        return self._below(torch.stack([own[-count:] for own in past.importance]))
+
+    def _below(self, logits: Tensor) -> Tensor:
+        """Which probabilities are below the threshold; what is not a number is not, so that its entry shows it."""
+        assert self.threshold is not None
+        return logits.sigmoid() < self.threshold
 
     @classmethod
     def of_layer(cls, width: int, geometry: Geometry) -> Shapes:
@@ -62,10 +110,10 @@ class AttentionGate(TokenGate):
         return (values + near[0, 0]) @ gate["down"].T + gate["bias"]
 
     def own_bytes(self, document: DocumentView) -> int:
-        """The notes of all layers, and rows of weights before and behind their softmax."""
+        """The notes of all layers, rows of weights before and behind their softmax, and the mask of hidden tokens."""
         assert document.num_layers is not None, "of a model"
         numbers = 2 * gates_of(document).header.width * document.num_layers + 2 * min(_ROWS, self.chunk)
-        return 4 * numbers * document.num_tokens
+        return 4 * numbers * document.num_tokens + (_MASK_BYTES if self.hides else 0)
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
         """The note: what the small attention has of every token read, `[read, 2, width]`."""
