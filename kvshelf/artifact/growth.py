@@ -137,7 +137,7 @@ def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedReco
     parts = _parts(new)
     if residual is None:
         return parts
-    if len(parts) == 1 and type(parts[0]) is type(residual) and parts[0].rope_mode == residual.rope_mode:
+    if len(parts) == 1 and _alike(residual, parts[0]):
         return (_one([replace(residual, importance=None), replace(parts[0], importance=None)]),)
     return (residual, *parts)
 
@@ -149,8 +149,7 @@ def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecor
 
 def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     """Whether the rows of `then` can stand behind those of `first` in one record, and take the same numbers there."""
-    alike = type(first) is type(then) and first.continues and first.rope_mode == then.rope_mode
-    if not alike or first.dtype != then.dtype:
+    if not _alike(first, then) or not first.continues or first.dtype != then.dtype:
         return False
     rows = (first.keys, then.keys)
     if any(all(isinstance(each, kind) for each in rows) for kind in (Tensor, PlaneRows)):
@@ -159,6 +158,12 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     if not isinstance(one, QuantizedRows) or not isinstance(other, QuantizedRows):
         return False
     return (one.bits, one.group) == (other.bits, other.group) and not any(n % one.group for n in one.lengths)
+
+
+def _alike(first: PackedRecord, then: PackedRecord) -> bool:
+    """Whether they are of one kind, with the same columns."""
+    kinds, modes = ({type(each) for each in (first, then)}, {each.rope_mode for each in (first, then)})
+    return len(kinds) == len(modes) == 1 and first.columns.keys() == then.columns.keys()
 
 
 def _one(records: Sequence[PackedRecord]) -> PackedRecord:
@@ -173,7 +178,10 @@ def _one(records: Sequence[PackedRecord]) -> PackedRecord:
     given = {each.name: getattr(first, each.name) for each in fields(first)}
     keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
     given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
-    return type(first)(**given | {"importance": None, "precise": None})
+    columns = {
+        name: _by_head([torch.split(each.columns[name], each.lengths) for each in records]) for name in first.columns
+    }
+    return type(first)(**given | {"importance": None, "precise": None, "columns": columns})
 
 
 def _rows(rows: Sequence[Rows], records: Sequence[PackedRecord], lengths: Sequence[int]) -> Rows:
