@@ -8,15 +8,17 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
-class H2O(ScoringPolicy):
+class H2O(KeepsScores, ScoringPolicy):
     """Keep the heavy hitters, to which all of the document's queries together attend most, and the most recent tokens.
 
     The score of token j is the exact sum of its attention column, sum_{i >= j} A_ij (section 4 of the paper), which
@@ -38,7 +40,9 @@ class H2O(ScoringPolicy):
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     selects: ClassVar[bool] = True
+    left: ClassVar[tuple[str, ...]] = ("sum",)
     settled: ClassVar[Mapping[str, str]] = {
+        **KeepsScores.settled,
         "normalize": "every row of a question sees all entries",
         "every": "all rows of the question are summed",
     }
@@ -49,6 +53,12 @@ class H2O(ScoringPolicy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
+        if self.keep_scores and (self.normalize, self.every) != ("none", 1):
+            raise PolicyUnsupported(
+                "an answer adds to the sums over all rows, and normalize or every makes others; leave them out, or "
+                "keep_scores",
+                param="policy_params.keep_scores",
+            )
         largest = budget.tokens - document.protected_prefix
         if self.recent is None:
             return replace(self, recent=min(budget.tokens // 2, largest))
@@ -61,6 +71,9 @@ class H2O(ScoringPolicy):
         if self.normalize == "rows":
             scores = scores / (layer.num_tokens - layer.positions)
         return scores
+
+    def columns(self, layer: LayerView, scores: Tensor) -> Mapping[str, Tensor]:  # noqa: ARG002
+        return {"sum": scores} if self.keep_scores else {}
 
     def protected(self, layer: LayerView) -> Tensor:
         assert self.recent is not None, "resolved by `fitted`, for it depends on the budget"

@@ -85,6 +85,8 @@ class SuffixPolicy(Method):
     columns: ClassVar[Mapping[str, float]] = {}
     of_tail: ClassVar[frozenset[str]] = frozenset()
     """The parameters that say something under scope "cache" alone."""
+    carried: ClassVar[frozenset[str]] = frozenset()
+    """The columns that entries of a document begin with, which its cache must have (`keep_scores` of a policy)."""
 
     protect_question: bool = parameter(True, "keep all entries of the question")
 
@@ -114,7 +116,7 @@ class SuffixPolicy(Method):
         Raises `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
-            "window, h2o or lagkv",
+            "window, lagkv, h2o, trimkv, ems or d2o",
             param="suffix.scope",
         )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ems import combined
 from kvshelf.methods.policies.merging import MergePlan, nearest
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class EMS(PeriodicPolicy):
     advice: ClassVar[str] = "where many tokens of an answer nearly repeat each other."
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"all": 0.0, "past": 0.0, "current": 0.0}
+    carried: ClassVar[frozenset[str]] = frozenset({"all", "past"})
 
     window: int = parameter(32, "last tokens always kept, and tokens of a local sum", minimum=1)
     tau: float = parameter(0.6, "least similarity at which entries merge; above 1 none do", minimum=0)
@@ -43,6 +46,9 @@ class EMS(PeriodicPolicy):
     @property
     def least(self) -> int:
         return self.window
+
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         given = weights.mean(1)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Entries, Kept
 from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
+from kvshelf.methods.policies.keeping import KeepsScores
+from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class TrimKV(TokenGate):
+class TrimKV(KeepsScores, TokenGate):
     """In part, as it drops nothing while it answers: keep what a gate lets fade least: each token has a
     rate beta, and at time T what is left of it is beta^(T - p).
 
@@ -39,8 +45,32 @@ class TrimKV(TokenGate):
     )
     family: ClassVar[Family] = "decay"
     target: ClassVar[Target] = "distill"
+    left: ClassVar[tuple[str, ...]] = ("rate",)
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
     def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:
         return (read + self.horizon - positions) * torch.nn.functional.logsigmoid(outputs)
+
+    def noted(self, layer: LayerView) -> int:
+        return layer.num_tokens
+
+    def finished(
+        self,
+        records: Mapping[int, Entries],
+        notes: Mapping[int, int],
+        budget: Budget,  # noqa: ARG002
+    ) -> Mapping[int, Entries]:
+        if self.chunked:
+            return records
+        return {layer: self._rated(cast("Kept", record), notes[layer]) for layer, record in records.items()}
+
+    def recorded(self, past: LayerPast) -> Kept:
+        return self._rated(past.record, past.num_tokens)
+
+    def _rated(self, record: Kept, read: int) -> Kept:
+        """A record whose importance is that of `judged` with its rates log beta: 0, as of what never fades, where an
+        entry is protected."""
+        assert record.importance is not None
+        rates = record.importance / (read + self.horizon - record.entry_positions)
+        return self.keeping(record, rate=rates.masked_fill(record.importance.isposinf(), 0.0))
