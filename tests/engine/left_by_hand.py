@@ -1,5 +1,5 @@
-"""What a document leaves of each token for an answer (`keep_scores`): by a pass of the model in fp64, and loops over its
-numbers."""
+"""What a document leaves of each token for an answer (`keep_scores`): by a pass of the model in fp64, and loops over
+its numbers."""
 
 from __future__ import annotations
 

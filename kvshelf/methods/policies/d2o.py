@@ -48,12 +48,12 @@ class D2O(KeepsScores, ChunkedPolicy):
     what the authors' code does: it adds u times each merged token and divides by their number, which shrinks keys and
     values. `store="slots"` gives each merged token its own share of the softmax.
 
-    With `prefill` "chunked" the first chunk stands for the paper's prompt, which shares out the budget, and each later
-    one for a decoded token: sums go on, and the threshold becomes the mean of the one before and the chunk's mean of u.
+    With `prefill` "chunked" the first chunk shares out the budget; behind each later one sums go on, and the threshold
+    becomes the mean of the one before and the chunk's mean of u.
 
     In one pass the whole cache is in memory until the last layer is there. The paper leaves layers 0, 1 and the last
-    whole: `first=2,last=1`; the others pay for them. Departures: no layer keeps less than `sink` tokens; a GQA group
-    shares the mean of its scores.
+    whole: `first=2,last=1`; the others pay for them. Suffix policy `d2o` goes on by what `keep_scores` stores.
+    Departures: no layer keeps less than `sink` tokens; a GQA group shares the mean of its scores.
     """
 
     name: ClassVar[str] = "d2o"
@@ -113,9 +113,8 @@ class D2O(KeepsScores, ChunkedPolicy):
         return {layer: self.recorded(self.cut(past, counts)) for layer, past, counts in shares}
 
     def recorded(self, past: LayerPast) -> Kept:
-        sums, tau = past.columns["sums"], past.note.tau
-        taus = torch.full_like(sums, NO_THRESHOLD if tau is None else float(tau))
-        return self.keeping(past.record, sum=sums, tau=taus)
+        sums, tau = past.columns["sums"], NO_THRESHOLD if past.note.tau is None else float(past.note.tau)
+        return self.keeping(past.record, sum=sums, tau=torch.full_like(sums, tau))
 
     def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})

@@ -8,7 +8,6 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
@@ -24,10 +23,10 @@ class H2O(KeepsScores, ScoringPolicy):
     The score of token j is the exact sum of its attention column, sum_{i >= j} A_ij (section 4 of the paper), which
     takes a second pass over queries and keys. More rows see early tokens than late ones; `normalize="rows"` divides by
     their number, N - j. The document is scored once, as a whole, and then cut, like the authors' code that really drops
-    entries. Their other code lets each token compete only with earlier survivors. Departures: the mean over a GQA
-    group, so that KV heads are not repeated; the chat template's tokens stay; no eviction while decoding, because a
-    stored cache never changes. The paper leaves the split between the two kinds open; without `recent`, kvshelf gives
-    each half of the budget.
+    entries. Their other code lets each token compete only with earlier survivors. While the model answers, suffix
+    policy `h2o` goes on with the sums, which the cache has with `keep_scores`. Departures: the mean over a GQA group,
+    so that KV heads are not repeated; the chat template's tokens stay. The paper leaves the split between the two kinds
+    open; without `recent`, kvshelf gives each half of the budget.
 
     kvshelf adds `every`: n above 1 sums every n-th row, for 1 / n of the work. With every eighth row and a quarter
     kept, 67 % of the entries are those that all rows keep, 49 % with `recent` 0 (kvshelf-tiny, a document of 4k
@@ -41,6 +40,7 @@ class H2O(KeepsScores, ScoringPolicy):
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     selects: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("sum",)
+    alters: ClassVar[tuple[str, ...]] = ("normalize", "every")
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
         "normalize": "every row of a question sees all entries",
@@ -53,12 +53,6 @@ class H2O(KeepsScores, ScoringPolicy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        if self.keep_scores and (self.normalize, self.every) != ("none", 1):
-            raise PolicyUnsupported(
-                "an answer adds to the sums over all rows, and normalize or every makes others; leave them out, or "
-                "keep_scores",
-                param="policy_params.keep_scores",
-            )
         largest = budget.tokens - document.protected_prefix
         if self.recent is None:
             return replace(self, recent=min(budget.tokens // 2, largest))

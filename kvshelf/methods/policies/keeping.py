@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from kvshelf.artifact.records import Kept
-from kvshelf.methods.method import parameter
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.method import parameter, parameter_fields
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.view import DocumentView
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class KeepsScores(Policy):
     settled: ClassVar[Mapping[str, str]] = {"keep_scores": "what it chooses at a question is not stored"}
     left: ClassVar[tuple[str, ...]]
     """The names of the columns."""
+    alters: ClassVar[tuple[str, ...]] = ()
+    """The parameters that make other numbers of these, to which an answer's cannot be added."""
 
     keep_scores: bool = parameter(
         False, "store what an answer goes on with under suffix.scope cache, 4 bytes a number", added=True
@@ -32,6 +36,17 @@ class KeepsScores(Policy):
     def stored_beside(self) -> dict[str, Any]:
         beside = super().stored_beside
         return beside | {"columns": len(self.left)} if self.keep_scores else beside
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        defaults = {field.name: field.default for field in parameter_fields(type(self))}
+        for name in self.alters if self.keep_scores else ():
+            if getattr(self, name) != defaults[name]:
+                raise PolicyUnsupported(
+                    f"an answer adds to the sums over all rows, of which {name} makes others; leave it out, or "
+                    "keep_scores",
+                    param=f"policy_params.{name}",
+                )
+        return super().fitted(document, budget, given)
 
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
         return self.keep_scores or super().has_work(budget, num_tokens)

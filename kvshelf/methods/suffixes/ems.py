@@ -28,6 +28,9 @@ class EMS(PeriodicPolicy):
     remaining center joins the nearest of these (eq. 5): the key gets the mean direction and the center's length, the
     value the mean, both weighted by scores, and the sums of scores become one. The others are dropped.
 
+    Under scope "cache" every entry of the document competes and takes members, with the sums that its rows left (policy
+    `ems` with `merge` false and `keep_scores`).
+
     Departures: a merged token has no slot of its own, so that its softmax mass is gone: all heads of a layer keep
     equally many entries here; scores are not pooled over neighbours, because stored entries have none; means over a
     GQA group; keys are merged with their rotation; a reduction after every 32nd token, not after each.

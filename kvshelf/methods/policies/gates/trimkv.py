@@ -21,8 +21,7 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class TrimKV(KeepsScores, TokenGate):
-    """In part, as it drops nothing while it answers: keep what a gate lets fade least: each token has a
-    rate beta, and at time T what is left of it is beta^(T - p).
+    """Keep what a gate lets fade least: each token has a rate beta, and at time T what is left of it is beta^(T - p).
 
     log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
     score of the token at position p is (T - p) log beta, with T the document's end plus `horizon`. Where all rates are
@@ -31,7 +30,8 @@ class TrimKV(KeepsScores, TokenGate):
     tokens of a head leave at the document's end, beyond a quarter of their number. b begins at 10: nothing fades.
 
     With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
-    `horizon`: a chunk is what the authors call the buffer.
+    `horizon`: a chunk is what the authors call the buffer. While the model answers, suffix policy `trimkv` goes on with
+    each entry's log beta, which the cache has with `keep_scores`.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
