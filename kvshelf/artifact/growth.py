@@ -162,8 +162,9 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
 
 def _alike(first: PackedRecord, then: PackedRecord) -> bool:
     """Whether they are of one kind, with the same columns."""
-    kinds, modes = ({type(each) for each in (first, then)}, {each.rope_mode for each in (first, then)})
-    return len(kinds) == len(modes) == 1 and first.columns.keys() == then.columns.keys()
+    return (
+        type(first) is type(then) and first.rope_mode == then.rope_mode and first.columns.keys() == then.columns.keys()
+    )
 
 
 def _one(records: Sequence[PackedRecord]) -> PackedRecord:
@@ -179,7 +180,8 @@ def _one(records: Sequence[PackedRecord]) -> PackedRecord:
     keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
     given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
     columns = {
-        name: _by_head([torch.split(each.columns[name], each.lengths) for each in records]) for name in first.columns
+        name: _by_head([torch.split(record.columns[name], record.lengths) for record in records])
+        for name in first.columns
     }
     return type(first)(**given | {"importance": None, "precise": None, "columns": columns})
 

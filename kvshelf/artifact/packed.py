@@ -178,8 +178,8 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
-        held: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
-        return held + self.unread_bytes
+        read: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
+        return read + self.unread_bytes
 
     @property
     def unread_bytes(self) -> int:
