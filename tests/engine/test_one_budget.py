@@ -4,6 +4,7 @@ from its paper, in which every token runs alone; and that no other answer and no
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,11 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.suffixes import capacity_for
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.methods.policies import POLICIES
+from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.methods.policies.gate_file import Gates, gate_path
+from kvshelf.methods.policies.gates.base import GatePolicy
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
 from tests.by_hand import Prefix, frequencies
 from tests.engine.asking import ids
@@ -360,26 +365,86 @@ def test_rates_are_of_the_gates_that_are_asked_for(monkeypatch, tmp_path):
     assert refused.value.param == "suffix.params.gates"
 
 
-@pytest.mark.parametrize(
-    ("policy", "params"), [("h2o", {"normalize": "rows"}), ("h2o", {"every": 8}), ("ems", {"every": 8})]
-)
-def test_sums_that_no_answer_could_add_to_are_not_kept(policy, params):
+def test_gates_that_were_trained_anew_do_not_go_on(monkeypatch, tmp_path):
+    """Rates of two files mean different things."""
     engine = engine_of("llama", 2)
-    with pytest.raises(PolicyUnsupported, match=f"of which {next(iter(params))} makes others") as refused:
+    gates = gated(engine, "trimkv", monkeypatch, tmp_path)
+    cache = engine.compress(ids(DOCUMENT), policy="trimkv", budget_tokens=48, keep_scores=True)
+    begun(engine, cache, "trimkv", {})
+    anew = Gates.of(gates.header, {name: tensor * 2 for name, tensor in gates.tensors.items()})
+    gate_path(engine.identity.weights, "trimkv").write_bytes(anew.to_bytes())
+    with pytest.raises(PolicyUnsupported, match=f"are of gates '{gates.digest}'") as refused:
+        begun(engine, cache, "trimkv", {})
+    assert refused.value.param == "suffix.scope"
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "value"),
+    [
+        ("h2o", {"normalize": "rows"}, '"none"'),
+        ("h2o", {"every": 8}, "1"),
+        ("cam", {"every": 8}, "1"),
+        ("ems", {"merge": False, "every": 8}, "1"),
+        ("ems", {"merge": True}, "false"),
+        ("d2o", {"store": "slots"}, '"means"'),
+    ],
+)
+def test_what_no_answer_could_go_on_with_is_not_kept(policy, params, value):
+    engine, name = engine_of("llama", 2), [*params][-1]
+    with pytest.raises(PolicyUnsupported, match=f"give {name} {value}, or leave keep_scores out") as refused:
         engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=48, keep_scores=True, **params)
-    assert refused.value.param == f"policy_params.{next(iter(params))}"
+    assert refused.value.param == f"policy_params.{name}"
+
+
+@pytest.mark.parametrize(("around", "base"), [("ada", "h2o"), ("ada", "trimkv"), ("fair", "h2o"), ("think", "h2o")])
+def test_a_policy_around_another_keeps_no_scores(around, base):
+    engine = engine_of("llama", 2)
+    with pytest.raises(InvalidRequest, match=f"leave keep_scores out, or take policy '{base}' itself") as refused:
+        engine.compress(ids(DOCUMENT), policy=around, base=base, budget_tokens=48, keep_scores=True)
+    assert refused.value.param == "policy_params.keep_scores"
+
+
+KEEPING = sorted(name for name, policy in POLICIES.items() if issubclass(policy, KeepsScores))
+READING = [(name, {"merge": False} if name == "ems" else {}) for name in KEEPING] + [
+    (name, {"prefill": "chunked", "chunk": 64}) for name in KEEPING if issubclass(POLICIES[name], ChunkedPolicy)
+]
+
+
+@pytest.mark.parametrize("budget", [48, DOCUMENT])
+@pytest.mark.parametrize(("policy", "params"), READING)
+def test_the_numbers_are_there_whatever_the_budget_and_the_prefill(monkeypatch, tmp_path, policy, params, budget):
+    engine = engine_of("llama", 2)
+    if issubclass(POLICIES[policy], GatePolicy):
+        gated(engine, policy, monkeypatch, tmp_path)
+    cache = engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=budget, keep_scores=True, **params)
+    assert [sorted(record.columns) for record in cache.layers] == [sorted(POLICIES[policy].left)] * len(cache.layers)
+    assert cache.kept_tokens == budget
+
+
+@pytest.mark.parametrize("sink", ["abc", None, -3, 2**80, 0.5, [4]])
+@pytest.mark.parametrize("policy", ["d2o", "trimkv"])
+def test_a_cache_from_elsewhere_may_say_anything_of_its_sinks(monkeypatch, tmp_path, policy, sink):
+    engine = engine_of("llama", 2)
+    gated(engine, "trimkv", monkeypatch, tmp_path)
+    cache = engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=48, keep_scores=True)
+    said = replace(cache.identity, policy_params={**cache.identity.policy_params, "sink": sink})
+    cache = replace(cache, identity=said)
+    if sink == 2**80:
+        with pytest.raises(PolicyUnsupported, match="lets no entry of this cache leave"):
+            begun(engine, cache, policy, {})
+    else:
+        begun(engine, cache, policy, {})
 
 
 @pytest.mark.parametrize("policy", ["h2o", "d2o", "ems"])
 def test_without_it_a_cache_is_the_one_of_before(policy):
     """In id and bytes; with it in keys, values and positions."""
     engine = engine_of("llama", 2)
-    plain, kept = (
-        engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=48, keep_scores=keep) for keep in (False, True)
-    )
+    plain, kept = (engine.compress(ids(DOCUMENT), **MADE[policy] | {"keep_scores": keep}) for keep in (False, True))
     assert "keep_scores" not in plain.identity.policy_params
     assert all(not record.columns for record in plain.layers)
-    assert engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=48).to_bytes() == plain.to_bytes()
+    without = {name: value for name, value in MADE[policy].items() if name != "keep_scores"}
+    assert engine.compress(ids(DOCUMENT), **without).to_bytes() == plain.to_bytes()
     assert plain.identity != kept.identity
     for ours, theirs in zip(plain.layers, kept.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)

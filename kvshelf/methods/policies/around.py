@@ -51,6 +51,12 @@ class Around(Policy):
                 f"{cls.name} works on whole layers; take prefill=whole, or policy {around.base!r} itself",
                 param="policy_params.prefill",
             )
+        if inner.parameters().get("keep_scores"):
+            raise InvalidRequest(
+                f"{cls.name} stores no scores of its base; leave keep_scores out, or take policy "
+                f"{around.base!r} itself",
+                param="policy_params.keep_scores",
+            )
         return replace(around, inner=inner)
 
     def made(self, base: type[Policy], given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:

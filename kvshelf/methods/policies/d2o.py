@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class D2O(KeepsScores, ChunkedPolicy):
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("sum", "tau")
+    required: ClassVar[Mapping[str, Any]] = {"store": "means"}
 
     recent: float = parameter(0.5, "part of a layer's budget for its last tokens", minimum=0, maximum=1)
     sink: int = parameter(4, "first tokens always kept", minimum=0)
@@ -101,13 +102,14 @@ class D2O(KeepsScores, ChunkedPolicy):
         return Full().reduce(layer, budget)
 
     def finished(
-        self, records: Mapping[int, Entries], notes: Mapping[int, tuple[Tensor, _OfLayer]], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, _OfLayer | tuple[Tensor, _OfLayer]], budget: Budget
     ) -> Mapping[int, Entries]:
-        if self.chunked:
+        in_one_pass = {layer: note for layer, note in notes.items() if not isinstance(note, _OfLayer)}
+        if not in_one_pass:  # in chunks, of which the last has been cut
             return records
         whole = [
             LayerPast(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
-            for layer, (scores, note) in notes.items()
+            for layer, (scores, note) in in_one_pass.items()
         ]
         shares = zip(notes, whole, self.shares(whole, budget), strict=True)
         return {layer: self.recorded(self.cut(past, counts)) for layer, past, counts in shares}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -62,7 +62,7 @@ class EMS(KeepsScores, WindowPolicy):
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("all", "past")
-    alters: ClassVar[tuple[str, ...]] = ("every",)
+    required: ClassVar[Mapping[str, Any]] = {"every": 1, "merge": False}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
         **WindowPolicy.settled,
@@ -132,8 +132,7 @@ class EMS(KeepsScores, WindowPolicy):
         plan = MergePlan.joining(kept, similarity >= self.tau, targets)
         class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
         rope_mode: RopeMode = "pre" if self.unrotated else "baked"
-        merged = plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
-        return replace(merged, columns={name: plan.totals(own) for name, own in sums.items()})
+        return plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
 
 
 def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class H2O(KeepsScores, ScoringPolicy):
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     selects: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("sum",)
-    alters: ClassVar[tuple[str, ...]] = ("normalize", "every")
+    required: ClassVar[Mapping[str, Any]] = {"normalize": "none", "every": 1}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
         "normalize": "every row of a question sees all entries",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.methods.method import parameter, parameter_fields
+from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import DocumentView
@@ -25,8 +26,8 @@ class KeepsScores(Policy):
     settled: ClassVar[Mapping[str, str]] = {"keep_scores": "what it chooses at a question is not stored"}
     left: ClassVar[tuple[str, ...]]
     """The names of the columns."""
-    alters: ClassVar[tuple[str, ...]] = ()
-    """The parameters that make other numbers of these, to which an answer's cannot be added."""
+    required: ClassVar[Mapping[str, Any]] = {}
+    """The values of parameters without which no answer could go on: sums over all rows, entries without slots."""
 
     keep_scores: bool = parameter(
         False, "store what an answer goes on with under suffix.scope cache, 4 bytes a number", added=True
@@ -38,12 +39,11 @@ class KeepsScores(Policy):
         return beside | {"columns": len(self.left)} if self.keep_scores else beside
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
-        defaults = {field.name: field.default for field in parameter_fields(type(self))}
-        for name in self.alters if self.keep_scores else ():
-            if getattr(self, name) != defaults[name]:
+        for name, value in self.required.items() if self.keep_scores else ():
+            if getattr(self, name) != value:
                 raise PolicyUnsupported(
-                    f"an answer adds to the sums over all rows, of which {name} makes others; leave it out, or "
-                    "keep_scores",
+                    "with keep_scores an answer goes on with sums over all rows and with entries without slots; give "
+                    f"{name} {json.dumps(value)}, or leave keep_scores out",
                     param=f"policy_params.{name}",
                 )
         return super().fitted(document, budget, given)

@@ -58,12 +58,13 @@ class TrimKV(KeepsScores, TokenGate):
     def finished(
         self,
         records: Mapping[int, Entries],
-        notes: Mapping[int, int],
+        notes: Mapping[int, int | None],  # None of a layer that was read in chunks, which `recorded` has rated
         budget: Budget,  # noqa: ARG002
     ) -> Mapping[int, Entries]:
-        if self.chunked:
-            return records
-        return {layer: self._rated(cast("Kept", record), notes[layer]) for layer, record in records.items()}
+        return {
+            layer: record if (read := notes[layer]) is None else self._rated(cast("Kept", record), read)
+            for layer, record in records.items()
+        }
 
     def recorded(self, past: LayerPast) -> Kept:
         return self._rated(past.record, past.num_tokens)
