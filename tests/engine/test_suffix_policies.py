@@ -505,5 +505,5 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
-    with pytest.raises(PolicyUnsupported, match="by policy trimkv with keep_scores"):
+    with pytest.raises(PolicyUnsupported, match=f"by policy {trained} with keep_scores"):
         engine.bound("trimkv", question_tokens=QUESTION, params=params, document=engine.attach(cache))

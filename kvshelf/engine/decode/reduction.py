@@ -59,8 +59,8 @@ class DocumentTail(Selection):
         if any(numbers.isnan().any() for layer in layers for numbers in self._columns(layer).values()):
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
-                f"document ({', '.join(sorted(self._carried))}), and this cache has none of it; compress the document "
-                f"by policy {policy.name} with keep_scores true, or leave suffix.scope out",
+                f"document ({', '.join(sorted(self._carried))}), and entries of this cache have none of it; compress "
+                f"the document by policy {policy.document_policy} with keep_scores true, or leave suffix.scope out",
                 param="suffix.scope",
             )
         self._rest: dict[int, tuple[Prefix, ...]] = {}

@@ -91,6 +91,11 @@ class SuffixPolicy(Method):
     protect_question: bool = parameter(True, "keep all entries of the question")
 
     @property
+    def document_policy(self) -> str:
+        """The policy by whose numbers it goes on (`carried`)."""
+        return self.name
+
+    @property
     @abstractmethod
     def interval(self) -> int:
         """Tokens of the answer between two reductions."""
@@ -166,6 +171,14 @@ def whole_heads(positions: Sequence[Tensor], policy: str) -> int:
             param="suffix.scope",
         )
     return lengths.pop()
+
+
+def behind_sinks(positions: Sequence[Tensor], made: Identity) -> int:
+    """The entries of a KV head that are behind the sinks of the cache's policy, in each as many as in the one with the
+    fewest."""
+    sink = made.policy_params.get("sink")  # of a cache from elsewhere any value
+    first = min(max(sink, 0), made.num_tokens) if isinstance(sink, int) else 0
+    return min(int((own >= first).sum()) for own in positions)
 
 
 def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:

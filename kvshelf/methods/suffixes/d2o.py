@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.merging import NO_THRESHOLD, by_threshold
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best, numbers_of
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class D2O(PeriodicPolicy):
     tau: float | None = parameter(None, "least cosine at which an entry merges; above 1 none do; null: the mean")
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
-        sink = made.policy_params.get("sink", 0)
-        return min(int((own >= sink).sum()) for own in positions)
+        return behind_sinks(positions, made)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         columns["sum"] += weights.mean(1)

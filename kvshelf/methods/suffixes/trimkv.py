@@ -15,7 +15,7 @@ from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.gate_file import Gates, Geometry
 from kvshelf.methods.policies.gates.make_each_token_count import MakeEachTokenCount
 from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best, numbers_of
 
 _TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
 
@@ -43,6 +43,10 @@ class TrimKV(PeriodicPolicy):
 
     gates: str = parameter("trimkv", "the policy whose gates are read", choices=(*_TRAINED,))
 
+    @property
+    def document_policy(self) -> str:
+        return self.gates
+
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         return _TRAINED[self.gates]().gate_file(model, folder, geometry)
 
@@ -52,8 +56,7 @@ class TrimKV(PeriodicPolicy):
                 f"the rates of this cache are of policy {made.policy}, whose gates suffix.params.gates has to name",
                 param="suffix.params.gates",
             )
-        sink = made.policy_params.get("sink", 0)
-        return min(int((own >= sink).sum()) for own in positions)
+        return behind_sinks(positions, made)
 
     def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
         return {"rate": torch.nn.functional.logsigmoid(_TRAINED[self.gates].gated(gate, rows)).T}
