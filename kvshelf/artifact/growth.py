@@ -103,7 +103,7 @@ def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRe
     aside, left = apart(entries, spans)
     rows = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in left]
     if len(rows) > 1:
-        if not all(part.continues and type(part) is type(rows[0]) for part in rows):
+        if not all(part.continues and _alike(rows[0], part) for part in rows):
             raise refused("records of this kind are not coded a second time")
         rows = [_one(rows)]
     return with_entries(layer, entries_from([*aside, *rows]))
