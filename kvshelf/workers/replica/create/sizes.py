@@ -85,10 +85,10 @@ class Dimensions:
         tokens = self.layers * num_tokens + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * sum(self.dims) * self.itemsize + self.states
 
-    def held_bytes(self, num_tokens: int, kept: int) -> int:
+    def held_bytes(self, num_tokens: int, kept: int, columns: int = 0) -> int:
         """Keys and values in memory where each head keeps so many, as they are when a prefill ends: each entry has a
-        position and its importance, of four bytes each."""
-        entry = sum(self.dims) * self.itemsize + 8
+        position and its importance, of four bytes each, and so many columns."""
+        entry = sum(self.dims) * self.itemsize + 8 + _COLUMN_BYTES * columns
         tokens = self.layers * kept + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * entry + self.states
 
