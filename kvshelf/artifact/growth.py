@@ -103,7 +103,7 @@ def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRe
     aside, left = apart(entries, spans)
     rows = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in left]
     if len(rows) > 1:
-        if not all(part.continues and type(part) is type(rows[0]) for part in rows):
+        if not all(part.continues and _alike(rows[0], part) for part in rows):
             raise refused("records of this kind are not coded a second time")
         rows = [_one(rows)]
     return with_entries(layer, entries_from([*aside, *rows]))
@@ -137,7 +137,7 @@ def _behind(residual: PackedRecord | None, new: LayerRecord) -> tuple[PackedReco
     parts = _parts(new)
     if residual is None:
         return parts
-    if len(parts) == 1 and type(parts[0]) is type(residual) and parts[0].rope_mode == residual.rope_mode:
+    if len(parts) == 1 and _alike(residual, parts[0]):
         return (_one([replace(residual, importance=None), replace(parts[0], importance=None)]),)
     return (residual, *parts)
 
@@ -149,8 +149,7 @@ def _with_parts(layer: LayerRecord, parts: Sequence[PackedRecord]) -> LayerRecor
 
 def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     """Whether the rows of `then` can stand behind those of `first` in one record, and take the same numbers there."""
-    alike = type(first) is type(then) and first.continues and first.rope_mode == then.rope_mode
-    if not alike or first.dtype != then.dtype:
+    if not _alike(first, then) or not first.continues or first.dtype != then.dtype:
         return False
     rows = (first.keys, then.keys)
     if any(all(isinstance(each, kind) for each in rows) for kind in (Tensor, PlaneRows)):
@@ -159,6 +158,13 @@ def _continues(first: PackedRecord, then: PackedRecord) -> bool:
     if not isinstance(one, QuantizedRows) or not isinstance(other, QuantizedRows):
         return False
     return (one.bits, one.group) == (other.bits, other.group) and not any(n % one.group for n in one.lengths)
+
+
+def _alike(first: PackedRecord, then: PackedRecord) -> bool:
+    """Whether they are of one kind, with the same columns."""
+    return (
+        type(first) is type(then) and first.rope_mode == then.rope_mode and first.columns.keys() == then.columns.keys()
+    )
 
 
 def _one(records: Sequence[PackedRecord]) -> PackedRecord:
@@ -173,7 +179,11 @@ def _one(records: Sequence[PackedRecord]) -> PackedRecord:
     given = {each.name: getattr(first, each.name) for each in fields(first)}
     keys, values = (_rows([record.rows[which] for record in records], records, lengths) for which in (0, 1))
     given |= {"keys": keys, "values": values, "entries_at": positions, "offsets": offsets_of(lengths)}
-    return type(first)(**given | {"importance": None, "precise": None})
+    columns = {
+        name: _by_head([torch.split(record.columns[name], record.lengths) for record in records])
+        for name in first.columns
+    }
+    return type(first)(**given | {"importance": None, "precise": None, "columns": columns})
 
 
 def _rows(rows: Sequence[Rows], records: Sequence[PackedRecord], lengths: Sequence[int]) -> Rows:

@@ -38,6 +38,7 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "offsets": offsets_of(record.lengths[first:last]),
         "importance": None if record.importance is None else record.importance[rows].clone(),
         "precise": None if record.precise is None else record.precise[first:last],
+        "columns": {name: numbers[rows].clone() for name, numbers in record.columns.items()},
     }
     return replace(record, **fields, **record.own_cut(first, last))
 
@@ -65,5 +66,6 @@ def _joined(records: Sequence[PackedRecord]) -> PackedRecord:
         "offsets": offsets_of(list(chain.from_iterable(record.lengths for record in records))),
         "importance": None if first.importance is None else of_all("importance"),
         "precise": None if first.precise is None else tuple(n for record in records for n in record.precise or ()),
+        "columns": {name: torch.cat([record.columns[name] for record in records]) for name in first.columns},
     }
     return replace(first, **fields, **first.own_joined(records))

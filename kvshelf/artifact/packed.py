@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Self
@@ -54,6 +54,9 @@ class Packed:
     importance: `[entries]` fp32, higher is more important, or None; codec `mixed` chooses entries by it. precise: how
     many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
     exist in memory only, not in blobs, and do not count in `nbytes`.
+
+    columns: numbers of each entry by name, `[entries]` fp32 each, with which an answer goes on (`keep_scores` of a
+    policy). No attention reads them, and no codec changes them.
     """
 
     kind: ClassVar[str]
@@ -75,6 +78,7 @@ class Packed:
     rope_mode: RopeMode = "baked"
     importance: Tensor | None = None
     precise: tuple[int, ...] | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         entries = self.offsets[-1]
@@ -85,6 +89,7 @@ class Packed:
         assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
         assert self.precise is None or len(self.precise) == self.kv_heads
+        assert all(numbers.shape == (entries,) for numbers in self.columns.values())
 
     @property
     def kv_heads(self) -> int:
@@ -179,8 +184,13 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory, with positions expanded and without `importance`."""
-        held: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
-        return held + self.entries * torch.int32.itemsize
+        read: int = sum(getattr(self, name).nbytes for name in ("keys", "values", *self.own_tensors))
+        return read + self.unread_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of what no attention reads: positions and columns."""
+        return self.entries * (torch.int32.itemsize + torch.float32.itemsize * len(self.columns))
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
@@ -236,6 +246,7 @@ class Packed:
             "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
             "rope_mode": self.rope_mode,
             "importance": None if self.importance is None else self.importance[chosen],
+            "columns": {name: numbers[chosen] for name, numbers in self.columns.items()},
         }
 
     def rows_of(self, chosen: Tensor) -> Tensor:
@@ -268,7 +279,10 @@ class Packed:
             return self
         moved = {name: getattr(self, name).to(device) for name in ("keys", "values", *self.own_tensors)}
         importance = None if self.importance is None else self.importance.to(device)
-        return replace(self, **moved, entries_at=self.entry_positions.to(device), importance=importance)
+        columns = {name: numbers.to(device) for name, numbers in self.columns.items()}
+        return replace(
+            self, **moved, entries_at=self.entry_positions.to(device), importance=importance, columns=columns
+        )
 
 
 def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:

@@ -191,6 +191,14 @@ class Asker:
             self._require_scope(suffix, len(document.parts))
             tail = DocumentTail(document, policy, attending, self._encoder.stored_prefix(document.identity))
         gates = self._gates(policy) if Needs.GATES in policy.needs else None
+        if tail is not None and gates is not None:
+            of_cache = tail.document.identity.policy_params.get("gates")
+            if of_cache != gates[0].digest:
+                raise PolicyUnsupported(
+                    f"the numbers of this cache are of gates {of_cache!r}, and those that are there for this model are "
+                    f"{gates[0].digest!r}; compress the document anew, or put the file of its gates back",
+                    param="suffix.scope",
+                )
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
     def _gates(self, policy: SuffixPolicy) -> tuple[Gates, Rope]:

@@ -247,6 +247,7 @@ PRUNES: Final = _of_policy("channels removed (think)", lambda policy: policy.pru
 RESIDUALS: Final = _of_policy("policy kvdirect", lambda policy: policy.has_residuals)
 MADE_AGAIN: Final = Feature("residuals, stored or to be", lambda c: c.residuals or RESIDUALS.used(c))
 APART: Final = _at_work("other tokens in each head", lambda policy: not chooses_together(policy.chooser))
+KEEPS_SCORES: Final = _at_work("keep_scores", lambda policy: "columns" in policy.stored_beside)
 MOVES: Final = Feature("positions=cache", lambda c: c.moved)
 ELSEWHERE: Final = Feature(
     "passes from other positions",
@@ -418,6 +419,7 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
             (HEAD_BUDGETS, "gives each head a budget of its own"),
             (PRUNES, "removes channels of each head's keys"),
             (APART, "chooses other tokens in each head"),
+            (KEEPS_SCORES, "keeps the scores of each head (keep_scores)"),
         ],
         "policy {policy!r} {why}, and all heads of a layer of {model!r} share the latents of a token (MLA); choose "
         "another policy",

@@ -19,6 +19,7 @@ from tests.store.hostile import (
     Make,
     Parts,
     chunk_blob,
+    columns_blob,
     encoded_blob,
     file_of,
     indexed_blob,
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 SOME = [
     some_blob, encoded_blob, kept_blob, two_layers, whole_blob, runs_blob, window_blob, chunk_blob, indexed_blob,
-    latents_blob, pruned_blob, residuals_blob, state_blob, threes_blob,
+    latents_blob, pruned_blob, residuals_blob, state_blob, threes_blob, columns_blob,
 ]  # fmt: skip
 
 

@@ -500,7 +500,8 @@ def test_an_answer_that_reads_a_part(report: Path) -> None:
 
 
 def test_an_answer_that_shrinks_with_its_document(report: Path) -> None:
-    cache_id = run("put", report, "--policy", "full").stdout.strip()
+    sums = ("--policy", "h2o", "--compression-ratio", "0", "--param", "keep_scores=true")
+    cache_id = run("put", report, *sums).stdout.strip()
     scoped = ("--suffix", "h2o", "--suffix-scope", "cache", "--suffix-budget", "96", "--suffix-param", "every=4")
     usage = json.loads(run("ask", cache_id, QUESTION, *scoped, "--json").stdout)["usage"]
     assert (usage["read_tokens"], usage["suffix_tokens"] <= 100) == (2, True)  # the chat template's

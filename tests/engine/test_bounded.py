@@ -26,11 +26,14 @@ SMALL = {
     "lagkv": {"lag": 12},
     "h2o": {"every": 8},
     "ems": {"every": 8, "window": 8, "tau": 0.1},
+    "d2o": {"every": 8},
     "lazy_eviction": {"window": 10, "alpha": 0.01},
     "cam": {"every": 8, "merge": 4},
     "ngc_schedule": {"every": 16, "block": 4, "queries": 3},
 }
-INTERVALS = {"window": 8, "lagkv": 12, "h2o": 8, "ems": 8, "lazy_eviction": 10, "cam": 8, "ngc_schedule": 16}
+INTERVALS = {"lagkv": 12, "lazy_eviction": 10, "ngc_schedule": 16} | dict.fromkeys(
+    ("window", "h2o", "ems", "d2o", "cam"), 8
+)
 BUDGET = 40
 
 NAMES = sorted(untrained())

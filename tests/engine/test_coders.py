@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.packed import in_spans
-from kvshelf.artifact.records import entries_of
+from kvshelf.artifact.records import entries_from, entries_of, parts_of
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
 from tests.engine.forward.test_projection import many_heads
@@ -70,6 +71,19 @@ def test_what_was_rounded_is_rounded_again_where_that_can_be(engine: Engine, cac
                 if spans := cache.identity.protect:
                     kept = [in_spans(head, spans) for head in whole.positions]
                     assert all(torch.equal(rows[h, : len(m)][m], plain[h, : len(m)][m]) for h, m in enumerate(kept))
+
+
+def test_records_with_other_columns_are_refused_a_second_time_by_name() -> None:
+    """No creation makes such, but what comes from elsewhere may have them."""
+    engine = many_heads("llama")
+    cache = engine.compress(list(range(5, 65)), policy="h2o", compression_ratio=0.2, keep_scores=True)
+    coded = read_back(engine.encoded(cache, "int8:group=8,residual=8"))
+    layers = []
+    for layer in coded.layers:
+        first, *others = parts_of(layer)
+        layers.append(entries_from([first, *(replace(part, columns={}) for part in others)]))
+    with pytest.raises(InvalidRequest, match="not coded a second time"):
+        engine.coders.recoded(replace(coded, layers=tuple(layers)), "int4")
 
 
 def test_rounded_residuals_are_refused_a_second_time_by_name() -> None:

@@ -190,6 +190,7 @@ CHOSEN: Final = {
     "think": chosen("think", x.BLIND, x.PRUNES, entries=["pruned"], whole_keys=8),
     "ems": chosen("ems", x.APART, entries=["merged", "uneven"]),
     "cam": chosen("cam", x.BLIND, x.APART),
+    "keep_scores": chosen("h2o", x.BLIND, x.KEEPS_SCORES, x.APART, keep_scores=True),
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
     "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
     "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),

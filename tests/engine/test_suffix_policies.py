@@ -64,6 +64,10 @@ class Loop:
     def observe(self, entries, weights, now):
         """weights: of each entry, those of the group."""
 
+    def reduced(self, heads, layer):
+        """What stays of the entries of each head of a layer."""
+        return [self.reduce(entries, layer=layer, head=head) for head, entries in enumerate(heads)]
+
     def kept_best(self, entries, scores, recent):
         """The question, the last ones, and the best of the others; of equal ones the older."""
         middle = range(self.protected, len(entries) - recent)
@@ -168,6 +172,43 @@ class EMSLoop(Loop):
         return Entry(center.position, [x * scale for x in towards], value, noted)
 
 
+class D2OLoop(H2OLoop):
+    """The threshold is the layer's: of all heads, which may drop other tokens."""
+
+    recent = 0.5
+
+    def reduce(self, entries, **_):
+        recent = int(self.recent * (self.budget - self.protected))
+        return self.kept_best(entries, [e.noted["sum"] for e in entries], recent)
+
+    def reduced(self, heads, layer):  # noqa: ARG002
+        kept = [self.reduce(entries) for entries in heads]
+        dropped = {}
+        for entries, own in zip(heads, kept, strict=True):
+            for gone in (e for e in entries if e not in own):
+                nearest = max(own, key=lambda center: EMSLoop.alike(gone.key, center.key))
+                dropped.setdefault(gone.position, []).append((EMSLoop.alike(gone.key, nearest.key), nearest, gone))
+        now = mean([cosine for pairs in dropped.values() for cosine, _, _ in pairs])
+        before = next((e.noted["tau"] for own in heads for e in own if "tau" in e.noted), None)
+        now = now if before is None else (before + now) / 2
+        for own in kept:
+            for entry in own:
+                entry.noted["tau"] = now
+        joining = [pair for pairs in dropped.values() if mean([c for c, _, _ in pairs]) >= now for pair in pairs]
+        self.merges += len(joining)
+        return [[self.joined(e, [(c, gone) for c, to, gone in joining if to is e]) for e in own] for own in kept]
+
+    @staticmethod
+    def joined(center, members):
+        every = [(1.0, center), *members]
+        total = sum(math.exp(weight) for weight, _ in every)
+        key, value = (
+            [sum(math.exp(w) * getattr(e, of)[c] for w, e in every) / total for c in range(len(getattr(center, of)))]
+            for of in ("key", "value")
+        )
+        return Entry(center.position, key, value, center.noted) if members else center
+
+
 class LazyLoop(Loop):
     def observe(self, entries, weights, now):
         for entry, given in zip(entries, weights, strict=True):
@@ -245,10 +286,9 @@ class ByHand:
         self.ran += 1
         answered = self.ran - QUESTION
         for layer, heads in enumerate(self.heads):
-            for head, entries in enumerate(heads):
-                if answered > 0 and answered % self.loop.interval == 0 and len(entries) > self.loop.budget:
-                    heads[head] = self.loop.reduce(entries, layer=layer, head=head)
-                    assert len(heads[head]) <= (self.loop.budget or len(entries))
+            if answered > 0 and answered % self.loop.interval == 0 and len(heads[0]) > self.loop.budget:
+                heads[:] = self.loop.reduced(heads, layer)
+                assert all(len(entries) <= (self.loop.budget or len(entries)) for entries in heads)
         return logits
 
     def attend(self, module, query, key, value, _mask, scaling, **_):
@@ -273,6 +313,7 @@ CASES = {
     "lagkv": ({"lag": 12}, LagKVLoop(12)),
     "h2o": ({"every": 8}, H2OLoop(8)),
     "ems": ({"every": 8, "window": 9, "tau": 0.05}, EMSLoop(8, window=9, tau=0.05, merges=0)),
+    "d2o": ({"every": 8}, D2OLoop(8, merges=0)),
     "lazy_eviction": ({"window": 14, "alpha": 0.01}, LazyLoop(14, alpha=0.01)),
     "cam": ({"every": 8, "merge": 3, "seed": 5}, CaMLoop(8, merge=3, merges=0)),
     "ngc_schedule": ({"every": 16, "block": 5, "queries": 3, "share": 0.3}, NGCLoop(16, block=5, queries=3, share=0.3)),
@@ -465,5 +506,5 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
-    with pytest.raises(PolicyUnsupported, match="question and answer alone"):
+    with pytest.raises(PolicyUnsupported, match=f"by policy {trained} with keep_scores"):
         engine.bound("trimkv", question_tokens=QUESTION, params=params, document=engine.attach(cache))

@@ -195,7 +195,7 @@ def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
             found[name] = rows if isinstance(rows, Tensor) else rows.data
         else:
             found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
-    return found | {name: getattr(record, name) for name in record.own_tensors}
+    return found | {name: getattr(record, name) for name in record.own_tensors} | dict(record.columns)
 
 
 def require_equal(left: CompressedCache, right: CompressedCache) -> None:
@@ -268,6 +268,10 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
     ranked = tuple(
         replace(record, importance=torch.arange(record.entries).remainder(7).float()) for record in ragged.layers
     )
+    noted = tuple(
+        replace(record, columns={"sum": torch.arange(record.entries) / 8, "rate": -torch.ones(record.entries) / 4})
+        for record in ragged.layers
+    )
     merged = golden_merged()
     merged_layers = CompressedCache((merged, replace(merged, rope_mode="pre")), 24, 24, make_identity(24, policy="ems"))
     numbers = torch.arange(24, dtype=torch.float32)
@@ -293,6 +297,8 @@ def encoded_golden_caches(plain: Mapping[str, CompressedCache]) -> dict[str, Com
             "int2:group=16,residual=1"
         ),
         "mixed-bfloat16": replace(ragged, layers=ranked).encoded("mixed:low=int4,share=0.25,group=8"),
+        "columns": replace(ragged, layers=noted),
+        "columns-int4": replace(ragged, layers=noted).encoded("int4:group=8,residual=5"),
         "mixed-int3": replace(ragged, layers=ranked).encoded("mixed:low=int3,share=0.25,group=8"),
         "lossless-bfloat16": ragged.encoded("lossless"),
         "residual-only": sparse.encoded("int4"),

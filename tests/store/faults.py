@@ -14,6 +14,7 @@ from tests.store.hostile import (
     Parts,
     aligned,
     chunk_blob,
+    columns_blob,
     encoded_blob,
     field,
     indexed_blob,
@@ -1188,3 +1189,46 @@ def layer_without_its_states(p: Parts) -> None:
 @case("unknown_field", state_blob)
 def state_with_a_position(p: Parts) -> None:
     p.first["states"][0]["position"] = 3
+
+
+# Columns
+
+
+@case("not_finite", columns_blob)
+def column_that_is_no_number(p: Parts) -> None:
+    p.array(1, "columns")[-4:] = struct.pack("<f", float("nan"))
+
+
+@case("not_finite", columns_blob)
+def column_without_an_end(p: Parts) -> None:
+    p.array(0, "columns")[:4] = struct.pack("<f", float("-inf"))
+
+
+@case("field_malformed", columns_blob)
+def columns_out_of_order(p: Parts) -> None:
+    p.record["columns"] = ["past", "all"]
+
+
+@case("field_malformed", columns_blob)
+def column_twice(p: Parts) -> None:
+    p.record["columns"] = ["all", "all"]
+
+
+@case("field_malformed", columns_blob)
+def no_columns_but_the_field(p: Parts) -> None:
+    p.record["columns"] = []
+
+
+@case("field_malformed", columns_blob)
+def columns_that_are_nothing(p: Parts) -> None:
+    p.record["columns"] = None
+
+
+@case("size_mismatch", columns_blob)
+def more_columns_than_numbers(p: Parts) -> None:
+    p.record["columns"] = ["all", "past", "sum"]
+
+
+@case("size_mismatch", columns_blob)
+def columns_unsaid(p: Parts) -> None:
+    del p.record["columns"]

@@ -157,7 +157,9 @@ def _names(record: Fields) -> list[str]:
         names.append("channels")
     if record["kind"] == "indexed":
         names.append("summaries")
-    return [*names, "slot positions", "slot classes", "slot scales"] if record["kind"] == "merged" else names
+    if record["kind"] == "merged":
+        names += ["slot positions", "slot classes", "slot scales"]
+    return [*names, "columns"] if "columns" in record else names
 
 
 def some_blob() -> bytes:
@@ -226,6 +228,14 @@ def pruned_blob() -> bytes:
 def residuals_blob() -> bytes:
     # One layer of three heads: the residuals of 10 tokens, of 7 channels, under int4, and of 2 of the residual.
     return replace(make_cache(), layers=(golden_residuals(),)).to_bytes("int4:group=8,residual=2")
+
+
+def columns_blob() -> bytes:
+    # One layer of merged records with the columns "all" and "past": [8, 5] classes under int4 and [4, 4] of the
+    # residual.
+    layer = make_merged((12, 9), 40, dims=(3, 5), generator=torch.Generator().manual_seed(4))
+    columns = {"past": torch.arange(21.0), "all": -torch.arange(21.0)}
+    return replace(make_cache(), layers=(replace(layer, columns=columns),)).to_bytes("int4:group=8,residual=4")
 
 
 def indexed_blob() -> bytes:

@@ -173,6 +173,9 @@ def _write_record(record: PackedRecord, target: _Target) -> tuple[RecordHeader, 
     }
     own, own_arrays = KINDS[record.kind].write(record, target)
     arrays |= own_arrays
+    if names := sorted(record.columns):
+        own |= {"columns": names}
+        arrays["columns"] = target.raw(torch.stack([record.columns[name].float() for name in names]))
     return KINDS[record.kind](**fields, **own, sizes=[len(data) for data in arrays.values()]), arrays
 
 
@@ -240,8 +243,15 @@ class _Reader:
             entries_at=self.positions("positions", header.position_encoding, header.lengths),
             offsets=offsets_of(header.lengths),
             rope_mode=header.rope_mode,
+            columns=self._columns(header.columns),
             **header.read(self),
         )
+
+    def _columns(self, names: list[str]) -> dict[str, Tensor]:
+        if not names:
+            return {}
+        rows = self.tensor("columns", "float32", len(names), sum(self.header.lengths))
+        return dict(zip(names, rows, strict=True))
 
     @property
     def dims(self) -> Dims:
@@ -295,6 +305,8 @@ def _require_sound(where: str, record: Entries, num_tokens: int) -> None:
     parts = parts_of(record)
     for part in parts:
         KINDS[part.kind].require_sound(where, part, num_tokens)
+        if not all(bool(numbers.isfinite().all()) for numbers in part.columns.values()):
+            raise BlobError(f"{where} has a column with numbers that are not finite", reason="not_finite")
     if len(parts) > 1:
         _require_disjoint(where, [_by_head(part.entry_positions, part.lengths) for part in parts])
         if any(part.tokens[0] is not part.entry_positions for part in parts):

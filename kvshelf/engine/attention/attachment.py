@@ -183,12 +183,12 @@ class Attachment:
 
     @cached_property
     def read_bytes(self) -> int:
-        """Bytes that a token reads which attends to all: what the layers hold but the positions of entries, which no
-        attention reads. All layers must have arrived."""
+        """Bytes that a token reads which attends to all: what the layers hold but the positions and columns of
+        entries, which no attention reads. All layers must have arrived."""
         records = [self._record(layer, block) for layer in range(self.num_layers)]
         found = (entries for record in records if (entries := entries_of(record)) is not None)
-        positions = sum(part.entries for entries in found for part in parts_of(entries)) * torch.int32.itemsize
-        return sum(record.nbytes for record in records) - positions
+        unread = sum(part.unread_bytes for entries in found for part in parts_of(entries))
+        return sum(record.nbytes for record in records) - unread
 
     def stored(self, codec: str) -> CompressedCache | None:
         """The cache itself, of this codec, once all layers have arrived; None under one whose rows are decoded

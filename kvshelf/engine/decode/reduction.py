@@ -41,6 +41,7 @@ class DocumentTail(Selection):
         for entries that cannot be copied one by one, and as `SuffixPolicy.tail`."""
         super().__init__(document)
         self.document = document
+        self._carried = policy.carried
         # What is read of all layers is not kept: a question may wait for long before it runs.
         positions = [own for layer in layers for own in self._entries(layer).positions]
         made = document.identity
@@ -55,6 +56,13 @@ class DocumentTail(Selection):
                 "other suffix.params",
                 param="suffix.scope",
             )
+        if any(numbers.isnan().any() for layer in layers for numbers in self._columns(layer).values()):
+            raise PolicyUnsupported(
+                f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
+                f"document ({', '.join(sorted(self._carried))}), and entries of this cache have none of it; compress "
+                f"the document by policy {policy.document_policy} with keep_scores true, or leave suffix.scope out",
+                param="suffix.scope",
+            )
         self._rest: dict[int, tuple[Prefix, ...]] = {}
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
@@ -63,14 +71,31 @@ class DocumentTail(Selection):
     def _entries(self, layer: int) -> StoredEntries:
         return StoredEntries.of(self.document, layer, _COPY)
 
-    def copy(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys `[kv_heads, K, D]`, values and positions `[kv_heads, K]` of the tail of a layer, which is no longer read
-        in place."""
+    def _columns(self, layer: int) -> Columns:
+        """Of each carried column the numbers `[kv_heads, K]` of the tail of a layer; NaN where a record has none."""
+        if not self._carried:
+            return {}
+        records, order = self.document.entries(layer), self._entries(layer).order
+        tails: Columns = {}
+        for name in self._carried:
+            columns = (
+                record.columns.get(name, torch.full_like(record.entry_positions, torch.nan, dtype=torch.float32))
+                for record in records
+            )
+            parts = [torch.split(own, record.lengths) for own, record in zip(columns, records, strict=True)]
+            heads = zip(zip(*parts, strict=True), order, strict=True)
+            tails[name] = torch.stack([torch.cat(own)[rows[-self.copied :].to(own[0].device)] for own, rows in heads])
+        return tails
+
+    def copy(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Columns]:
+        """Keys `[kv_heads, K, D]`, values, positions `[kv_heads, K]` and carried columns of the tail of a layer, which
+        is no longer read in place."""
         stored = self._entries(layer)
         if any(len(own) > self.copied for own in stored.order):
             kept = [torch.arange(len(own) - self.copied, device=own.device) for own in stored.order]
             self._rest[layer] = stored.selected(kept)
-        return *stored.dense(self.copied), torch.stack([own[-self.copied :] for own in stored.positions])
+        positions = torch.stack([own[-self.copied :] for own in stored.positions])
+        return *stored.dense(self.copied), positions, self._columns(layer)
 
 
 class SuffixReducer(RowHook):
@@ -180,8 +205,8 @@ class SuffixReducer(RowHook):
 
     def _copied(self, row: SuffixRow, tail: DocumentTail) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         for layer, noted in self._layers.items():
-            keys, values, positions = tail.copy(layer)
-            noted.insert(row, self._protected, (positions - tail.tokens).to(keys.device))
+            keys, values, positions, columns = tail.copy(layer)
+            noted.insert(row, self._protected, (positions - tail.tokens).to(keys.device), columns)
             yield layer, (keys, values)
 
     def reduced(self, row: SuffixRow) -> int | None:
@@ -244,15 +269,16 @@ class _Noted:
         columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
         return self._positions[:, : row.stored], columns
 
-    def insert(self, row: SuffixRow, place: int, positions: Tensor) -> None:
-        """Put entries of which nothing is noted before the row's entry `place`. positions: `[kv_heads, K]`."""
+    def insert(self, row: SuffixRow, place: int, positions: Tensor, columns: Columns) -> None:
+        """Put entries before the row's entry `place`. positions, and what is noted of them already: `[kv_heads, K]`."""
         heads, count = positions.shape
         self.of(row, heads, positions.device)
         if row.stored + count > self._positions.shape[1]:
             self._grow(heads, capacity_for(row.stored + count, self._most), positions.device)
         insert(self._positions, place, row.stored, positions)
         for name, column in self._columns.items():
-            insert(column, place, row.stored, column.new_full(positions.shape, self._first[name]))
+            first = column.new_full(positions.shape, self._first[name])
+            insert(column, place, row.stored, columns.get(name, first).to(column.device))
 
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
         had = self._positions.shape[1]

@@ -258,7 +258,7 @@ class RejudgedLayer(ReadLayer):
         return self.past.note
 
     def record(self) -> Kept:
-        return self.past.record
+        return self._absorber.policy.recorded(self.past)
 
 
 class ChunkedLayer(ReadLayer):

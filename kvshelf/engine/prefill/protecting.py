@@ -36,7 +36,12 @@ def put_back(chosen: Entries, protected: Kept, places: Sequence[int]) -> Entries
     where entries are tokens as they are, so that a cache under codec none has the records of any other."""
     at = torch.tensor(places)
     parts = [part.at(at) for part in parts_of(chosen)]
-    if len(parts) == 1 and type(parts[0]) is Kept and parts[0].rope_mode == protected.rope_mode:
+    if (
+        len(parts) == 1
+        and type(parts[0]) is Kept
+        and parts[0].rope_mode == protected.rope_mode
+        and not parts[0].columns  # which protected entries have not
+    ):
         return _one(parts[0], protected)
     return entries_from([protected, *parts])
 

@@ -57,6 +57,12 @@ class Around(Policy):
                 f"says how much stays; leave that out, or take policy {around.base!r} itself",
                 param="policy_params.base",
             )
+        if inner.parameters().get("keep_scores"):
+            raise InvalidRequest(
+                f"{cls.name} stores no scores of its base; leave keep_scores out, or take policy "
+                f"{around.base!r} itself",
+                param="policy_params.keep_scores",
+            )
         return replace(around, inner=inner)
 
     def made(self, base: type[Policy], given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:

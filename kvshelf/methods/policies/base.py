@@ -251,6 +251,10 @@ class ScoringPolicy(Policy):
         also where the view has those of one process (`LayerView.ranks`)."""
         return budget.per_head
 
+    def columns(self, layer: LayerView, scores: Tensor) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """The numbers of each token by name, `[kv_heads, N]` fp32, that its record keeps of entries: none."""
+        return {}
+
     def precedence(self, layer: LayerView, scores: Tensor) -> Tensor:  # noqa: ARG002
         """What decides who stays among the tokens of a head, `[heads, N]` fp32, by their scores: these. A score that is
         not finite stays so, but where a token is protected."""
@@ -291,7 +295,17 @@ class ScoringPolicy(Policy):
         keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
         if decides is not scores:  # codecs compare entries of all layers and heads by their scores
             importance = of_entries(importance_of(scores, protected), positions, counts)
-        return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
+        columns = {
+            name: of_entries(own, positions, counts).contiguous() for name, own in self.columns(layer, scores).items()
+        }
+        return Kept(
+            keys=keys,
+            values=values,
+            entries_at=positions,
+            offsets=offsets_of(counts),
+            importance=importance,
+            columns=columns,
+        )
 
 
 @dataclass(frozen=True)

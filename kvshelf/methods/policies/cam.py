@@ -61,7 +61,8 @@ class CaM(H2O):
         record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
         parts = [self._inherited(*of_head) for of_head in zip(layer.values, joins, kept, strict=True)]
         values = layer.values[kept].float() + torch.cat(parts)
-        return replace(record, values=values.to(layer.values.dtype))
+        columns = {name: own[kept] for name, own in self.columns(layer, scores).items()}
+        return replace(record, values=values.to(layer.values.dtype), columns=columns)
 
     def _drawn(self, layer: LayerView, scores: Tensor, kept: Tensor) -> Tensor:
         """Which tokens merge if they go: `[kv_heads, N]` bool."""

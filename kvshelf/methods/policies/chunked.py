@@ -216,6 +216,10 @@ class ChunkedPolicy(Policy):
         """That it holds of a document in chunks beside keys, values and their scores, where they grow with it."""
         return 0
 
+    def recorded(self, past: LayerPast) -> Kept:
+        """What is stored of a layer, once the document has been read."""
+        return past.record
+
     def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
         """What stays of a layer whose head h keeps `counts[h]` entries."""
         return past.best(counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from kvshelf.methods.policies.base import Phase
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.full import Full
-from kvshelf.methods.policies.merging import MergePlan, nearest, over_heads
+from kvshelf.methods.policies.keeping import KeepsScores
+from kvshelf.methods.policies.merging import NO_THRESHOLD, by_threshold
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import by_claims
 from kvshelf.methods.policies.view import DocumentView, LayerView, Ranks
@@ -36,10 +37,9 @@ class _OfLayer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class D2O(ChunkedPolicy):
-    """In part, as nothing is decided while it answers: keep heavy hitters and recent tokens, give layers that attend
-    evenly more of the budget, and merge an evicted token into the kept one whose key is most like its own, if it is
-    like enough.
+class D2O(KeepsScores, ChunkedPolicy):
+    """Keep heavy hitters and recent tokens, give layers that attend evenly more of the budget, and merge an evicted
+    token into the kept one whose key is most like its own, if it is like enough.
 
     Scores are those of `h2o`. A layer's claim is e^-v: v is the variance of its attention columns' sums, brought to 0
     to 1 over the layer's heads, and their mean. A head drops a token at cosine u to the nearest kept key; the token
@@ -48,12 +48,12 @@ class D2O(ChunkedPolicy):
     what the authors' code does: it adds u times each merged token and divides by their number, which shrinks keys and
     values. `store="slots"` gives each merged token its own share of the softmax.
 
-    With `prefill` "chunked" the first chunk stands for the paper's prompt, which shares out the budget, and each later
-    one for a decoded token: sums go on, and the threshold becomes the mean of the one before and the chunk's mean of u.
+    With `prefill` "chunked" the first chunk shares out the budget; behind each later one sums go on, and the threshold
+    becomes the mean of the one before and the chunk's mean of u.
 
     In one pass the whole cache is in memory until the last layer is there. The paper leaves layers 0, 1 and the last
-    whole: `first=2,last=1`; the others pay for them. Departures: no layer keeps less than `sink` tokens; a GQA group
-    shares the mean of its scores.
+    whole: `first=2,last=1`; the others pay for them. Suffix policy `d2o` goes on by what `keep_scores` stores.
+    Departures: no layer keeps less than `sink` tokens; a GQA group shares the mean of its scores.
     """
 
     name: ClassVar[str] = "d2o"
@@ -61,6 +61,8 @@ class D2O(ChunkedPolicy):
     advice: ClassVar[str] = "to see what merging by key similarity is worth beside h2o; ems keeps more of what merges."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
+    left: ClassVar[tuple[str, ...]] = ("sum", "tau")
+    required: ClassVar[Mapping[str, Any]] = {"store": "means"}
 
     recent: float = parameter(0.5, "part of a layer's budget for its last tokens", minimum=0, maximum=1)
     sink: int = parameter(4, "first tokens always kept", minimum=0)
@@ -100,16 +102,21 @@ class D2O(ChunkedPolicy):
         return Full().reduce(layer, budget)
 
     def finished(
-        self, records: Mapping[int, Entries], notes: Mapping[int, tuple[Tensor, _OfLayer]], budget: Budget
+        self, records: Mapping[int, Entries], notes: Mapping[int, _OfLayer | tuple[Tensor, _OfLayer]], budget: Budget
     ) -> Mapping[int, Entries]:
-        if self.chunked:
+        in_one_pass = {layer: note for layer, note in notes.items() if not isinstance(note, _OfLayer)}
+        if not in_one_pass:  # in chunks, of which the last has been cut
             return records
         whole = [
             LayerPast(cast("Kept", records[layer]), scores.shape[1], columns={"sums": scores.flatten()}, note=note)
-            for layer, (scores, note) in notes.items()
+            for layer, (scores, note) in in_one_pass.items()
         ]
         shares = zip(notes, whole, self.shares(whole, budget), strict=True)
-        return {layer: self.cut(past, counts).record for layer, past, counts in shares}
+        return {layer: self.recorded(self.cut(past, counts)) for layer, past, counts in shares}
+
+    def recorded(self, past: LayerPast) -> Kept:
+        sums, tau = past.columns["sums"], NO_THRESHOLD if past.note.tau is None else float(past.note.tau)
+        return self.keeping(past.record, sum=sums, tau=torch.full_like(sums, tau))
 
     def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})
@@ -135,12 +142,7 @@ class D2O(ChunkedPolicy):
         recent = min(int(self.recent * share), share - note.always)
         protected = (rows < note.always) | (rows >= len(rows) - recent)
         kept = select(scores, protected, [min(share, len(rows))] * len(scores))
-        cosines, targets = nearest(keys, None, ~kept, kept, kept)
-        sums, heads = over_heads(cosines, ~kept, places, note.ranks)
-        tau = sums.sum() / heads.sum().clamp_min(1) if self.tau is None else self.tau
-        if note.tau is not None:
-            tau = (note.tau + tau) / 2
-        plan = MergePlan.joining(kept, ~kept & ((sums / heads.clamp_min(1))[places] >= tau), targets)
+        plan, cosines, tau = by_threshold(keys, kept, places, note.ranks, tau=self.tau, before=note.tau)
         weights, code = torch.where(kept, 1.0, cosines), self.form == "code"
         weights = weights.clamp_min(1e-30) if code else weights.exp()  # no weight of a mean may be zero
         importance = importance_of(scores, protected)

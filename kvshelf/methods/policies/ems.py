@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,12 +19,13 @@ from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import WindowPolicy, keep, pooling_kernel
 from kvshelf.methods.policies.budgets import LayerBudget
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.policies.merging import MergePlan, nearest
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class EMS(WindowPolicy):
+class EMS(KeepsScores, WindowPolicy):
     """Evict by global and local attention, then merge the next best tokens into the kept tokens most similar to them.
 
     Score per query head (eq. 2): s = max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo is the attention a
@@ -50,16 +51,20 @@ class EMS(WindowPolicy):
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
     tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
-    Nothing is updated while decoding. kvshelf's own: the mean direction gets the length of the center's key; evicted
-    tokens have no slot, because the key of a "zero class" has logit 0, and so a share of the softmax; a token alone in
-    its class keeps key and value bit by bit; `every` n above 1 takes s_glo from every n-th row, for 1 / n of the work.
-    With every eighth, a quarter kept and nothing merged, 65 % of the entries are those that all rows keep (4k tokens).
+    Suffix policy `ems` goes on while the model answers, with `merge` false and `keep_scores`. kvshelf's own: the mean
+    direction gets the length of the center's key; evicted tokens have no slot, because the key of a "zero class" has
+    logit 0, and so a share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1
+    takes s_glo from every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 %
+    of the entries are those that all rows keep (4k tokens).
     """
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
+    left: ClassVar[tuple[str, ...]] = ("all", "past")
+    required: ClassVar[Mapping[str, Any]] = {"every": 1, "merge": False}
     settled: ClassVar[Mapping[str, str]] = {
+        **KeepsScores.settled,
         **WindowPolicy.settled,
         "pos": "stored keys have their rotation",
         "every": "all rows of the question are summed",
@@ -95,8 +100,8 @@ class EMS(WindowPolicy):
         """Whether keys are merged, and stored, without their rotation."""
         return self.merge and self.pos == "pre"
 
-    def scores(self, layer: LayerView) -> Tensor:
-        """Equation 2, pooled: `[kv_heads, N]` fp32, higher is kept."""
+    def scores(self, layer: LayerView) -> tuple[Tensor, dict[str, Tensor]]:
+        """Equation 2, pooled, higher is kept, and the sums that it compares: `[kv_heads, N]` fp32."""
         window = layer.window(self.window)
         if layer.probes:
             everywhere, _ = layer.column_sums(every=self.every)
@@ -108,14 +113,17 @@ class EMS(WindowPolicy):
         ratio = local[:, :judged].mean(dim=1, keepdim=True) / everywhere[:, :judged].mean(dim=1, keepdim=True)
         aligned = everywhere * ratio  # [q_heads, N]
         scores = {"both": torch.maximum(aligned, local), "global": aligned, "local": local}[self.score]
-        return pooled(layer.grouped(scores).mean(dim=1), self.kernel)
+        sums = {"all": everywhere, "past": local} if self.keep_scores else {}
+        columns = {name: layer.grouped(of_heads).mean(dim=1) for name, of_heads in sums.items()}
+        return pooled(layer.grouped(scores).mean(dim=1), self.kernel), columns
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept | Merged:
-        scores, protected = self.scores(layer), self.protected(layer)
+        (scores, sums), protected = self.scores(layer), self.protected(layer)
         kept = select(scores, protected, budget.per_head)
         importance = importance_of(scores, protected)
         if not self.merge:
-            return keep(layer, kept, importance, budget.per_head)
+            columns = {name: own[kept] for name, own in sums.items()}
+            return replace(keep(layer, kept, importance, budget.per_head), columns=columns)
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True)
-class H2O(ScoringPolicy):
+class H2O(KeepsScores, ScoringPolicy):
     """Keep the heavy hitters, to which all of the document's queries together attend most, and the most recent tokens.
 
     The score of token j is the exact sum of its attention column, sum_{i >= j} A_ij (section 4 of the paper), which
     takes a second pass over queries and keys. More rows see early tokens than late ones; `normalize="rows"` divides by
     their number, N - j. The document is scored once, as a whole, and then cut, like the authors' code that really drops
-    entries. Their other code lets each token compete only with earlier survivors. Departures: the mean over a GQA
-    group, so that KV heads are not repeated; the chat template's tokens stay; no eviction while decoding, because a
-    stored cache never changes. The paper leaves the split between the two kinds open; without `recent`, kvshelf gives
-    each half of the budget.
+    entries. Their other code lets each token compete only with earlier survivors. While the model answers, suffix
+    policy `h2o` goes on with the sums, which the cache has with `keep_scores`. Departures: the mean over a GQA group,
+    so that KV heads are not repeated; the chat template's tokens stay. The paper leaves the split between the two kinds
+    open; without `recent`, kvshelf gives each half of the budget.
 
     kvshelf adds `every`: n above 1 sums every n-th row, for 1 / n of the work. With every eighth row and a quarter
     kept, 67 % of the entries are those that all rows keep, 49 % with `recent` 0 (kvshelf-tiny, a document of 4k
@@ -38,7 +39,10 @@ class H2O(ScoringPolicy):
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     selects: ClassVar[bool] = True
+    left: ClassVar[tuple[str, ...]] = ("sum",)
+    required: ClassVar[Mapping[str, Any]] = {"normalize": "none", "every": 1}
     settled: ClassVar[Mapping[str, str]] = {
+        **KeepsScores.settled,
         "normalize": "every row of a question sees all entries",
         "every": "all rows of the question are summed",
     }
@@ -61,6 +65,9 @@ class H2O(ScoringPolicy):
         if self.normalize == "rows":
             scores = scores / (layer.num_tokens - layer.positions)
         return scores
+
+    def columns(self, layer: LayerView, scores: Tensor) -> Mapping[str, Tensor]:  # noqa: ARG002
+        return {"sum": scores} if self.keep_scores else {}
 
     def protected(self, layer: LayerView) -> Tensor:
         assert self.recent is not None, "resolved by `fitted`, for it depends on the budget"

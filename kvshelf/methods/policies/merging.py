@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.methods.policies.view import Ranks
+
+NO_THRESHOLD: Final = -2.0
+"""Of a layer that has dropped nothing yet: below every cosine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +130,30 @@ def over_heads(similarity: Tensor, goes: Tensor, places: Tensor, ranks: Ranks | 
     sums = by_token.scatter_(2, places.expand_as(own), own).sum(dim=1)
     of_all, heads = sums if ranks is None else ranks.gathered(sums.unsqueeze(0)).sum(dim=0)
     return of_all, heads
+
+
+def by_threshold(
+    keys: Tensor,
+    kept: Tensor,
+    places: Tensor,
+    ranks: Ranks | None,
+    *,
+    tau: Tensor | float | None,
+    before: Tensor | float | None,
+) -> tuple[MergePlan, Tensor, Tensor | float]:
+    """D2O's merge: a token that is not kept joins the kept one whose key is most like its own, where the mean of their
+    cosines over the heads that drop it is at least a threshold: `tau`, or the mean of all these cosines, and the mean
+    of this and the threshold `before`.
+
+    keys: `[kv_heads, N, D]`; kept: bool, places: of the tokens, and the cosines of those that go: `[kv_heads, N]`.
+    Returns the plan, the cosines and the threshold.
+    """
+    cosines, targets = nearest(keys, None, ~kept, kept, kept)
+    sums, heads = over_heads(cosines, ~kept, places, ranks)
+    now = sums.sum() / heads.sum().clamp_min(1) if tau is None else tau
+    now = now if before is None else (before + now) / 2
+    joins = ~kept & ((sums / heads.clamp_min(1))[places] >= now)
+    return MergePlan.joining(kept, joins, targets), cosines, now
 
 
 def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:

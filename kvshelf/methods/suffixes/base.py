@@ -85,8 +85,15 @@ class SuffixPolicy(Method):
     columns: ClassVar[Mapping[str, float]] = {}
     of_tail: ClassVar[frozenset[str]] = frozenset()
     """The parameters that say something under scope "cache" alone."""
+    carried: ClassVar[frozenset[str]] = frozenset()
+    """The columns that entries of a document begin with, which its cache must have (`keep_scores` of a policy)."""
 
     protect_question: bool = parameter(True, "keep all entries of the question")
+
+    @property
+    def document_policy(self) -> str:
+        """The policy by whose numbers it goes on (`carried`)."""
+        return self.name
 
     @property
     @abstractmethod
@@ -114,7 +121,7 @@ class SuffixPolicy(Method):
         Raises `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
-            "window, h2o, lazy_eviction or lagkv",
+            "window, lagkv, h2o, lazy_eviction, trimkv, ems or d2o",
             param="suffix.scope",
         )
 
@@ -164,6 +171,14 @@ def whole_heads(positions: Sequence[Tensor], policy: str) -> int:
             param="suffix.scope",
         )
     return lengths.pop()
+
+
+def behind_sinks(positions: Sequence[Tensor], made: Identity) -> int:
+    """The entries of a KV head that are behind the sinks of the cache's policy, in each as many as in the one with the
+    fewest."""
+    sink = made.policy_params.get("sink")  # of a cache from elsewhere any value
+    first = min(max(sink, 0), made.num_tokens) if isinstance(sink, int) else 0
+    return min(int((own >= first).sum()) for own in positions)
 
 
 def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:

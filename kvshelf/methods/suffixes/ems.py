@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ems import combined
 from kvshelf.methods.policies.merging import MergePlan, nearest
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class EMS(PeriodicPolicy):
     remaining center joins the nearest of these (eq. 5): the key gets the mean direction and the center's length, the
     value the mean, both weighted by scores, and the sums of scores become one. The others are dropped.
 
+    Under scope "cache" every entry of the document competes and takes members, with the sums that its rows left (policy
+    `ems` with `merge` false and `keep_scores`).
+
     Departures: a merged token has no slot of its own, so that its softmax mass is gone: all heads of a layer keep
     equally many entries here; scores are not pooled over neighbours, because stored entries have none; means over a
     GQA group; keys are merged with their rotation; a reduction after every 32nd token, not after each.
@@ -36,6 +41,7 @@ class EMS(PeriodicPolicy):
     advice: ClassVar[str] = "where many tokens of an answer nearly repeat each other."
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"all": 0.0, "past": 0.0, "current": 0.0}
+    carried: ClassVar[frozenset[str]] = frozenset({"all", "past"})
 
     window: int = parameter(32, "last tokens always kept, and tokens of a local sum", minimum=1)
     tau: float = parameter(0.6, "least similarity at which entries merge; above 1 none do", minimum=0)
@@ -43,6 +49,9 @@ class EMS(PeriodicPolicy):
     @property
     def least(self) -> int:
         return self.window
+
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         given = weights.mean(1)

@@ -15,14 +15,14 @@ from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Su
 
 @dataclass(frozen=True)
 class H2O(PeriodicPolicy):
-    """In part, as sums begin with the answer: keep the entries to which all its tokens together attended most, and the
-    most recent ones.
+    """Keep the entries to which all tokens together attended most, and the most recent ones.
 
     The score of an entry is the running sum of the weights that it received, each a share of the attention to document
     and suffix together: under scope "suffix", what the document takes is no one's. Under scope "cache" every entry of
-    the document competes with those of the answer. Heavy hitters and recent entries each get half of what the question
-    leaves, as in the paper's experiments. Departures: a stored cache has no sums of its
-    prefill; the mean over a GQA group; a reduction after every 32nd token, not after each, unless `every` is 1.
+    the document competes with those of the answer, by the sum that the document's own rows left of it (policy `h2o`
+    with `keep_scores`). Heavy hitters and recent entries each get half of what the question leaves, as in the paper's
+    experiments. Departures: the question's rows add nothing, as how they are cut into steps depends on other answers;
+    the mean over a GQA group; a reduction after every 32nd token, not after each, unless `every` is 1.
     """
 
     name: ClassVar[str] = "h2o"
@@ -30,6 +30,7 @@ class H2O(PeriodicPolicy):
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
+    carried: ClassVar[frozenset[str]] = frozenset({"sum"})
 
     recent: int | None = parameter(None, "last entries always kept; null: half of what the question leaves", minimum=0)
 

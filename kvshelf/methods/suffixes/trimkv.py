@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.identity import Identity, ModelIdentity
+from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.gate_file import Gates, Geometry
 from kvshelf.methods.policies.gates.make_each_token_count import MakeEachTokenCount
 from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best, numbers_of
 
 _TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
 
 
 @dataclass(frozen=True)
 class TrimKV(PeriodicPolicy):
-    """In part, as the document's entries do not compete: keep the entries that a gate lets fade least. Each has a rate
-    beta, and at time T what is left of it is beta^(T - p).
+    """Keep the entries that a gate lets fade least. Each has a rate beta, and at time T what is left of it is
+    beta^(T - p).
 
     Gates and rates are those of policy `trimkv`: a gate reads a token's query, key and value as the token is made, the
     question's, too, and nothing later. Whenever there are more entries than the budget, those of the least beta^(T - p)
-    go. With `gates` "make_each_token_count" the rates are of that policy's gates, and each head keeps its own best:
-    heads and layers share no budget here.
+    go. Under scope "cache" those of the document compete, behind its sinks, by the rates that policy `trimkv` gave
+    them (`keep_scores`). With `gates` "make_each_token_count" the rates are of that policy's gates, and each head keeps
+    its own best: heads and layers share no budget here, so of a head with more entries than the least the first stay.
 
-    Departures: as for policy `trimkv`; a reduction after every 32nd token, not after each, unless `every` is 1. The
-    document's entries do not compete, as a stored cache has no rates.
+    Departures: as for policy `trimkv`; a reduction after every 32nd token, not after each, unless `every` is 1.
     """
 
     name: ClassVar[str] = "trimkv"
@@ -38,11 +39,24 @@ class TrimKV(PeriodicPolicy):
     advice: ClassVar[str] = "for a model whose gates were trained, where answers are long chains of thought."
     needs: ClassVar[Needs] = Needs.GATES
     columns: ClassVar[dict[str, float]] = {"rate": 0.0}
+    carried: ClassVar[frozenset[str]] = frozenset({"rate"})
 
     gates: str = parameter("trimkv", "the policy whose gates are read", choices=(*_TRAINED,))
 
+    @property
+    def document_policy(self) -> str:
+        return self.gates
+
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         return _TRAINED[self.gates]().gate_file(model, folder, geometry)
+
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+        if made.policy in _TRAINED and made.policy != self.gates:
+            raise PolicyUnsupported(
+                f"the rates of this cache are of policy {made.policy}, whose gates suffix.params.gates has to name",
+                param="suffix.params.gates",
+            )
+        return behind_sinks(positions, made)
 
     def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
         return {"rate": torch.nn.functional.logsigmoid(_TRAINED[self.gates].gated(gate, rows)).T}

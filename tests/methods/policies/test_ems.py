@@ -188,7 +188,7 @@ def test_without_a_probe_the_ratio_of_the_means_is_window_over_n(tokens, seed, d
     layer = view(tokens, group=1, seed=seed)
     everywhere, local = layer.column_sums(window)
     expected = torch.maximum(everywhere * (window / tokens), local)
-    scores = build("ems", {"window": window, "kernel": 1}).scores(layer)
+    scores = build("ems", {"window": window, "kernel": 1}).scores(layer)[0]
     assert torch.allclose(scores, expected, rtol=1e-5, atol=0)
 
 
@@ -297,7 +297,7 @@ def test_merging_is_by_weight():
     layer = view(40, group=1, seed=1)
     record = reduced(layer, 10, window=2, kernel=1, tau=0.0)
     policy = build("ems", {"window": 2, "kernel": 1})
-    scores = policy.scores(layer)
+    scores = policy.scores(layer)[0]
     pairs = 0
     for head in range(KV_HEADS):
         slots = slice(*record.slot_offsets[head : head + 2])

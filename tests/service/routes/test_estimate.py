@@ -77,6 +77,19 @@ def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> N
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.05)
 
 
+@pytest.mark.parametrize("codec", ["none", "int4"])
+def test_sizes_have_the_columns_of_a_policy(tiny: Engine, codec: str) -> None:
+    plain, cache = (
+        tiny.compress(DOCUMENT, policy="h2o", compression_ratio=0.5, **more) for more in ({}, {"keep_scores": True})
+    )
+    said = Dimensions.of(tiny.model).policy_bytes(cache.num_tokens, cache.kept_tokens, codec, {"columns": 1})
+    stored, without = (len(tiny.encoded(each, codec).to_bytes()) for each in (cache, plain))
+    assert said == pytest.approx(stored, rel=0.05)
+    columns = 4 * sum(record.entries for record in cache.layers)
+    assert columns <= stored - without <= columns + 128 * len(cache.layers)
+    assert cache.nbytes - plain.nbytes == columns
+
+
 @pytest.mark.parametrize("codec", FIXED)
 def test_sizes_are_of_residuals(tiny: Engine, codec: str) -> None:
     cache = tiny.compress(DOCUMENT, policy="kvdirect")

@@ -94,7 +94,13 @@ SCOPED = {"policy": "h2o", "scope": "cache", "budget": 64, "params": {"every": 4
 def test_document_and_answer_shrink_together(
     http: httpx.Client, service_url: str, cache: dict[str, Any], other: dict[str, Any], tiny_folder: Path
 ) -> None:
-    """Over HTTP, in streams, chats and both clients as in the engine; the stored cache keeps its bytes."""
+    """Over HTTP, in streams, chats and both clients as in the engine; the stored cache keeps its bytes. One without the
+    sums that the policy goes on with is refused."""
+    without = refused(post(http, cache, suffix=SCOPED), 422, "policy_unsupported")
+    assert (without["param"], "keep_scores" in without["message"]) == ("suffix.scope", True)
+    document = "The lamp of the lighthouse burns whale oil. " * 20
+    sums = {"compression_ratio": 0.0, "policy_params": {"keep_scores": True}}
+    cache = created(http, document=document, policy="h2o", **sums)
     blob = http.get(f"/v1/caches/{cache['id']}/blob").content
     plain, one = post(http, cache).json(), post(http, cache, suffix=SCOPED).json()
     stored = CompressedCache.from_bytes(blob)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Name
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from kvshelf.artifact.codecs import BITS, CODED, Codec, Precision
 from kvshelf.artifact.identity import RopeMode
@@ -25,11 +25,21 @@ an indexed record they are those of a block."""
 MAX_ARRAY: Final = 4096
 INT32_MAX: Final = 2**31 - 1
 
+
+def _names(names: list[str]) -> list[str]:
+    if names != sorted(set(names)):
+        raise ValueError("the names of columns are not in order, or one is there twice")
+    return names
+
+
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Sizes = Annotated[list[Count], Field(max_length=MAX_ARRAY)]
 Lengths = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MAX_ARRAY)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+Columns = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=8), AfterValidator(_names)
+]
 
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, memoryview]
@@ -92,7 +102,8 @@ class Target(Protocol):
 class RecordHeader(Strict):
     """One record. lengths: entries of each KV head. group: that of the cache's codec, 0 under "none".
 
-    sizes: bytes of each array, without padding, in the order in which they lie in the segment.
+    sizes: bytes of each array, without padding, in the order in which they lie in the segment. columns: the names of
+    its columns; no field where it has none.
 
     Each kind is a class below this one: a `Literal` as `kind`, fields of its own, and what differs of the methods.
     """
@@ -114,6 +125,11 @@ class RecordHeader(Strict):
     lengths: Lengths
     position_encoding: Encoding
     sizes: Sizes
+    columns: Columns = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in fields(self).items() if name != "columns" or value}
 
     @property
     def sees(self) -> tuple[int | None, int | None]:
@@ -178,7 +194,8 @@ class RecordHeader(Strict):
         sizes: dict[str, int | None] = {array.name: array.total(self.row_lengths) for array in self.row_arrays(dims)}
         if self.codec in CODED:
             sizes |= dict.fromkeys(f"{name}_coded" for name in self.row_names)
-        return sizes | {"positions": None} | self.own_sizes()
+        columns = {"columns": 4 * len(self.columns) * sum(self.lengths)} if self.columns else {}
+        return sizes | {"positions": None} | self.own_sizes() | columns
 
     def unpacked_bytes(self, dims: Dims) -> int:
         """As `Packed.unpacked_bytes`."""

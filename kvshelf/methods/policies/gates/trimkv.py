@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Entries, Kept
 from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
+from kvshelf.methods.policies.keeping import KeepsScores
+from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class TrimKV(TokenGate):
-    """In part, as it drops nothing while it answers: keep what a gate lets fade least: each token has a
-    rate beta, and at time T what is left of it is beta^(T - p).
+class TrimKV(KeepsScores, TokenGate):
+    """Keep what a gate lets fade least: each token has a rate beta, and at time T what is left of it is beta^(T - p).
 
     log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
     score of the token at position p is (T - p) log beta, with T the document's end plus `horizon`. Where all rates are
@@ -25,7 +30,8 @@ class TrimKV(TokenGate):
     tokens of a head leave at the document's end, beyond a quarter of their number. b begins at 10: nothing fades.
 
     With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
-    `horizon`: a chunk is what the authors call the buffer.
+    `horizon`: a chunk is what the authors call the buffer. While the model answers, suffix policy `trimkv` goes on with
+    each entry's log beta, which the cache has with `keep_scores`.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
@@ -39,8 +45,33 @@ class TrimKV(TokenGate):
     )
     family: ClassVar[Family] = "decay"
     target: ClassVar[Target] = "distill"
+    left: ClassVar[tuple[str, ...]] = ("rate",)
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
     def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:
         return (read + self.horizon - positions) * torch.nn.functional.logsigmoid(outputs)
+
+    def noted(self, layer: LayerView) -> int:
+        return layer.num_tokens
+
+    def finished(
+        self,
+        records: Mapping[int, Entries],
+        notes: Mapping[int, int | None],  # None of a layer that was read in chunks, which `recorded` has rated
+        budget: Budget,  # noqa: ARG002
+    ) -> Mapping[int, Entries]:
+        return {
+            layer: record if (read := notes[layer]) is None else self._rated(cast("Kept", record), read)
+            for layer, record in records.items()
+        }
+
+    def recorded(self, past: LayerPast) -> Kept:
+        return self._rated(past.record, past.num_tokens)
+
+    def _rated(self, record: Kept, read: int) -> Kept:
+        """A record whose importance is that of `judged` with its rates log beta: 0, as of what never fades, where an
+        entry is protected."""
+        assert record.importance is not None
+        rates = record.importance / (read + self.horizon - record.entry_positions)
+        return self.keeping(record, rate=rates.masked_fill(record.importance.isposinf(), 0.0))

@@ -270,7 +270,8 @@ class MemoryPlan:
                 entries += max(job.absorber.chunks)
             else:
                 entries = job.num_tokens if job.policy.phase == "after" else int(_CASCADE * entries)
-        return self.shape.held_bytes(job.num_tokens, min(job.num_tokens, entries))
+        columns = job.policy.stored_beside.get("columns", 0)
+        return self.shape.held_bytes(job.num_tokens, min(job.num_tokens, entries), columns)
 
 
 def _advice(job: Job) -> str:

@@ -23,7 +23,7 @@ _FIRST_ROWS, _RUN_BYTES, _BYTES_PER_FLAG = 4, 16, 1 / 8  # of codec klt, which d
 _SAVED_BITS: Final = 5.2
 """Of a number under codec lossless. Measured on SmolLM2: 5.2 in bfloat16, 5.6 in fp32."""
 
-_DIGEST_BYTES, _CHANNEL_BYTES = 32, 2
+_DIGEST_BYTES, _CHANNEL_BYTES, _COLUMN_BYTES = 32, 2, 4
 _ASSUMED_SHARE = 0.5  # of entries in more bits, where a policy will say it
 _LAYER_BYTES, _PIECE_BYTES = 250, 175  # of header, padding and trailer, which docs/internals/format.md describes
 
@@ -85,10 +85,10 @@ class Dimensions:
         tokens = self.layers * num_tokens + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * sum(self.dims) * self.itemsize + self.states
 
-    def held_bytes(self, num_tokens: int, kept: int) -> int:
+    def held_bytes(self, num_tokens: int, kept: int, columns: int = 0) -> int:
         """Keys and values in memory where each head keeps so many, as they are when a prefill ends: each entry has a
-        position and its importance, of four bytes each."""
-        entry = sum(self.dims) * self.itemsize + 8
+        position and its importance, of four bytes each, and so many columns."""
+        entry = sum(self.dims) * self.itemsize + 8 + _COLUMN_BYTES * columns
         tokens = self.layers * kept + sum(kind.seen(num_tokens) for kind in self.recent)
         return tokens * self.kv_heads * entry + self.states
 
@@ -105,12 +105,14 @@ class Dimensions:
 
     def policy_bytes(self, num_tokens: int, kept: int, codec: str, beside: Mapping[str, float]) -> int:
         """As `stored_bytes`, of a policy whose records have this `beside` whole entries (see `Policy.stored`): an
-        index, with digests of its blocks, keys of fewer channels, or residuals in place of keys and values."""
+        index, with digests of its blocks, keys of fewer channels, residuals in place of keys and values, or
+        columns."""
         if "residuals" in beside:
             return self._residuals(num_tokens, codec)
         if "pruned" in beside:
             return self._pruned(num_tokens, kept, codec, beside["pruned"], beside["whole"])
         stored = self.stored_bytes(num_tokens, kept, codec)
+        stored += self.layers * self.kv_heads * kept * _COLUMN_BYTES * int(beside.get("columns", 0))
         if "vectors" not in beside:
             return stored
         key_dim, _ = self.dims

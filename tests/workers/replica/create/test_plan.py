@@ -146,6 +146,17 @@ def test_the_longest_document_is_the_last_that_fits(tiny: Engine) -> None:
     assert "the longest document that fits in one pass has 3,000 tokens" in str(plan)
 
 
+def test_numbers_for_answers_count(tiny: Engine) -> None:
+    """4 bytes each: `ems` has two of each entry."""
+    plan, needed = limited(tiny, LEAST_TOKENS), []
+    for more in ({}, {"keep_scores": True}):
+        job = tiny.prepare(ids(16_000), policy="ems", budget_tokens=500, policy_params={"merge": False, **more})
+        with pytest.raises(DocumentTooLong) as refused:
+            plan.require_room(tiny, Levels((tiny.compressor.level(job),), False))
+        needed.append(refused.value.details["needed_bytes"])
+    assert needed[1] - needed[0] == 2 * 4 * 500 * plan.shape.layers * plan.shape.kv_heads
+
+
 def test_a_plan_needs_no_weights(tiny: Engine) -> None:
     """Before they are read it counts more for a pass: that may turn out to run by a program."""
     limits = {"attached": 1 << 20, "suffixes": 1 << 20}

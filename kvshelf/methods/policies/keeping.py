@@ -1,0 +1,56 @@
+"""The base of policies whose papers go on choosing while the model answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from kvshelf.artifact.records import Kept
+from kvshelf.errors import PolicyUnsupported
+from kvshelf.methods.method import parameter
+from kvshelf.methods.policies.base import Policy
+from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.view import DocumentView
+
+
+@dataclass(frozen=True)
+class KeepsScores(Policy):
+    """One that goes on by numbers which it has of each entry when the document has been read. With `keep_scores` the
+    cache has them, too, as columns of its records, 4 bytes a number under every codec: the suffix policy of the same
+    paper begins with them under scope "cache"."""
+
+    settled: ClassVar[Mapping[str, str]] = {"keep_scores": "what it chooses at a question is not stored"}
+    left: ClassVar[tuple[str, ...]]
+    """The names of the columns."""
+    required: ClassVar[Mapping[str, Any]] = {}
+    """The values of parameters without which no answer could go on: sums over all rows, entries without slots."""
+
+    keep_scores: bool = parameter(
+        False, "store what an answer goes on with under suffix.scope cache, 4 bytes a number", added=True
+    )
+
+    @property
+    def stored_beside(self) -> dict[str, Any]:
+        beside = super().stored_beside
+        return beside | {"columns": len(self.left)} if self.keep_scores else beside
+
+    def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        for name, value in self.required.items() if self.keep_scores else ():
+            if getattr(self, name) != value:
+                raise PolicyUnsupported(
+                    "with keep_scores an answer goes on with sums over all rows and with entries without slots; give "
+                    f"{name} {json.dumps(value)}, or leave keep_scores out",
+                    param=f"policy_params.{name}",
+                )
+        return super().fitted(document, budget, given)
+
+    def has_work(self, budget: Budget, num_tokens: int) -> bool:
+        return self.keep_scores or super().has_work(budget, num_tokens)
+
+    def keeping(self, record: Kept, **columns: Tensor) -> Kept:
+        """The record with these columns, `[entries]` fp32 each, where the cache is to have them."""
+        return replace(record, columns=columns) if self.keep_scores else record
