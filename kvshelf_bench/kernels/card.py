@@ -119,7 +119,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         to_card = on_card
         if (device := kwargs.get("device")) is not None:
             to_card, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
-        if name == "_to_copy" and on_card and to_card and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+        if name == "_to_copy" and on_card and device == CARD and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             return args[0]  # C++ asks for it, because it takes "cuda" and "meta" for two devices
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         if pinned and name == "_pin_memory":
