@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from kvshelf.engine.engine import Engine
 
 CARD: Final = torch.device("cuda", 0)
 
@@ -32,8 +36,23 @@ _READING: Final = (
 """Operations whose result, or its size, the host reads off the card before they return."""
 
 
+class Waits(NamedTuple):
+    """How often the host waited: at lines that waited at least once for each layer, and beside them."""
+
+    layer: int
+    beside: int
+
+    @classmethod
+    def of(cls, waits: Counter[str], layers: int) -> Waits:
+        layer = sum(count // layers for count in waits.values())
+        return cls(layer, waits.total() - layer * layers)
+
+    def __str__(self) -> str:
+        return f"{self.layer} + {self.beside}"
+
+
 class Card:
-    """`with Card() as card:` a card, and how often the host waits for it inside.
+    """`with Card() as card:` a card, and how often the host waits for it inside. Models are loaded before.
 
     waits: by the operation and the line of kvshelf's code, or of what called it where no line is kvshelf's. A copy
     between host and card waits unless it is `non_blocking` and the host's memory is pinned: CUDA may wait for a copy
@@ -54,6 +73,18 @@ class Card:
     def __exit__(self, *error: Any) -> None:
         self._within.close()
 
+    def compression(self, engine: Engine, document: str, policy: str, codecs: Sequence[str]) -> dict[str, Waits]:
+        """The waits of a prefill that is compressed by `policy`, under "none", and those of encoding its cache under
+        each codec."""
+        layers, counts = len(engine.kinds), dict[str, Waits]()
+        self.waits.clear()
+        cache = engine.compress(document, policy=policy)
+        for codec in ("none", *codecs):
+            engine.encoded(cache, codec)
+            counts[codec] = Waits.of(self.waits, layers)
+            self.waits.clear()
+        return counts
+
     def put(self, model: nn.Module) -> None:
         """Have a model's weights and buffers on the card."""
         for module in model.modules():
@@ -73,30 +104,30 @@ class _Stream:
 
 
 class _OnCard(Tensor):
-    """held: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
+    """host: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
 
-    held: Tensor
+    host: Tensor
     device = property(lambda _: CARD)  # type: ignore[assignment]
     is_cuda = property(lambda _: True)  # type: ignore[assignment]
     is_meta = property(lambda _: False)  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __new__(cls, held: Tensor) -> Self:
+    def __new__(cls, host: Tensor) -> Self:
         made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
-        made.held = held
+        made.host = host
         return made
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
     def data_ptr(self) -> int:  # Triton's interpreter asks for it, and for the storage
-        return self.held.data_ptr()
+        return self.host.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.untyped_storage()
+        return self.host.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,24 +157,28 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = args[0].clone()
         else:
             self._look(func, name, args, kwargs, on_card, to_card)
-            own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.held, (args, kwargs))
+            own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.host, (args, kwargs))
             result = func(*own_args, **own_kwargs)
             if func._schema.is_mutable:  # it returns what it changed
                 same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
-                changed = [given for own, given in same if own is result]
+                changed = [leaf for own, leaf in same if own is result]
                 return changed[0] if changed else result
         if pinned:
             self._pinned[result.untyped_storage().data_ptr()] = result
         return tree_map_only(Tensor, _OnCard, result) if to_card else result
 
     def _look(self, func: Any, name: str, args: Any, kwargs: Any, on_card: bool, to_card: bool) -> None:
-        host = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, _OnCard)]
+        host = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, _OnCard)
+        ]
         if name in ("_to_copy", "copy_"):
             crosses = on_card != to_card if name == "_to_copy" else on_card and bool(host)
             blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
             other = any(tensor.untyped_storage().data_ptr() not in self._pinned for tensor in host)
             if crosses and (blocks or other):
-                self._wait("copy to the card" if isinstance(args[0], _OnCard) == (name == "copy_") else "copy to the host")
+                self._wait(
+                    "copy to the card" if isinstance(args[0], _OnCard) == (name == "copy_") else "copy to the host"
+                )
         elif not on_card:
             return
         elif name in _READING or (name == "repeat_interleave" and kwargs.get("output_size") is None):

@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvshelf.kernels.transfer import upload
-
 from kvshelf.kernels.tiles import INTERPRETED, load_rows
+from kvshelf.kernels.transfer import upload
 
 _LENGTHS = 16
 """Centers whose lengths are computed at once."""

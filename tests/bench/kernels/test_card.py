@@ -1,0 +1,91 @@
+"""A card that is not there: what waits for it, and that a prefill does not, layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from kvshelf.engine.engine import Engine
+from kvshelf.kernels.transfer import download, upload
+from kvshelf.model import loading
+from kvshelf_bench.kernels.card import CARD, Card, Waits
+
+TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 8
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Of a model on the card."""
+    model, tokenizer = loading.load("kvshelf-tiny", device="cpu", dtype="float32")
+    with Card() as card:
+        card.put(model)
+        engine = Engine(model, tokenizer, name="kvshelf-tiny")
+        card.compression(engine, TEXT, "full", ["int4", "klt"])
+        yield card, engine
+
+
+def test_what_the_host_reads_waits():
+    with Card() as card:
+        rows = torch.arange(6, device=CARD).float().view(2, 3)
+        assert (rows.device, rows.is_cuda) == (CARD, True)
+        doubled = (rows * 2)[1:].clone().add_(1)
+        assert card.waits.total() == 0
+        waiting = [
+            lambda: doubled.sum().item(),
+            lambda: bool((rows > 1).any()),
+            lambda: rows[rows > 1],
+            lambda: rows.cpu(),
+            lambda: torch.ones(2).to(CARD),
+            lambda: torch.ones(2).to(CARD, non_blocking=True),  # of memory that is not pinned
+            lambda: torch.tensor([1, 2], device=CARD),
+            lambda: download([rows, doubled]),
+        ]
+        for number, wait in enumerate(waiting, 1):
+            wait()
+            assert card.waits.total() == number
+        assert doubled.tolist() == [[7, 9, 11]]
+
+
+def test_what_is_queued_does_not_wait_and_devices_do_not_mix():
+    with Card() as card:
+        rows = upload([torch.ones(2, 3)], CARD)[0]
+        rows[rows > 0] = 2.0
+        torch.ones(3).pin_memory().to(CARD, non_blocking=True)
+        rows.to("cpu", non_blocking=True)
+        assert card.waits.total() == 0
+        with pytest.raises(RuntimeError, match="host and of the card"):
+            rows + torch.ones(3)
+
+
+def test_waits_of_a_layer_are_those_of_lines_that_wait_once_for_each():
+    assert Waits.of(Counter({"a": 9, "b": 4, "c": 1}), 4) == (3, 2)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "keydiff", "snapkv", "lagkv", "expected_attention"])
+def test_no_layer_of_a_prefill_waits(engine, policy):
+    card, tiny = engine
+    counts = card.compression(tiny, TEXT, policy, ["int8", "int4", "mixed:high=int8,low=int4", "klt"])
+    assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
+    assert counts["none"].beside <= 4
+    assert all(waits.beside <= 1 for codec, waits in counts.items() if codec != "none"), "looked at together"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip"])
+def test_no_layer_of_a_longer_prefill_waits(engine, policy):
+    card, tiny = engine
+    counts = card.compression(tiny, TEXT, policy, ["int4", "klt"])
+    assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
+
+
+def test_the_numbers_are_those_of_the_same_kernels_on_a_cpu(engine, monkeypatch):
+    _, tiny = engine
+    made = tiny.encoded(tiny.compress(TEXT, policy="streaming_llm"), "int4").to("cpu")
+    plain = Engine.load("kvshelf-tiny", device="cpu", dtype="float32")
+    monkeypatch.setenv("KVSHELF_KERNELS", "triton")
+    expected = plain.encoded(plain.compress(TEXT, policy="streaming_llm"), "int4")
+    for own, other in zip(made.layers, expected.layers, strict=True):
+        assert torch.allclose(own.dense()[0], other.dense()[0], atol=1e-2)
+        assert [head.tolist() for head in own.positions] == [head.tolist() for head in other.positions]
