@@ -130,6 +130,7 @@ class CompressedCache:
         devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
         layers = [each.to(to, non_blocking=True) for each, to in zip(self.layers, devices, strict=True)]
         settle(part.keys.device for each in self._with_entries for part in parts_of(each))
+        settle(state.tensor.device for layer in self.layers for state in states_of(layer))
         return replace(self, layers=tuple(layers))
 
     def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:

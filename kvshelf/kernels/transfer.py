@@ -40,3 +40,5 @@ def settle(devices: Iterable[torch.device]) -> None:
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+        elif device.type != "cpu":
+            torch.accelerator.synchronize(device)
