@@ -128,8 +128,8 @@ class CompressedCache:
     def to(self, device: torch.device | str | Sequence[torch.device]) -> CompressedCache:
         """The same cache on another device, or on one for each layer. The copies to the CPU are waited for together."""
         devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
-        layers = [each.to(to, non_blocking=True) for each, to in zip(self.layers, devices, strict=True)]
-        settle(part.keys.device for each in self._with_entries for part in parts_of(each))
+        layers = [layer.to(to, non_blocking=True) for layer, to in zip(self.layers, devices, strict=True)]
+        settle(part.keys.device for entries in self._with_entries for part in parts_of(entries))
         settle(state.tensor.device for layer in self.layers for state in states_of(layer))
         return replace(self, layers=tuple(layers))
 

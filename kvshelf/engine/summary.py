@@ -70,7 +70,7 @@ class KeyCoder:
         count = min(REFERENCE_TOKENS, vocab_size)
         reference = tuple(index * vocab_size // count for index in range(count))
         keys = _first_layers(passes, rope, reference)
-        projections = tuple(_projections(each.shape[1]).to(each.device) for each in keys)
+        projections = tuple(_projections(rows.shape[1]).to(rows.device) for rows in keys)
         return cls(passes, rope, reference, tuple(each.mean(0) for each in keys), projections)
 
     def question(self, token_ids: Sequence[int]) -> list[Codes]:
@@ -157,8 +157,8 @@ class SummaryMaker:
 
 def codes_of(signs: Tensor) -> Codes:
     """The codes `[N]` of their bits, `[N, 64]` bool."""
-    found: Codes = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little").view("<u8")[:, 0]
-    return found
+    codes: Codes = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little").view("<u8")[:, 0]
+    return codes
 
 
 def packed(codes: Codes) -> bytes:

@@ -48,7 +48,7 @@ def nearest_pair(
     if keys.shape[0] == 0:
         return similarity, index
     ends = [list(accumulate(counts, initial=0)) for counts in (token_counts, center_counts)]
-    token_ends, center_ends = upload([torch.tensor(each, dtype=torch.int64) for each in ends], keys.device)
+    token_ends, center_ends = upload([torch.tensor(numbers, dtype=torch.int64) for numbers in ends], keys.device)
     dims = {"DIM": keys.shape[1], "BLOCK_DIM": _padded(keys.shape[1])}
     dims |= {"VALUE_DIM": values.shape[1], "BLOCK_VALUE_DIM": _padded(values.shape[1])}
     centers = center_keys, center_keys.stride(0), center_values, center_values.stride(0)
