@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from unittest.mock import patch
 
@@ -107,13 +107,13 @@ class _OnCard(Tensor):
     """host: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
 
     host: Tensor
-    device = property(lambda _: CARD)  # type: ignore[assignment]
-    is_cuda = property(lambda _: True)  # type: ignore[assignment]
-    is_meta = property(lambda _: False)  # type: ignore[assignment]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda _: CARD)
+    is_cuda = property(lambda _: True)
+    is_meta = property(lambda _: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, host: Tensor) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
@@ -130,7 +130,7 @@ class _OnCard(Tensor):
         return self.host.untyped_storage()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f"{func} on a tensor of a card that is no longer there")
 
 
@@ -216,7 +216,8 @@ def _fills(args: Any) -> bool:
 
 def _place() -> str:
     """The file and the line that asked, of the package, or of what called torch."""
-    frame, outside = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    outside = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if "/kvshelf/" in path:
