@@ -35,7 +35,7 @@ _DOCUMENT = "The access code of the amber falcon is 482913. " + "The tide turns 
 
 def main() -> None:
     if sys.argv[1:2] == ["waits"]:
-        _waits(sys.argv[2:] or POLICIES.names())
+        _waits(sys.argv[2:] or POLICIES)
     else:
         _launches()
 
