@@ -182,7 +182,7 @@ def _precise(codec: Codec, record: PackedRecord, where: str) -> Sequence[int]:
         return [int(length * codec.share + 1e-9) for length in record.lengths]
     if record.precise is None:
         raise refused(f"{where} does not say how many entries have more bits; give codec mixed a number as its share")
-    return record.precise
+    return [min(count, length) for count, length in zip(record.precise, record.lengths, strict=True)]
 
 
 def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:

@@ -282,7 +282,9 @@ def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 def marked(chosen: Tensor, count: int) -> Tensor:
     """The places `[count]` int64 that `chosen` `[n]` bool marks, of which there are so many."""
     if chosen.device.type == "cpu":
-        return chosen.nonzero().flatten()
+        places = chosen.nonzero().flatten()
+        assert len(places) == count
+        return places
     return torch.nonzero_static(chosen, size=count).flatten()  # which waits for no size
 
 

@@ -143,10 +143,7 @@ class Attachment:
         made = self._prefixes.get(layer)
         if made is None:
             entries = entries_of(self._record(layer, wait))
-            if entries is None:
-                made = ()
-            else:  # queued: the layers before attend meanwhile
-                made = self._read(entries).to(self._devices[layer], non_blocking=True).prefixes(self._rotate)
+            made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
             self._prefixes[layer] = made
         return made
 

@@ -10,7 +10,7 @@ import torch
 from kvshelf.engine.engine import Engine
 from kvshelf.kernels.transfer import download, upload
 from kvshelf.model import loading
-from kvshelf_bench.kernels.card import CARD, Card, Waits
+from scripts.card import CARD, Card, Waits
 
 TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 8
 
