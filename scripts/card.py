@@ -2,16 +2,19 @@
 
 The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
 takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
-tensor of the card and one of the host is refused as a card refuses it.
+tensor of the card and one of the host is refused as a card refuses it. What is copied to the host without a wait is
+zeros there until somebody waits: who reads it too early gets wrong numbers, as with a card.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from unittest.mock import patch
@@ -22,10 +25,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import kvshelf
+
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
 CARD: Final = torch.device("cuda", 0)
+
+_PACKAGE: Final = str(Path(kvshelf.__file__).parent) + os.sep
 
 _PROPERTIES: Final = SimpleNamespace(name="no card", multi_processor_count=132)
 
@@ -64,9 +71,11 @@ class Card:
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
+        operations = _Operations(self.waits)
+        stream = _Stream(operations)
         self._within.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _device: _PROPERTIES))
-        self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: _Stream(self.waits)))
-        self._within.enter_context(_Operations(self.waits))
+        self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: stream))
+        self._within.enter_context(operations)
         self._within.enter_context(_Lists())
         return self
 
@@ -97,10 +106,10 @@ class Card:
 
 @dataclass
 class _Stream:
-    waits: Counter[str]
+    operations: _Operations
 
     def synchronize(self) -> None:
-        self.waits[f"synchronize at {_place()}"] += 1
+        self.operations.wait("synchronize")
 
 
 class _OnCard(Tensor):
@@ -110,7 +119,7 @@ class _OnCard(Tensor):
     device = property(lambda _: CARD)
     is_cuda = property(lambda _: True)
     is_meta = property(lambda _: False)
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, host: Tensor) -> Self:
         made: Self = Tensor._make_wrapper_subclass(
@@ -130,18 +139,19 @@ class _OnCard(Tensor):
         return self.host.untyped_storage()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} on a tensor of a card that is no longer there")
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Runs each operation on the CPU, and wraps what is then on the card."""
 
     def __init__(self, waits: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE  # then torch does not look for a driver
         self._waits = waits
         self._pinned: dict[int, Tensor] = {}
+        self._queued: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
@@ -159,6 +169,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._look(func, name, args, kwargs, on_card, to_card)
             own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.host, (args, kwargs))
             result = func(*own_args, **own_kwargs)
+            if name == "_to_copy" and on_card and not to_card and kwargs.get("non_blocking"):
+                self._queued.append((result, result.clone()))
+                result.zero_()
             if func._schema.is_mutable:  # it returns what it changed
                 same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
                 changed = [leaf for own, leaf in same if own is result]
@@ -176,23 +189,27 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
             other = any(tensor.untyped_storage().data_ptr() not in self._pinned for tensor in host)
             if crosses and (blocks or other):
-                self._wait(
+                self.wait(
                     "copy to the card" if isinstance(args[0], _OnCard) == (name == "copy_") else "copy to the host"
                 )
         elif not on_card:
             return
         elif name in _READING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
-            self._wait(name)
+            self.wait(name)
         elif name.removesuffix("_") in ("index", "index_put", "_index_put_impl", "_unsafe_index"):
             chosen = [index for index in args[1] if index is not None]
             if any(index.dtype == torch.bool for index in chosen) and not _fills(args):
-                self._wait(f"{name} by a mask")
+                self.wait(f"{name} by a mask")
             elif not all(isinstance(index, _OnCard) for index in chosen):
-                self._wait(f"{name} from the host")
+                self.wait(f"{name} from the host")
         elif any(tensor.dim() for tensor in host):
             raise RuntimeError(f"{func} was given tensors of the host and of the card")
 
-    def _wait(self, name: str) -> None:
+    def wait(self, name: str) -> None:
+        """Count one, here, and have arrived what was queued."""
+        for there, copied in self._queued:
+            there.copy_(copied)
+        self._queued.clear()
         self._waits[f"{name} at {_place()}"] += 1
 
 
@@ -220,8 +237,8 @@ def _place() -> str:
     outside = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/kvshelf/" in path:
-            return f"{path.rpartition('/kvshelf/')[2]}:{frame.f_lineno}"
+        if path.startswith(_PACKAGE):
+            return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
         if not outside and "/torch/" not in path and path != __file__:
             outside = f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvshelf.engine.engine import Engine
-from kvshelf.kernels.transfer import download, upload
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.transfer import download, settle, upload
 from kvshelf.model import loading
 from scripts.card import CARD, Card, Waits
+from tests.store.caches import make_cache
 
 TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 8
 
@@ -46,6 +49,7 @@ def test_what_the_host_reads_waits():
             wait()
             assert card.waits.total() == number
         assert doubled.tolist() == [[7, 9, 11]]
+        assert all(place.partition(" at ")[2].startswith((__file__, "kernels/transfer.py:")) for place in card.waits)
 
 
 def test_what_is_queued_does_not_wait_and_devices_do_not_mix():
@@ -53,8 +57,11 @@ def test_what_is_queued_does_not_wait_and_devices_do_not_mix():
         rows = upload([torch.ones(2, 3)], CARD)[0]
         rows[rows > 0] = 2.0
         torch.ones(3).pin_memory().to(CARD, non_blocking=True)
-        rows.to("cpu", non_blocking=True)
+        copied = rows.to("cpu", non_blocking=True)
         assert card.waits.total() == 0
+        assert copied.tolist() == [[0, 0, 0], [0, 0, 0]], "nobody has waited for it"
+        settle([CARD])
+        assert copied.tolist() == [[2, 2, 2], [2, 2, 2]]
         with pytest.raises(RuntimeError, match="host and of the card"):
             rows + torch.ones(3)
 
@@ -70,6 +77,31 @@ def test_no_layer_of_a_prefill_waits(engine, policy):
     assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
     assert counts["none"].beside <= 4
     assert all(waits.beside <= 1 for codec, waits in counts.items() if codec != "none"), "looked at together"
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4:residual=16", "mixed:high=int8,low=int4", "lossless"])
+def test_a_card_encodes_as_the_cpu_does_and_what_it_copies_has_arrived(codec):
+    """Lengths that are said and not counted, too: on a card nothing checks them."""
+    here = ranked(make_cache())
+    with Card():
+        assert here.to(CARD).encoded(codec).to_bytes() == here.encoded(codec).to_bytes()
+
+
+@pytest.mark.parametrize("codec", ["int8:residual=0", "mixed:high=int8,low=int4"])
+@pytest.mark.parametrize(("value", "message"), [(torch.nan, "layer 1 hold NaN"), (3.38e38, "layer 1 holds numbers")])
+def test_what_a_codec_refuses_is_refused_of_a_card_before_anybody_has_the_cache(codec, value, message):
+    cache = ranked(make_cache())
+    cache.layers[1].keys[:2, 0] = torch.tensor([value, -value])
+    with Card():
+        with pytest.raises(InvalidRequest, match=message):
+            cache.to(CARD).encoded(codec)
+
+
+def ranked(cache):
+    """The same with an importance of each entry, by which codec mixed chooses."""
+    return replace(
+        cache, layers=tuple(replace(layer, importance=torch.arange(float(layer.entries))) for layer in cache.layers)
+    )
 
 
 @pytest.mark.slow
