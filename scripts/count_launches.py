@@ -1,16 +1,20 @@
-"""What a decode step launches and moves on a card, counted without one: `python -m scripts.count_launches`.
+"""What a decode step launches and moves on a card, and where a prefill waits for it, counted without one.
 
-Models of one and of three small Llama layers step in bf16 with Triton's kernels under its interpreter; half of the
-difference is a layer's.
+`python -m scripts.count_launches`: models of one and of three small Llama layers step in bf16 with Triton's kernels
+under its interpreter; half of the difference is a layer's.
+`python -m scripts.count_launches waits [POLICY ...]`: a table of how often kvshelf-tiny's prefill and the encoding of
+its cache wait for each layer, and beside them, by policy and codec.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -18,14 +22,44 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
+from kvshelf.errors import KvshelfError
+from kvshelf.methods.policies.registry import POLICIES
+from kvshelf.model import loading
 from kvshelf_bench.speed.selecting import selection_of, stepping
 from kvshelf_bench.speed.subject import Subject
+from scripts.card import Card
 from scripts.launch_counts import Counts
 
 _TOKENS = 64
+_CODECS = "int8", "int4", "klt"
+_DOCUMENT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 12
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["waits"]:
+        _waits(sys.argv[2:] or POLICIES)
+    else:
+        _launches()
+
+
+def _waits(policies: Iterable[str]) -> None:
+    """Print a table of policies and codecs."""
+    model, tokenizer = loading.load("kvshelf-tiny", device="cpu", dtype="float32")
+    with Card() as card:
+        card.put(model)
+        engine = Engine(model, tokenizer, name="kvshelf-tiny")
+        card.compression(engine, _DOCUMENT, "full", _CODECS)  # what is made once
+        print("| policy | prefill |", " | ".join(_CODECS), "|")
+        print("|---|---|" + "---|" * len(_CODECS))
+        for policy in policies:
+            try:
+                shown = [str(waits) for waits in card.compression(engine, _DOCUMENT, policy, _CODECS).values()]
+            except KvshelfError as error:
+                shown = [str(error).partition(";")[0]]
+            print(f"| `{policy}` |", " | ".join(shown), "|", flush=True)
+
+
+def _launches() -> None:
     os.environ["KVSHELF_KERNELS"] = "triton"
     subjects = [_subject(layers) for layers in (1, 3)]
     for selector, slots in (("", False), ("", True), ("quest", False), ("quest", True)):

@@ -16,21 +16,30 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WITHOUT_A_LAUNCH = ("empty", "new_empty", "set_", "resize_", "detach", "lift_fresh", "alias", "prim")
+_WITHOUT_A_LAUNCH = (
+    "_local_scalar_dense",
+    "empty",
+    "new_empty",
+    "set_",
+    "resize_",
+    "detach",
+    "lift_fresh",
+    "alias",
+    "prim",
+)
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Counts() as counts:` launches and bytes of what runs inside.
 
     launches: how often each operation or kernel ran. nbytes: of all tensors that they read or write, each counted in
-    full once for each launch: what has to move where no cache keeps it. waits: how often the host read a number.
+    full once for each launch: what has to move where no cache keeps it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.nbytes = 0
-        self.waits = 0
         self._hooked: list[Any] = []
 
     @property
@@ -58,9 +67,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if name == "_local_scalar_dense":
-            self.waits += 1
-        elif not name.startswith(_WITHOUT_A_LAUNCH) and not _is_view(func, args, result) and not _interpreting():
+        if not name.startswith(_WITHOUT_A_LAUNCH) and not _is_view(func, args, result) and not _interpreting():
             self._count(name, [args, kwargs, result])
         return result
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from kvshelf.artifact import codecs, records
 from kvshelf.artifact.blob import PackedBlob, as_view, tensors
 from kvshelf.artifact.coder import CacheDecoder, Coder, plain_layer
-from kvshelf.artifact.encoding import apart, classes_of, encode
+from kvshelf.artifact.encoding import Refusals, apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.shape import LayerShape, Shape
+from kvshelf.kernels.transfer import settle
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +123,12 @@ class CompressedCache:
         return Shape(tuple(map(_layer_shape, self.layers)), self.num_tokens, self.next_position)
 
     def to(self, device: torch.device | str | Sequence[torch.device]) -> CompressedCache:
-        """The same cache on another device, or on one for each layer."""
+        """The same cache on another device, or on one for each layer. The copies to the CPU are waited for together."""
         devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
-        return replace(self, layers=tuple(each.to(to) for each, to in zip(self.layers, devices, strict=True)))
+        layers = [layer.to(to, non_blocking=True) for layer, to in zip(self.layers, devices, strict=True)]
+        settle(part.keys.device for entries in self._with_entries for part in records.parts_of(entries))
+        settle(state.tensor.device for layer in self.layers for state in records.states_of(layer))
+        return replace(self, layers=tuple(layers))
 
     def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:
         """The cache under a codec (see `kvshelf.artifact.codecs`); itself if nothing changes. Only `klt` needs a
@@ -136,7 +140,7 @@ class CompressedCache:
         wanted = codecs.resolve(self.codec, codec)
         if str(wanted) == self.codec:
             return self
-        layers = list(self.layers)
+        layers = list((self.to("cpu") if wanted.coded else self).layers)  # the CPU codes them
         found = ((index, records.entries_of(layer)) for index, layer in enumerate(layers))
         parted = {
             index: apart(each, self.identity.protect)
@@ -148,13 +152,15 @@ class CompressedCache:
         if wanted.classes:
             wanted.require_kept(self.identity.budget_tokens, self.num_tokens)
             classes = classes_of(wanted, list(chosen.values()), self.num_tokens)
+        refusals = Refusals()
         for (index, entries), members in zip(chosen.items(), classes, strict=True):
             of_layer = None if coder is None else coder.layer(index, self.repositioned)
-            made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups=whole_groups)
+            made = encode(wanted, entries, f"layer {index}", of_layer, members, whole_groups, refusals)
             # Protected entries come first: the last record of a layer may be the residual of its codec.
             layers[index] = records.with_entries(
                 layers[index], records.entries_from([*parted[index][0], *records.parts_of(made)])
             )
+        refusals.settle()
         identity = self.identity
         if wanted.name == "klt":
             assert coder is not None
@@ -186,7 +192,7 @@ class CompressedCache:
     def pack(self) -> PackedBlob:
         """The blob as buffers that share the tensors' memory. Raises `InvalidRequest` as `tensors.pack` does."""
         about = (self.num_tokens, self.next_position, self.identity, self.codec, self.sentence_ends, self.summary)
-        return tensors.pack(self.layers, *about)
+        return tensors.pack(self.to("cpu").layers, *about)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> CompressedCache:

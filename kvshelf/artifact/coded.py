@@ -115,7 +115,7 @@ class ByteRows:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def to(self, device: torch.device | str) -> Self:  # noqa: ARG002
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:  # noqa: ARG002
         """Itself: its parts are found by the CPU, whatever decodes them."""
         return self
 

@@ -17,9 +17,30 @@ from kvshelf.artifact.planes import encode_planes
 from kvshelf.artifact.records import Entries, PackedRecord, Pruned, entries_from, parts_of
 from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.quantize.rows import QuantizedRows
+from kvshelf.kernels.transfer import download
 
 AXES: Final[Mapping[str, Axis]] = {"keys": "tokens", "values": "channels"}
 """What a group of a record's rows is made of."""
+
+
+class Refusals:
+    """What a codec refuses because of numbers. Those of a device are looked at together, so that no layer waits."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, str]] = []
+
+    def unless(self, sound: Tensor, why: str) -> None:
+        """Refuse unless `sound`, a bool without dimensions: raises `InvalidRequest` here for one on the CPU."""
+        self._pending.append((sound, why))
+        if sound.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise `InvalidRequest` for the first that is not sound. Waits for the device."""
+        pending, self._pending = self._pending, []
+        for sound, (_, why) in zip(download([sound for sound, _ in pending]), pending, strict=True):
+            if not sound:
+                raise refused(why)
 
 
 def encode(
@@ -28,17 +49,21 @@ def encode(
     where: str = "the layer",
     coder: LayerCoder | None = None,
     classes: Tensor | None = None,
-    *,
     whole_groups: bool = False,
+    refusals: Refusals | None = None,
 ) -> Entries:
     """The record encoded under a codec, without `importance`; the input stays unchanged.
 
     Each part of `Parts` is encoded separately, with its own residual and share; pruned entries with others behind them
     have no residual. `where` names the record in errors. classes: those of `classes_of`, under klt with classes.
     whole_groups: let the residual grow until the entries before it fill their groups, so that others can be appended to
-    these without coding them again. Raises `InvalidRequest` for a record that is quantized already, holds NaN or
-    infinity, or lacks the importance that mixed chooses by.
+    these without coding them again. refusals: of several layers, which the caller settles. Raises `InvalidRequest` for
+    a record that is quantized already, holds NaN or infinity, or lacks the importance that mixed chooses by.
     """
+    if refusals is None:
+        made = encode(codec, record, where, coder, classes, whole_groups, refusals := Refusals())
+        refusals.settle()
+        return made
     if codec.name == "none":
         return record
     parts = parts_of(record)
@@ -50,14 +75,14 @@ def encode(
         if coder is None:
             raise refused("codec klt needs the transforms of the model; encode the cache by its engine: Engine.encoded")
         for part in parts:
-            _require_encodable(part, where)
+            _require_encodable(part, where, refusals)
         pieces = [coder.encoded(piece, one, where) for one, piece in _by_class(codec, parts, classes)]
     else:
         pieces = []
         for part, then in zip_longest(parts, parts[1:]):
             # The newest entries beside pruned ones have a part and a residual of their own.
             own = replace(codec, residual=0) if isinstance(part, Pruned) and then is not None else codec
-            pieces += _pieces(own, part, where, whole_groups=whole_groups)
+            pieces += _pieces(own, part, where, whole_groups, refusals)
     if not pieces:  # the layer kept no entries
         return record
     return entries_from(pieces)
@@ -110,16 +135,27 @@ def _by_class(
                 yield one, part.select(chosen)
 
 
-def _pieces(codec: Codec, record: PackedRecord, where: str, *, whole_groups: bool) -> list[PackedRecord]:
-    _require_encodable(record, where)
-    split: tuple[tuple[Precision, Tensor], ...]
+def _pieces(
+    codec: Codec, record: PackedRecord, where: str, whole_groups: bool, refusals: Refusals
+) -> list[PackedRecord]:
+    _require_encodable(record, where, refusals)
+    split: tuple[tuple[Precision, Tensor, Sequence[int]], ...]
     if codec.name == "mixed":
-        important = _important(codec, record, where)
-        split = ((codec.high, important), (codec.low, ~important))
+        important, counts = _important(codec, record, where)
+        split = ((codec.high, important, counts), (codec.low, ~important, _others(record, counts)))
     else:
-        last = _last(record, codec.residual, codec.group if whole_groups else 1)
-        split = ((codec.name, ~last), ("none", last))
-    return [_quantized(codec, record.select(chosen), precision, where) for precision, chosen in split if chosen.any()]
+        last, counts = _last(record, codec.residual, codec.group if whole_groups else 1)
+        split = ((codec.name, ~last, _others(record, counts)), ("none", last, counts))
+    return [
+        _quantized(codec, record.select(chosen, lengths), precision, where, refusals)
+        for precision, chosen, lengths in split
+        if any(lengths)
+    ]
+
+
+def _others(record: PackedRecord, counts: Sequence[int]) -> list[int]:
+    """Entries of each head beside so many."""
+    return [length - count for length, count in zip(record.lengths, counts, strict=True)]
 
 
 def _planed(record: PackedRecord, where: str) -> PackedRecord:
@@ -128,15 +164,15 @@ def _planed(record: PackedRecord, where: str) -> PackedRecord:
     return replace(record.to("cpu"), **rows, importance=None, precise=None)
 
 
-def _important(codec: Codec, record: PackedRecord, where: str) -> Tensor:
+def _important(codec: Codec, record: PackedRecord, where: str) -> tuple[Tensor, Sequence[int]]:
     """`[entries]` bool: the most important `share` of each head's entries, or as many as the policy says; ties go to
-    the earlier entry."""
-    importance = _importance(codec, record, where)
+    the earlier entry. And how many of each head."""
+    importance, counts = _importance(codec, record, where), _precise(codec, record, where)
     chosen = torch.zeros(record.entries, dtype=torch.bool, device=importance.device)
     heads = zip(record.offsets, torch.split(importance, record.lengths), strict=False)
-    for (start, head), count in zip(heads, _precise(codec, record, where), strict=True):
-        chosen[start + head.argsort(descending=True, stable=True)[:count]] = True
-    return chosen
+    for (start, head), count in zip(heads, counts, strict=True):
+        chosen.index_fill_(0, start + head.argsort(descending=True, stable=True)[:count], 1)
+    return chosen, counts
 
 
 def _precise(codec: Codec, record: PackedRecord, where: str) -> Sequence[int]:
@@ -146,7 +182,7 @@ def _precise(codec: Codec, record: PackedRecord, where: str) -> Sequence[int]:
         return [int(length * codec.share + 1e-9) for length in record.lengths]
     if record.precise is None:
         raise refused(f"{where} does not say how many entries have more bits; give codec mixed a number as its share")
-    return record.precise
+    return [min(count, length) for count, length in zip(record.precise, record.lengths, strict=True)]
 
 
 def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:
@@ -159,7 +195,9 @@ def _importance(codec: Codec, record: PackedRecord, where: str) -> Tensor:
     return record.importance
 
 
-def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: str) -> PackedRecord:
+def _quantized(
+    codec: Codec, record: PackedRecord, precision: Precision, where: str, refusals: Refusals
+) -> PackedRecord:
     record = replace(record, importance=None, precise=None)
     if precision == "none":
         return record
@@ -168,18 +206,20 @@ def _quantized(codec: Codec, record: PackedRecord, precision: Precision, where: 
         name: QuantizedRows.quantize(getattr(record, name), record.row_lengths, axis=AXES[name], **coding)
         for name in record.row_names
     }
-    if not all(array.finite for array in rows.values()):
-        raise refused(f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}")
+    why = f"{where} holds numbers too near the largest of {record.dtype} for codec {codec.name}"
+    for array in rows.values():
+        refusals.unless(array.finite, why)
     return replace(record, **rows)
 
 
-def _last(record: Packed, count: int, group: int) -> Tensor:
-    """`[entries]` bool: the last `count` entries of each head, or a few more: whole groups stand before them."""
+def _last(record: Packed, count: int, group: int) -> tuple[Tensor, list[int]]:
+    """`[entries]` bool: the last `count` entries of each head, or a few more: whole groups stand before them. And how
+    many of each head."""
     last = torch.zeros(record.entries, dtype=torch.bool, device=record.entry_positions.device)
-    for start, stop in zip(record.offsets, record.offsets[1:], strict=False):
-        before = max(0, stop - start - count) // group * group
-        last[start + before : stop] = True
-    return last
+    before = [max(0, length - count) // group * group for length in record.lengths]
+    for start, stop, whole in zip(record.offsets, record.offsets[1:], before, strict=False):
+        last[start + whole : stop] = True
+    return last, _others(record, before)
 
 
 def _require_plain(record: PackedRecord, where: str) -> None:
@@ -188,9 +228,9 @@ def _require_plain(record: PackedRecord, where: str) -> None:
             raise refused(f"the {name} of {where} are encoded already and are not encoded again")
 
 
-def _require_encodable(record: PackedRecord, where: str) -> None:
+def _require_encodable(record: PackedRecord, where: str, refusals: Refusals) -> None:
     _require_plain(record, where)
     for name, rows in (("keys", record.keys), ("values", record.values)):
         assert isinstance(rows, Tensor)
-        if not bool(torch.isfinite(rows).all()):
-            raise refused(f"the {name} of {where} hold NaN or infinity, which no quantizing codec can store")
+        why = f"the {name} of {where} hold NaN or infinity, which no quantizing codec can store"
+        refusals.unless(torch.isfinite(rows).all(), why)

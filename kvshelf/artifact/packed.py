@@ -230,28 +230,32 @@ class Packed:
             return (PackedPrefix(*self.rows, lengths),)
         return (StreamedPrefix(lengths, partial(_block, self.views(), rotate)),)
 
-    def select(self, chosen: Tensor) -> Packed:
-        """The entries that `chosen` `[entries]` bool marks. For records that are not quantized."""
-        return replace(self, **self.selected(chosen))
+    def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Packed:
+        """The entries that `chosen` `[entries]` bool marks, `lengths[h]` of head h; without lengths this waits for the
+        device. For records that are not quantized."""
+        return replace(self, **self.selected(chosen, lengths))
 
-    def selected(self, chosen: Tensor) -> dict[str, Any]:
-        """The fields of this class for the entries that `chosen` `[entries]` bool marks."""
+    def selected(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> dict[str, Any]:
+        """The fields of this class for the entries that `chosen` marks. As of `select`."""
         assert isinstance(self.keys, Tensor)
         assert isinstance(self.values, Tensor)
-        rows = self.rows_of(chosen)
+        if lengths is None:
+            lengths = [int(head.sum()) for head in torch.split(chosen, self.lengths)]
+        places = marked(chosen, sum(lengths))
+        rows = self.rows_of(chosen, places)
         return {
-            "keys": self.keys[rows],
-            "values": self.values[rows],
-            "entries_at": self.entry_positions[chosen],
-            "offsets": offsets_of([int(head.sum()) for head in torch.split(chosen, self.lengths)]),
+            "keys": self.keys.index_select(0, rows),
+            "values": self.values.index_select(0, rows),
+            "entries_at": self.entry_positions.index_select(0, places),
+            "offsets": offsets_of(lengths),
             "rope_mode": self.rope_mode,
-            "importance": None if self.importance is None else self.importance[chosen],
-            "columns": {name: numbers[chosen] for name, numbers in self.columns.items()},
+            "importance": None if self.importance is None else self.importance.index_select(0, places),
+            "columns": {name: numbers.index_select(0, places) for name, numbers in self.columns.items()},
         }
 
-    def rows_of(self, chosen: Tensor) -> Tensor:
-        """The rows of the entries that `chosen` `[entries]` bool marks, likewise."""
-        return chosen
+    def rows_of(self, chosen: Tensor, places: Tensor) -> Tensor:  # noqa: ARG002
+        """The rows of the entries that `chosen` `[entries]` bool marks, which are at these places `[n]`, likewise."""
+        return places
 
     def placed(self, first: int) -> Self:
         """The same entries in a document whose first token stands at position `first`."""
@@ -273,22 +277,33 @@ class Packed:
         """The same for a record whose heads are those of `records`, one after the other."""
         return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same record on another device; itself when it is there already."""
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The same record on another device; itself when it is there already. non_blocking: as of `Tensor.to`."""
         if self.keys.device == torch.device(device):
             return self
-        moved = {name: getattr(self, name).to(device) for name in ("keys", "values", *self.own_tensors)}
-        importance = None if self.importance is None else self.importance.to(device)
-        columns = {name: numbers.to(device) for name, numbers in self.columns.items()}
-        return replace(
-            self, **moved, entries_at=self.entry_positions.to(device), importance=importance, columns=columns
-        )
+
+        def there(rows: Any) -> Any:
+            return rows.to(device, non_blocking=non_blocking)
+
+        moved = {name: there(getattr(self, name)) for name in ("keys", "values", *self.own_tensors)}
+        importance = None if self.importance is None else there(self.importance)
+        columns = {name: there(numbers) for name, numbers in self.columns.items()}
+        return replace(self, **moved, entries_at=there(self.entry_positions), importance=importance, columns=columns)
 
 
 def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Which positions lie in one of these spans, ascending and apart: bool, of the same shape."""
     edges = torch.tensor([edge for span in spans for edge in span], dtype=positions.dtype, device=positions.device)
     return torch.bucketize(positions.contiguous(), edges, right=True) % 2 == 1
+
+
+def marked(chosen: Tensor, count: int) -> Tensor:
+    """The places `[count]` int64 that `chosen` `[n]` bool marks, of which there are so many."""
+    if chosen.device.type == "cpu":
+        places = chosen.nonzero().flatten()
+        assert len(places) == count
+        return places
+    return torch.nonzero_static(chosen, size=count).flatten()  # which waits for no size
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -41,8 +41,8 @@ class Kept(Packed):
     kind: ClassVar[str] = "kept"
     continues: ClassVar[bool] = True
 
-    def select(self, chosen: Tensor) -> Kept:
-        return Kept(**self.selected(chosen))
+    def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Kept:
+        return Kept(**self.selected(chosen, lengths))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +115,9 @@ class Indexed(Packed):
         assert self.summaries.shape[0] == -(-self.lengths[0] // self.block)
         assert self.summaries.dtype == torch.bfloat16
 
-    def select(self, chosen: Tensor) -> Kept | Indexed:
+    def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Kept | Indexed:
         """See `Packed.select`. The index stays with the first tokens; other entries have none."""
-        selected = self.selected(chosen)
+        selected = self.selected(chosen, lengths)
         if not bool(chosen[0]):
             return Kept(**selected)
         blocks = -(-selected["offsets"][1] // self.block)
@@ -305,15 +305,16 @@ class Merged(Packed):
         heads = list(zip(self.views(), slots, strict=True))
         return (StreamedPrefix(slot_lengths, partial(_slot_block, heads, rotate)),)
 
-    def select(self, chosen: Tensor) -> Merged:
-        """The classes that `chosen` `[entries]` bool marks, and their slots. For records that are not quantized."""
+    def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Merged:
+        """The classes that `chosen` `[entries]` bool marks, and their slots, whose number waits for the device. For
+        records that are not quantized."""
         slot_heads = torch.repeat_interleave(
             torch.arange(self.kv_heads, device=chosen.device), torch.tensor(self.slot_lengths, device=chosen.device)
         )
         starts = torch.tensor(self.offsets[:-1], device=chosen.device)
         rows = starts[slot_heads] + self.slot_classes  # each slot's class as a row of `keys`
         slots = chosen[rows]
-        selected = self.selected(chosen)
+        selected = self.selected(chosen, lengths)
         # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
         classes = before[rows] - before[starts][slot_heads]
@@ -400,13 +401,13 @@ class Residuals(Packed):
         made = self.entries * sum(self.full_dims) * self.dtype.itemsize
         return made, self.keys.nbytes + self.unpacked_bytes
 
-    def rows_of(self, chosen: Tensor) -> Tensor:
+    def rows_of(self, chosen: Tensor, places: Tensor) -> Tensor:
         of_heads = chosen.view(self.kv_heads, -1)
         if not bool((of_heads == of_heads[0]).all()):
             raise StateConflict(
                 "a token has one residual for all heads, which choose other tokens; decode the cache first"
             )
-        return of_heads[0]
+        return places[: len(places) // self.kv_heads]
 
     def require_codec(self, codec: Codec) -> None:
         codec.require_residuals()
@@ -493,9 +494,9 @@ class Parts:
         """The prefixes of all parts, for attention. See `Packed.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
-    def to(self, device: torch.device | str) -> Parts:
-        """The same record on another device; itself when it is there already."""
-        moved = tuple(part.to(device) for part in self.parts)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Parts:
+        """As `Packed.to`."""
+        moved = tuple(part.to(device, non_blocking=non_blocking) for part in self.parts)
         return self if all(a is b for a, b in zip(moved, self.parts, strict=True)) else Parts(moved)
 
     @staticmethod
@@ -545,10 +546,10 @@ class States:
         """Bytes of the states alone."""
         return sum(state.tensor.nbytes for state in self.states)
 
-    def to(self, device: torch.device | str) -> States:
-        """The same record on another device."""
-        states = tuple(state._replace(tensor=state.tensor.to(device)) for state in self.states)
-        return States(states, self.beside.to(device) if self.beside is not None else None)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> States:
+        """The same record on another device. non_blocking: as of `Tensor.to`."""
+        there = (state._replace(tensor=state.tensor.to(device, non_blocking=non_blocking)) for state in self.states)
+        return States(tuple(there), None if self.beside is None else self.beside.to(device, non_blocking=non_blocking))
 
 
 LayerRecord = Entries | States

@@ -29,6 +29,7 @@ from kvshelf.engine.exclusions import Combination, require_possible
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.inputs.encode import REFERENCE_TOKENS, Encoder
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.transfer import download
 from kvshelf.model.rope import Rope
 
 Codes = npt.NDArray[np.uint64]
@@ -51,14 +52,15 @@ _FAR_BITS: Final = 6.4
 class KeyCoder:
     """Makes codes of one model's keys.
 
-    reference: token ids spread over the vocabulary. means: of their keys in each layer, `[kv_heads * D]`. Projections
-    of keys less their mean have both signs.
+    reference: token ids spread over the vocabulary. means: of their keys in each layer, `[kv_heads * D]`. projections:
+    likewise, `[kv_heads * D, 64]`; those of keys less their mean have both signs.
     """
 
     passes: Passes
     rope: Rope
     reference: tuple[int, ...]
     means: tuple[Tensor, ...]
+    projections: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, passes: Passes) -> KeyCoder:
@@ -68,7 +70,8 @@ class KeyCoder:
         count = min(REFERENCE_TOKENS, vocab_size)
         reference = tuple(index * vocab_size // count for index in range(count))
         keys = _first_layers(passes, rope, reference)
-        return cls(passes, rope, reference, tuple(each.mean(0) for each in keys))
+        projections = tuple(_projections(rows.shape[1]).to(rows.device) for rows in keys)
+        return cls(passes, rope, reference, tuple(each.mean(0) for each in keys), projections)
 
     def question(self, token_ids: Sequence[int]) -> list[Codes]:
         """The codes of each token of a question, by layer. The tokens stand behind the reference, because keys of the
@@ -78,9 +81,11 @@ class KeyCoder:
 
     def codes(self, layer: int, keys: Tensor) -> Codes:
         """`[N]`: one code of each key of a layer. keys: `[N, kv_heads * D]` fp32, without their rotation."""
-        signs = (keys - self.means[layer]) @ _projections(keys.shape[1]).to(keys.device) > 0  # [N, 64]
-        packed = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little")
-        return packed.view("<u8")[:, 0]
+        return codes_of(self.signs(layer, keys))
+
+    def signs(self, layer: int, keys: Tensor) -> Tensor:
+        """The bits of the same codes, `[N, 64]` bool, on the device of the keys."""
+        return (keys - self.means[layer]) @ self.projections[layer] > 0
 
 
 class Searcher:
@@ -127,23 +132,33 @@ class Searcher:
 
 @dataclass(eq=False)
 class SummaryMaker:
-    """Sees the layers of one prefill. first_position: of its document, as of a `DocumentView`. summary: by layer, the
-    distinct codes of the document, ascending; empty without a coder."""
+    """Sees the layers of one prefill. first_position: of its document, as of a `DocumentView`."""
 
     coder: KeyCoder | None
     num_tokens: int
     first_position: int = 0
-    summary: tuple[bytes, ...] = field(default=(), init=False)
+    _signs: list[Tensor] = field(default_factory=list, init=False)
 
     def after_attention(self, layer: Attended) -> None:
         if self.coder is None or layer.layer_idx >= LAYERS:
             return
-        codes = []
+        signs = []
         for start in range(0, self.num_tokens, _AT_ONCE):
             end = min(start + _AT_ONCE, self.num_tokens)
             keys = _plain_keys(layer, self.coder.rope, start, end, self.first_position)
-            codes.append(self.coder.codes(layer.layer_idx, keys))
-        self.summary += (packed(np.concatenate(codes)),)
+            signs.append(self.coder.signs(layer.layer_idx, keys))
+        self._signs.append(torch.cat(signs))
+
+    @property
+    def summary(self) -> tuple[bytes, ...]:
+        """By layer, the distinct codes of the document, ascending; empty without a coder. Waits for the device."""
+        return tuple(packed(codes_of(signs)) for signs in download(self._signs))
+
+
+def codes_of(signs: Tensor) -> Codes:
+    """The codes `[N]` of their bits, `[N, 64]` bool."""
+    codes: Codes = np.packbits(signs.cpu().numpy(), axis=1, bitorder="little").view("<u8")[:, 0]
+    return codes
 
 
 def packed(codes: Codes) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,15 +143,24 @@ class Rope:
         """cos and sin at `positions` `[N]`: `[N, rotated channels]`, fp32, as the model makes them; to be read.
 
         The last ones are remembered up to `_REMEMBERED` bytes, because every layer of a cache asks for the same ones:
-        making them takes as long as rotating the keys of a layer three times.
+        making them takes as long as rotating the keys of a layer three times. Those of another device than the CPU are
+        made each time: to compare positions would wait for it.
         """
+        if positions.device.type != "cpu":
+            return _tables(self.embedding, positions)
         last = self._last.get(positions.device)
         if last is not None and last[0].shape == positions.shape and torch.equal(last[0], positions):
             return last[1], last[2]
-        cos, sin = _tables(self.embedding, positions)
+        cos, sin = _tables(self._on_cpu, positions)
         if not self.length_dependent and cos.nbytes + sin.nbytes <= _REMEMBERED:
             self._last[positions.device] = positions.clone(), cos, sin
         return cos, sin
+
+    @cached_property
+    def _on_cpu(self) -> nn.Module:
+        """The embedding, for positions of the CPU: one on a card would send its frequencies at each call."""
+        elsewhere = any(buffer.is_cuda for buffer in self.embedding.buffers())
+        return copy.deepcopy(self.embedding).cpu() if elsewhere and not self.length_dependent else self.embedding
 
     def _turned(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = math.prod(states.shape[:-2])  # not -1, which is ambiguous where a head keeps nothing

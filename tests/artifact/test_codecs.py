@@ -310,6 +310,14 @@ def test_a_share_is_a_floor_that_forgives_binary_fractions() -> None:
     assert best.lengths == [29, 28]
 
 
+def test_a_head_shorter_than_its_policy_says_is_precise_as_a_whole() -> None:
+    record = make_layer((9, 40), 60, generator=torch.Generator().manual_seed(1))
+    record = replace(record, importance=torch.arange(49.0), precise=(12, 12))
+    best, rest = parts_of(encode(Codec.parse("mixed:share=policy"), record))
+    assert (best.lengths, rest.lengths) == ([9, 12], [0, 28])
+    assert best.positions[1].tolist() == record.positions[1][-12:].tolist()
+
+
 def test_mixed_needs_to_know_what_is_important() -> None:
     with pytest.raises(InvalidRequest, match=r"layer 0 carries none any more; encode the cache when it is compressed"):
         make_cache().encoded("mixed")

@@ -16,6 +16,7 @@ from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.soft import Soft
+from kvshelf.kernels.transfer import upload
 from kvshelf.methods.policies import Policy
 from kvshelf.methods.policies.base import Absorber
 from kvshelf.methods.policies.budgets import Budget
@@ -90,11 +91,11 @@ class Job:
         for probe in (*self.passes, *measured):
             ids += probe.token_ids
             positions += range(probe.first_position, probe.first_position + len(probe.token_ids))
-        input_ids = torch.tensor([ids], device=device)
+        input_ids, position_ids = upload([torch.tensor([ids]), torch.tensor([positions])], device)
         # Without a mask, transformers would take positions that start again for packed sequences.
         return {
             "input_ids": input_ids,
-            "position_ids": torch.tensor([positions], device=device),
+            "position_ids": position_ids,
             "attention_mask": torch.ones_like(input_ids),
         }
 

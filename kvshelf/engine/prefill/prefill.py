@@ -108,6 +108,7 @@ def run_prefill(
             reduced, paused_s = reducers, whole.paused_s
         joined = tuple if passes.ranks is None else passes.ranks.joined
         records = [joined(reducer.records()) for reducer in reduced]
+        codes = summary.summary
     elapsed = time.perf_counter() - started - paused_s - (reference.probe_s if reference is not None else 0)
     if reference is not None and not apart:
         assert probe is not None
@@ -120,7 +121,7 @@ def run_prefill(
         next_position = job.policy.next_position(job.num_tokens, job.budget)
         ends = job.document.stored_sentence_ends
         made_of = (job.num_tokens, next_position, job.identity)
-        cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=summary.summary)
+        cache = CompressedCache(layers, *made_of, sentence_ends=ends, summary=codes)
         read_again_s = surprise.seconds / surprising if surprises(job) else 0.0  # their sum is what it took
         made[id(job)] = Compression(cache, prefill_s, reducer.compress_s + read_again_s)
     return Prefill([_finished(level, made[id(level.job)], encode) for level in group], reference)

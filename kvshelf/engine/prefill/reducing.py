@@ -298,7 +298,8 @@ def _not_finite(policy: Policy, what: str) -> PolicyUnsupported:
 
 
 class Cascade:
-    """Layers that share one budget: each is reduced as it arrives, and earlier layers shrink to make room."""
+    """Layers that share one budget. While there is room, layers stay whole, and nobody asks what their shares are. Then
+    each is reduced as it arrives, and earlier layers shrink to make room."""
 
     def __init__(self, sharing: Sharing, budget: Budget, num_layers: int) -> None:
         self._sharing = sharing
@@ -313,20 +314,15 @@ class Cascade:
         """Take a layer with the importance of its entries, by which layers and heads share, `[kv_heads, N]` fp32.
         decides: who stays in a head, likewise; default: the importance."""
         decides = importance if decides is None else decides
-        device = importance.device
         joined = LayerStats(list(layer.all_heads(importance)), weight)
-        stats = [*(other.on(device) for other in self._layers.values()), joined]  # of layers that are compared
-        *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)
-        entries = sum(own) + sum(len(head) for other in self._layers.values() for head in other.importance)
-        last = len(stats) == self._num_layers
-        if last or entries > _SLACK * self._budget.tokens * len(own) * self._num_layers:
-            for index, of_all in zip(self.records, earlier, strict=True):
-                self._layers[index] = self._layers[index].best(of_all)
-                best = best_rows(self.records[index], self._precedence[index], layer.own_heads(of_all))
-                if best is not None:
-                    self._precedence[index] = self._precedence[index][best[0]]
-                    self.records[index] = only_rows(self.records[index], *best)
-        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=device)
+        own: Sequence[int] = [layer.num_tokens] * len(joined.importance)
+        last = len(self._layers) + 1 == self._num_layers
+        if last or not self._fits(own):
+            stats = [*(other.on(layer.keys.device) for other in self._layers.values()), joined]  # they are compared
+            *earlier, own = self._sharing.counts(stats, self._budget, self._num_layers)  # waits for the device
+            if last or not self._fits(own):
+                self._shrink(layer, earlier)
+        free = torch.zeros(layer.num_tokens, dtype=torch.bool, device=importance.device)
         counts = layer.own_heads(own)
         record = keep(layer, select(decides, free, counts), importance, counts)
         self.records[layer.layer_idx] = record
@@ -336,3 +332,17 @@ class Cascade:
             record.importance if same else of_entries(decides, record.entry_positions, counts)
         )
         self._layers[layer.layer_idx] = joined.best(own)
+
+    def _fits(self, own: Sequence[int]) -> bool:
+        """Whether a layer with so many entries of each head has room beside those before it, as they are held."""
+        entries = sum(own) + sum(len(head) for other in self._layers.values() for head in other.importance)
+        return entries <= _SLACK * self._budget.tokens * len(own) * self._num_layers
+
+    def _shrink(self, layer: LayerView, shares: Sequence[Sequence[int]]) -> None:
+        """Cut the layers before this one to their shares."""
+        for index, of_all in zip(self.records, shares, strict=True):
+            self._layers[index] = self._layers[index].best(of_all)
+            best = best_rows(self.records[index], self._precedence[index], layer.own_heads(of_all))
+            if best is not None:
+                self._precedence[index] = self._precedence[index][best[0]]
+                self.records[index] = only_rows(self.records[index], *best)

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.tiles import INTERPRETED, load_rows
+from kvshelf.kernels.transfer import upload
 
 _LENGTHS = 16
 """Centers whose lengths are computed at once."""
@@ -47,8 +48,7 @@ def nearest_pair(
     if keys.shape[0] == 0:
         return similarity, index
     ends = [list(accumulate(counts, initial=0)) for counts in (token_counts, center_counts)]
-    # Needs no wait: the driver copies so few bytes out of host memory before the call returns.
-    token_ends, center_ends = torch.tensor(ends, dtype=torch.int64).to(keys.device, non_blocking=True)
+    token_ends, center_ends = upload([torch.tensor(numbers, dtype=torch.int64) for numbers in ends], keys.device)
     dims = {"DIM": keys.shape[1], "BLOCK_DIM": _padded(keys.shape[1])}
     dims |= {"VALUE_DIM": values.shape[1], "BLOCK_VALUE_DIM": _padded(values.shape[1])}
     centers = center_keys, center_keys.stride(0), center_values, center_values.stride(0)

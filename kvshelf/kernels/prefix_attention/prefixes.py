@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Choice, Chosen
 from kvshelf.kernels.quantize.rows import HeadRows, Rows, by_head
+from kvshelf.kernels.transfer import upload
 
 Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
 """`block(head, start, stop)` makes the keys `[stop - start, D]` and values `[stop - start, Dv]` of these rows of a KV
@@ -322,15 +323,3 @@ class BatchLayout:
             beyond = torch.arange(max(rows.lengths), device=self.device) >= lengths.unsqueeze(1)
             masks.append(torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)[:, None, None])
         return masks
-
-
-def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tables of one dtype, made on the CPU, as contiguous tensors on the device, in one copy that nothing waits for; on
-    the CPU these tables themselves, where they are contiguous."""
-    if device.type == "cpu":
-        return [table.contiguous() for table in tables]
-    flat = torch.cat([table.flatten() for table in tables])
-    if device.type == "cuda":
-        flat = flat.pin_memory()  # a copy from any other memory waits for what the device is doing
-    parts = torch.split(flat.to(device, non_blocking=True), [table.numel() for table in tables])
-    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

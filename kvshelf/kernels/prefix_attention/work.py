@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.prefix_attention.heads import PrefixKind, heads_of
-from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix, StreamedPrefix, upload
+from kvshelf.kernels.prefix_attention.prefixes import BatchLayout, Prefix, StreamedPrefix
+from kvshelf.kernels.transfer import upload
 
 TILE = 64
 """Splits begin at multiples of this many rows, so that no tile of a kernel crosses a group of quantized keys."""

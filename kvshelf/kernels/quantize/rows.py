@@ -30,14 +30,14 @@ class _Coded:
     dtype: torch.dtype
 
     @property
-    def finite(self) -> bool:
-        """Whether every code stands for a finite number of `dtype`.
+    def finite(self) -> Tensor:
+        """Whether every code stands for a finite number of `dtype`: bool, without dimensions, on the codes' device.
 
         If a group's range ends near the largest number of the dtype, rounding the step up can lead past that number.
         """
         bottom = self.zeros.float()
         top = bottom + self.scales.float() * (2**self.bits - 1)
-        return all(bool(torch.isfinite(end.to(self.dtype)).all()) for end in (bottom, top))
+        return torch.isfinite(bottom.to(self.dtype)).all() & torch.isfinite(top.to(self.dtype)).all()
 
 
 class HeadRows(_Coded):
@@ -111,10 +111,10 @@ class QuantizedRows(_Coded):
     def device(self) -> torch.device:
         return self.codes.device
 
-    def to(self, device: torch.device | str) -> QuantizedRows:
-        """The same rows on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("codes", "scales", "zeros")}
-        return replace(self, **moved)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantizedRows:
+        """The same rows on another device. non_blocking: as of `Tensor.to`."""
+        tensors = {name: getattr(self, name) for name in ("codes", "scales", "zeros")}
+        return replace(self, **{name: own.to(device, non_blocking=non_blocking) for name, own in tensors.items()})
 
     def head(self, index: int) -> HeadRows:
         """The rows of one KV head, as views."""

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvshelf.kernels.transfer import upload_numbers
+
 _SPAN = 256
 _TILE_BYTES = 8 * 1024
 """Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
@@ -32,7 +34,7 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
     block = min(4096, triton.next_power_of_2(num_tokens))
     _select[(rows,)](
-        scores, protected.view(torch.uint8), _on(counts, scores.device), mask.view(torch.uint8), num_tokens,
+        scores, protected.view(torch.uint8), upload_numbers(counts, scores.device), mask.view(torch.uint8), num_tokens,
         *scores.stride(), protected.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return mask
@@ -47,18 +49,13 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
     if entries:
         key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
         tile = min(_SPAN, max(16, _TILE_BYTES // (max(key_block, value_block) * keys.element_size())))
-        starts = _on([0, *accumulate(counts[:-1])], keys.device)
+        starts = upload_numbers([0, *accumulate(counts[:-1])], keys.device)
         _pack[(triton.cdiv(num_tokens, _SPAN), heads)](
             keys, values, mask.view(torch.uint8), starts, *packed, positions, num_tokens, key_dim, value_dim,
             *keys.stride()[:2], *values.stride()[:2], *mask.stride(),
             SPAN=_SPAN, TILE=tile, KEY_BLOCK=key_block, VALUE_BLOCK=value_block, num_warps=4,
         )  # fmt: skip
     return (*packed, positions)
-
-
-def _on(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """As int64 on the device. Needs no wait: the driver copies so few bytes from the host before the call returns."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @triton.jit

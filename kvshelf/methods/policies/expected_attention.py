@@ -64,7 +64,7 @@ class ExpectedAttention(ScoringPolicy):
             ]
         )
         if self.value_norm:
-            least = scores.new_tensor(self.eps).log()  # -inf for 0, which adds nothing
+            least = scores.new_full((), self.eps).log()  # -inf for 0, which adds nothing
             scores = torch.logaddexp(scores, least) + row_norms(layer.values[:, first:]).log_()
         return torch.nn.functional.pad(scores, (first, 0))
 

@@ -89,21 +89,22 @@ class SABlock(TailPolicy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         (scores, segments), protected = self._guided(layer), self.protected(layer)
-        masks = {}
+        masks, region = {}, self._region(layer)
         for count in set(budget.per_head):
             best = select(scores.unsqueeze(0), protected, [count])[0]  # eq. 9
-            blocks = self._blocks(segments.rows(scores[~protected]), segments, segments.rows(best[~protected]))
-            masks[count] = protected.masked_scatter(~protected, segments.tokens(blocks))
+            blocks = self._blocks(segments.rows(scores[region]), segments, segments.rows(best[region]))
+            masks[count] = protected.clone()
+            masks[count][region] = segments.tokens(blocks)
         importance = importance_of(scores, protected).repeat(layer.kv_heads, 1)
         return keep(layer, torch.stack([masks[count] for count in budget.per_head]), importance, budget.per_head)
 
     def _guided(self, layer: LayerView) -> tuple[Tensor, Segments]:
         """s~ `[N]`, and the segments of all tokens that are not protected."""
-        window, region = layer.window(self.window), ~self.protected(layer)
+        window, region = layer.window(self.window), self._region(layer)
         attention = window.pad(layer.all_heads(window.mean()).mean(dim=0))  # s, eq. 3 and 4
         document = layer.document
         ends = document.segment_ends if self.segments == "punctuation" else document.sentence_ends
-        segments = Segments.cut(torch.tensor(ends, device=attention.device)[region], MAX_SEGMENT)
+        segments = Segments.cut(torch.tensor(ends)[region], MAX_SEGMENT, attention.device)
         rows = segments.rows(attention[region])  # [segments, width]
         total = rows.sum(dim=1)
         parts = rows / total.clamp_min(_TINY).unsqueeze(1)
@@ -112,25 +113,31 @@ class SABlock(TailPolicy):
         weight = importance / importance.max().clamp_min(_TINY)
         weight = weight * (1 + self.diversity * entropy / segments.lengths.clamp_min(2).log())  # W, eq. 7
         guide = weight**self.alpha if self.form == "power" else 1 + self.alpha * weight
-        return attention.masked_scatter(region, segments.tokens(rows * guide.unsqueeze(1))), segments  # eq. 8
+        guided = attention.clone()
+        guided[region] = segments.tokens(rows * guide.unsqueeze(1))  # eq. 8
+        return guided, segments
 
     def _blocks(self, scores: Tensor, segments: Segments, best: Tensor) -> Tensor:
         """Exchange the best tokens of each segment for blocks that hold enough score. All: `[segments, width]`."""
-        chosen, counts = best.clone(), best.sum(dim=1)  # blocks of 1; m, eq. 10
+        chosen, counts = best, best.sum(dim=1)  # blocks of 1; m, eq. 10
         wanted = self.tau * (scores * best).double().sum(dim=1)
         is_open = torch.ones_like(counts, dtype=torch.bool)
         for size in self._sizes():
-            rows = (is_open & (counts >= size)).nonzero().squeeze(1)
-            blocks = best_blocks(scores[rows], segments.inside[rows], counts[rows], size)
+            blocks = best_blocks(scores, segments.inside, counts, size)
             # Multiplied out, so that a segment without any score needs no division: eq. 11 and 12.
-            enough = (scores[rows] * blocks).double().sum(dim=1) >= wanted[rows]
-            chosen[rows[enough]] = blocks[enough]
-            is_open[rows[enough]] = False
+            enough = is_open & (counts >= size) & ((scores * blocks).double().sum(dim=1) >= wanted)
+            chosen = torch.where(enough.unsqueeze(1), blocks, chosen)
+            is_open &= ~enough
         return chosen
 
     def protected(self, layer: LayerView) -> Tensor:
         protected = super().protected(layer)
         return protected | (layer.positions >= layer.num_tokens - self.window) if self.keep_tail else protected
+
+    def _region(self, layer: LayerView) -> slice:
+        """The tokens that are not protected."""
+        tail = max(layer.window(self.window).tail, self.window if self.keep_tail else 0)
+        return slice(layer.protected_prefix, layer.num_tokens - tail)
 
     def _sizes(self) -> list[int]:
         """Sizes of blocks above 1, the largest first."""

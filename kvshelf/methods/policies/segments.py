@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvshelf.kernels.transfer import upload
+
 MAX_SENTENCE = 256
 """Tokens; a longer sentence is cut."""
 
@@ -27,19 +29,23 @@ class Segments:
     """M tokens in K consecutive segments, laid out as rows of equal width: short ones are padded.
 
     index: `[K, width]` int64, the token of each place; inside: `[K, width]` bool, the places that are not padding.
+    places: `[M]` int64, where each token is among all places.
     """
 
     index: Tensor
     inside: Tensor
+    places: Tensor
 
     @classmethod
-    def cut(cls, ends: Tensor, longest: int) -> Segments:
-        """As `starts_of` says."""
+    def cut(cls, ends: Tensor, longest: int, device: torch.device) -> Segments:
+        """As `starts_of` says, on a device. ends: on the CPU, which knows how many segments there are."""
         starts = starts_of(ends, longest)
-        lengths = torch.diff(starts, append=torch.tensor([len(ends)], device=ends.device))
-        places = torch.arange(int(lengths.max()), device=ends.device)
-        index = starts.unsqueeze(1) + places
-        return cls(index.clamp_max(len(ends) - 1), places < lengths.unsqueeze(1))
+        lengths = torch.diff(starts, append=torch.tensor([len(ends)]))
+        columns = torch.arange(int(lengths.max()))
+        index = (starts.unsqueeze(1) + columns).clamp_max(len(ends) - 1)
+        inside = columns < lengths.unsqueeze(1)
+        index, places = upload([index, inside.flatten().nonzero().squeeze(1)], device)
+        return cls(index, upload([inside], device)[0], places)
 
     @property
     def lengths(self) -> Tensor:
@@ -52,7 +58,7 @@ class Segments:
 
     def tokens(self, rows: Tensor) -> Tensor:
         """`[K, width]` as `[M]`: undoes `rows`."""
-        return rows[self.inside]
+        return rows.flatten().index_select(0, self.places)
 
 
 def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Tensor:

@@ -82,7 +82,7 @@ class SentenceKV(TailPolicy):
         scores, protected = self.score(layer), self.protected(layer)
         survivors = [int(min(self.semantic_factor * count, layer.num_tokens)) for count in budget.per_head]
         alive = select(scores, protected, survivors)
-        segments = Segments.cut(torch.tensor(layer.document.sentence_ends, device=alive.device), MAX_SENTENCE)
+        segments = Segments.cut(torch.tensor(layer.document.sentence_ends), MAX_SENTENCE, alive.device)
         # All tokens of a sentence have the same relevance, so they are taken in order.
         relevance = torch.stack([self._relevance(layer, head, segments, alive) for head in range(layer.kv_heads)])
         # Below any relevance, and finite: `select` keeps scores that are not finite, so that they show.

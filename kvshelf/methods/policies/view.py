@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvshelf.artifact.packed import in_spans
 from kvshelf.kernels.column_sums import column_sums
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.kernels.window_scores import pooled, window_attention, window_scores
 from kvshelf.methods.policies.segments import MAX_SENTENCE, starts_of
 from kvshelf.model.devices import weight_of
@@ -304,13 +305,15 @@ class LayerView:
     def rotated_to(self) -> Tensor:
         """The positions `[N]` that RoPE rotated queries and keys to."""
         places = self.document.places
-        own = self.positions if places is None else torch.tensor(places, device=self.keys.device)
+        own = self.positions if places is None else upload_numbers(places, self.keys.device)
         return own + self.document.first_position
 
     @property
     def judged(self) -> LayerView:
         """The layer without the tokens of `DocumentView.protect`, for the policy to judge."""
-        rows = torch.tensor(self.document.judged.places, device=self.keys.device)
+        places = self.document.judged.places
+        assert places is not None, "it is judged without those of `protect`"
+        rows = upload_numbers(places, self.keys.device)
         return replace(
             self,
             keys=self.keys[:, rows],

@@ -1,0 +1,245 @@
+"""A card that is not there: where the host would wait for one, counted on a CPU.
+
+The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
+takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
+tensor of the card and one of the host is refused as a card refuses it. What is copied to the host without a wait is
+zeros there until somebody waits: who reads it too early gets wrong numbers, as with a card.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import kvshelf
+
+if TYPE_CHECKING:
+    from kvshelf.engine.engine import Engine
+
+CARD: Final = torch.device("cuda", 0)
+
+_PACKAGE: Final = str(Path(kvshelf.__file__).parent) + os.sep
+
+_PROPERTIES: Final = SimpleNamespace(name="no card", multi_processor_count=132)
+
+_READING: Final = (
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount",
+    "equal", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd",
+)  # fmt: skip
+"""Operations whose result, or its size, the host reads off the card before they return."""
+
+
+class Waits(NamedTuple):
+    """How often the host waited: at lines that waited at least once for each layer, and beside them."""
+
+    layer: int
+    beside: int
+
+    @classmethod
+    def of(cls, waits: Counter[str], layers: int) -> Waits:
+        layer = sum(count // layers for count in waits.values())
+        return cls(layer, waits.total() - layer * layers)
+
+    def __str__(self) -> str:
+        return f"{self.layer} + {self.beside}"
+
+
+class Card:
+    """`with Card() as card:` a card, and how often the host waits for it inside. Models are loaded before.
+
+    waits: by the operation and the line of kvshelf's code, or of what called it where no line is kvshelf's. A copy
+    between host and card waits unless it is `non_blocking` and the host's memory is pinned: CUDA may wait for a copy
+    from other memory, too.
+    """
+
+    def __init__(self) -> None:
+        self.waits: Counter[str] = Counter()
+        self._within = ExitStack()
+
+    def __enter__(self) -> Self:
+        operations = _Operations(self.waits)
+        stream = _Stream(operations)
+        self._within.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _device: _PROPERTIES))
+        self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: stream))
+        self._within.enter_context(operations)
+        self._within.enter_context(_Lists())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._within.close()
+
+    def compression(self, engine: Engine, document: str, policy: str, codecs: Sequence[str]) -> dict[str, Waits]:
+        """The waits of a prefill that is compressed by `policy`, under "none", and those of encoding its cache under
+        each codec."""
+        layers, counts = len(engine.kinds), dict[str, Waits]()
+        self.waits.clear()
+        cache = engine.compress(document, policy=policy)
+        for codec in ("none", *codecs):
+            engine.encoded(cache, codec)
+            counts[codec] = Waits.of(self.waits, layers)
+            self.waits.clear()
+        return counts
+
+    def put(self, model: nn.Module) -> None:
+        """Have a model's weights and buffers on the card."""
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = nn.Parameter(_OnCard(weight.detach()), requires_grad=False)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else _OnCard(buffer)
+
+
+@dataclass
+class _Stream:
+    operations: _Operations
+
+    def synchronize(self) -> None:
+        self.operations.wait("synchronize")
+
+
+class _OnCard(Tensor):
+    """host: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
+
+    host: Tensor
+    device = property(lambda _: CARD)
+    is_cuda = property(lambda _: True)
+    is_meta = property(lambda _: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, host: Tensor) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
+            device=torch.device("meta"),
+        )  # fmt: skip
+        made.host = host
+        return made
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:  # Triton's interpreter asks for it, and for the storage
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} on a tensor of a card that is no longer there")
+
+
+class _Operations(TorchDispatchMode):
+    """Runs each operation on the CPU, and wraps what is then on the card."""
+
+    def __init__(self, waits: Counter[str]) -> None:
+        super().__init__()
+        self._mode_key = torch._C._TorchDispatchModeKey.FAKE  # then torch does not look for a driver
+        self._waits = waits
+        self._pinned: dict[int, Tensor] = {}
+        self._queued: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
+        taken = tree_leaves((args, kwargs))
+        on_card = any(isinstance(leaf, _OnCard) for leaf in taken)
+        to_card = on_card
+        if (device := kwargs.get("device")) is not None:
+            to_card, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
+        if name == "_to_copy" and on_card and device == CARD and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+            return args[0]  # C++ asks for it, because it takes "cuda" and "meta" for two devices
+        pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
+        if pinned and name == "_pin_memory":
+            result = args[0].clone()
+        else:
+            self._look(func, name, args, kwargs, on_card, to_card)
+            own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.host, (args, kwargs))
+            result = func(*own_args, **own_kwargs)
+            if name == "_to_copy" and on_card and not to_card and kwargs.get("non_blocking"):
+                self._queued.append((result, result.clone()))
+                result.zero_()
+            if func._schema.is_mutable:  # it returns what it changed
+                same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
+                changed = [leaf for own, leaf in same if own is result]
+                return changed[0] if changed else result
+        if pinned:
+            self._pinned[result.untyped_storage().data_ptr()] = result
+        return tree_map_only(Tensor, _OnCard, result) if to_card else result
+
+    def _look(self, func: Any, name: str, args: Any, kwargs: Any, on_card: bool, to_card: bool) -> None:
+        host = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, _OnCard)
+        ]
+        if name in ("_to_copy", "copy_"):
+            crosses = on_card != to_card if name == "_to_copy" else on_card and bool(host)
+            blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+            other = any(tensor.untyped_storage().data_ptr() not in self._pinned for tensor in host)
+            if crosses and (blocks or other):
+                self.wait(
+                    "copy to the card" if isinstance(args[0], _OnCard) == (name == "copy_") else "copy to the host"
+                )
+        elif not on_card:
+            return
+        elif name in _READING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            self.wait(name)
+        elif name.removesuffix("_") in ("index", "index_put", "_index_put_impl", "_unsafe_index"):
+            chosen = [index for index in args[1] if index is not None]
+            if any(index.dtype == torch.bool for index in chosen) and not _fills(args):
+                self.wait(f"{name} by a mask")
+            elif not all(isinstance(index, _OnCard) for index in chosen):
+                self.wait(f"{name} from the host")
+        elif any(tensor.dim() for tensor in host):
+            raise RuntimeError(f"{func} was given tensors of the host and of the card")
+
+    def wait(self, name: str) -> None:
+        """Count one, here, and have arrived what was queued."""
+        for there, copied in self._queued:
+            there.copy_(copied)
+        self._queued.clear()
+        self._waits[f"{name} at {_place()}"] += 1
+
+
+class _Lists(TorchFunctionMode):
+    """Tensors on the card of Python's numbers, which torch makes without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type != "cpu":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
+        if func is Tensor.new_tensor and isinstance(args[0], _OnCard) and device is None:
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(CARD)
+        return func(*args, **kwargs)
+
+
+def _fills(args: Any) -> bool:
+    """Whether an assignment by a mask is of one number, which needs no places."""
+    return len(args) > 2 and args[2].numel() == 1
+
+
+def _place() -> str:
+    """The file and the line that asked, of the package, or of what called torch."""
+    frame: FrameType | None = sys._getframe(1)
+    outside = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        if not outside and "/torch/" not in path and path != __file__:
+            outside = f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return outside

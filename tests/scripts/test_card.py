@@ -1,0 +1,111 @@
+"""A card that is not there: what waits for it, and that a prefill does not, layer by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvshelf.engine.engine import Engine
+from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.transfer import download, settle, upload
+from kvshelf.model import loading
+from scripts.card import CARD, Card, Waits
+from tests.store.caches import make_cache
+
+TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 8
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Of a model on the card."""
+    model, tokenizer = loading.load("kvshelf-tiny", device="cpu", dtype="float32")
+    with Card() as card:
+        card.put(model)
+        engine = Engine(model, tokenizer, name="kvshelf-tiny")
+        card.compression(engine, TEXT, "full", ["int4", "klt"])
+        yield card, engine
+
+
+def test_what_the_host_reads_waits():
+    with Card() as card:
+        rows = torch.arange(6, device=CARD).float().view(2, 3)
+        assert (rows.device, rows.is_cuda) == (CARD, True)
+        doubled = (rows * 2)[1:].clone().add_(1)
+        assert card.waits.total() == 0
+        waiting = [
+            lambda: doubled.sum().item(),
+            lambda: bool((rows > 1).any()),
+            lambda: rows[rows > 1],
+            lambda: rows.cpu(),
+            lambda: torch.ones(2).to(CARD),
+            lambda: torch.ones(2).to(CARD, non_blocking=True),  # of memory that is not pinned
+            lambda: torch.tensor([1, 2], device=CARD),
+            lambda: download([rows, doubled]),
+        ]
+        for number, wait in enumerate(waiting, 1):
+            wait()
+            assert card.waits.total() == number
+        assert doubled.tolist() == [[7, 9, 11]]
+        assert all(place.partition(" at ")[2].startswith((__file__, "kernels/transfer.py:")) for place in card.waits)
+
+
+def test_what_is_queued_does_not_wait_and_devices_do_not_mix():
+    with Card() as card:
+        rows = upload([torch.ones(2, 3)], CARD)[0]
+        rows[rows > 0] = 2.0
+        torch.ones(3).pin_memory().to(CARD, non_blocking=True)
+        copied = rows.to("cpu", non_blocking=True)
+        assert card.waits.total() == 0
+        assert copied.tolist() == [[0, 0, 0], [0, 0, 0]], "nobody has waited for it"
+        settle([CARD])
+        assert copied.tolist() == [[2, 2, 2], [2, 2, 2]]
+        with pytest.raises(RuntimeError, match="host and of the card"):
+            rows + torch.ones(3)
+
+
+def test_waits_of_a_layer_are_those_of_lines_that_wait_once_for_each():
+    assert Waits.of(Counter({"a": 9, "b": 4, "c": 1}), 4) == (3, 2)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "keydiff", "snapkv", "lagkv", "expected_attention"])
+def test_no_layer_of_a_prefill_waits(engine, policy):
+    card, tiny = engine
+    counts = card.compression(tiny, TEXT, policy, ["int8", "int4", "mixed:high=int8,low=int4", "klt"])
+    assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
+    assert counts["none"].beside <= 4
+    assert all(waits.beside <= 1 for codec, waits in counts.items() if codec != "none"), "looked at together"
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4:residual=16", "mixed:high=int8,low=int4", "lossless"])
+def test_a_card_encodes_as_the_cpu_does_and_what_it_copies_has_arrived(codec):
+    """Lengths that are said and not counted, too: on a card nothing checks them."""
+    here = ranked(make_cache())
+    with Card():
+        assert here.to(CARD).encoded(codec).to_bytes() == here.encoded(codec).to_bytes()
+
+
+@pytest.mark.parametrize("codec", ["int8:residual=0", "mixed:high=int8,low=int4"])
+@pytest.mark.parametrize(("value", "message"), [(torch.nan, "layer 1 hold NaN"), (3.38e38, "layer 1 holds numbers")])
+def test_what_a_codec_refuses_is_refused_of_a_card_before_anybody_has_the_cache(codec, value, message):
+    cache = ranked(make_cache())
+    cache.layers[1].keys[:2, 0] = torch.tensor([value, -value])
+    with Card(), pytest.raises(InvalidRequest, match=message):
+        cache.to(CARD).encoded(codec)
+
+
+def ranked(cache):
+    """The same with an importance of each entry, by which codec mixed chooses."""
+    return replace(
+        cache, layers=tuple(replace(layer, importance=torch.arange(float(layer.entries))) for layer in cache.layers)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip"])
+def test_no_layer_of_a_longer_prefill_waits(engine, policy):
+    card, tiny = engine
+    counts = card.compression(tiny, TEXT, policy, ["int4", "klt"])
+    assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
