@@ -1,6 +1,6 @@
-"""Linear layers with weights in the memory layout in which they are multiplied, on a CPU.
+"""Linear layers with weights in the memory layout in which they are multiplied.
 
-`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
+On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
 kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no AMX;
 elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the
 same (`torch._inductor`, freezing).
@@ -13,6 +13,8 @@ import copy
 import platform
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from kvshelf.kernels.rowwise import (
     LINES,
     PANEL,
     WEIGHT_DTYPES,
+    adjacent,
     available,
     linear,
     multiplies_bf16,
@@ -278,6 +281,21 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
             model.set_submodule(name, PackedLinear.of(weight, bias, kind).train(module.training))
         elif style == "rowwise":
             model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
+
+
+def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[Tensor]]) -> None:
+    """Lay the weights of each group one behind the other in memory, in place, so that one product multiplies with all
+    of them. A weight is a parameter's `[outputs, inputs]`, transposed; a group with another one stays as it is. Memory
+    grows by one group's weights at a time."""
+    parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    for group in groups:
+        own = [parameters[weight.data_ptr()] for weight in group if weight.data_ptr() in parameters]
+        whole = [each.shape for each in own] == [weight.T.shape for weight in group]
+        if not whole or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
+            continue
+        joined = torch.cat([each.detach() for each in own])
+        for parameter, part in zip(own, joined.split([len(each) for each in own]), strict=True):
+            parameter.data = part
 
 
 def bits_of_bf16(weight: Tensor) -> Tensor | None:
