@@ -220,8 +220,12 @@ class _Lowering:
             return torch.tensor(float(given))
         if given not in self._values:
             _require(given.meta["val"].dtype in _DTYPES, f"values in {given.meta['val'].dtype}")
-            own = given.meta["val"]
-            self._entries[given] = self._values[given] = self._fresh(own.shape, self._held(own.dtype))
+            made, what = given.meta["val"], (given.target, given.args, given.kwargs)
+            alike = [value for node, value in self._entries.items() if (node.target, node.args, node.kwargs) == what]
+            if not alike:
+                alike = [self._fresh(made.shape, self._held(made.dtype))]
+                self._entries[given] = alike[0]
+            self._values[given] = alike[0]
         found: Value | Tensor = self._values[given]
         return found
 

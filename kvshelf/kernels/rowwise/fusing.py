@@ -117,7 +117,7 @@ class _Fusing:
     """kept: the buffers that are read behind this run."""
 
     def __init__(self, run: Sequence[Instruction], buffers: Sequence[Buffer], kept: Collection[int]) -> None:
-        self._run = run = list(_upright(run))
+        self._run = run = list(_upright(_tiled(run)))
         self._buffers = buffers
         self._sources = [[_source(run[:i], place, each.sizes) for place in each.places[1:]] for i, each in enumerate(run)]
         self._written = {each.out.buffer for each in run}
@@ -181,6 +181,30 @@ class _Fusing:
         if begin is None:
             return self._numbers[place.buffer], place.offset, *place.strides
         return len(self._numbers), begin + place.offset, *place.strides
+
+
+def _tiled(run: Sequence[Instruction]) -> list[Instruction]:
+    """The same, in the lines in which a neighbour has the same numbers: then they need no memory between the two."""
+    run, changed = list(run), True
+    while changed:
+        changed = False
+        for i, each in enumerate(run):
+            for lines, width in (other.sizes[1:] for other in run if _in_lines(each, other)):
+                places = (replace(p, strides=(0, width * p.strides[2], p.strides[2])) for p in each.places)
+                out, a, b = places
+                run[i] = replace(each, sizes=(1, lines, width), out=out, a=a, b=b)
+                changed = True
+                break
+    return run
+
+
+def _in_lines(each: Instruction, other: Instruction) -> bool:
+    """Whether an instruction on a whole row shares numbers with another that takes them in lines."""
+    outer, lines, width = other.sizes
+    if each.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
+        return False
+    own = {(place.buffer, place.offset) for place in each.places if place.strides[2] == 1}
+    return any((p.buffer, p.offset) in own and p.strides[1:] == (width, 1) for p in other.places)
 
 
 def _upright(run: Sequence[Instruction]) -> Iterator[Instruction]:
