@@ -35,6 +35,8 @@ def measure(part: Part) -> None:
             shared[count] = _told(
                 part, subject, [whole] * count, 1, rate, f"{count} answers on one document of {tokens}"
             )
+    with part.trying("modules"):
+        _by_modules(part, subject, whole)
     with part.trying("profile"):
         _profiled(part, subject, [whole] * answers[-1])
     attention: dict[int, tuple[float, float]] = {}
@@ -73,6 +75,25 @@ def _told(part: Part, subject: Subject, caches: list[CompressedCache], documents
     note = f"{seconds * 1e3:.2f} ms a step, {len(caches) / seconds:,.0f} tokens/s, reads {needed / 1e9:.2f} GB at least"
     part.row(f"{name}: share of the byte limit", needed / seconds / rate, "of the limit", at_least=0.6, note=note)
     return seconds
+
+
+def _by_modules(part: Part, subject: Subject, cache: CompressedCache) -> None:
+    """What the program of the model's layers saves of a step of one answer: time and launches."""
+    part.require_s(8)
+    passes = subject.engine.passes
+    program, seconds, kernels = passes.program, [], []
+    try:
+        for passes.program in (program, None):
+            with stepping(subject, [cache]) as step:
+                seconds.append(part.seconds(step, rounds=5).median)
+                kernels.append(part.profiled(step, steps=4).kernels)
+    finally:
+        passes.program = program
+    layers = len(cache.layers)
+    note = f"{seconds[0] * 1e3:.2f} ms by the program, {seconds[1] * 1e3:.2f} by the model's modules"
+    part.row("1 answer: a step by modules over one by the program", seconds[1] / seconds[0], "times", note=note)
+    note = f"{kernels[0]:.0f} kernels a step, with those beside the layers; {kernels[1]:.0f} by the model's modules"
+    part.row("1 answer: launches of a step by the program", kernels[0] / layers, "a layer", note=note)
 
 
 def _attention(part: Part, subject: Subject, tokens: int, rows: int) -> tuple[float, float]:
