@@ -1,9 +1,9 @@
 """Linear layers with weights in the memory layout in which they are multiplied.
 
-On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
-kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no AMX;
-elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the
-same (`torch._inductor`, freezing).
+On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the
+product. kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no
+AMX; elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights
+stay the same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations

@@ -139,11 +139,20 @@ def test_norms_of_heads_stay_in_registers(lines):
     listed.require_equal({x: random(4, lines * 20)}, out)
 
 
-def test_what_changes_places_is_read_from_memory_once_all_have_written(rows=3):
+def test_a_norm_of_a_whole_row_stays_one_where_lines_of_it_are_read_behind():
+    listed = Listed()
+    x, out, factor = listed.buffer(40), listed.buffer(40), listed.buffer(20)
+    scaled = norm(listed, x, 40)
+    lines = [replace(place, strides=(0, 20, 1)) for place in (out, scaled)]
+    listed.instructions.append(Instruction("mul", (1, 2, 20), *lines, factor))
+    listed.require_equal({x: random(4, 40), factor: random(4, 20)}, out)
+
+
+def test_what_changes_places_is_read_from_memory_once_all_have_written():
     """A rotation: the halves of two heads, the second one negated, from a part of a joined product."""
     listed = Listed()
     x, cos, sin = listed.buffer(64, dtype=BF16), listed.buffer(16), listed.buffer(16)
-    turned, made, out = (listed.buffer(32) for _ in range(3))
+    turned, one, other, out = (listed.buffer(32) for _ in range(4))
     halves = [Place(x.buffer, 32 + begin, (0, 16, 1)) for begin in (0, 8)]
     negated = listed.buffer(16)
     lines, all_of = (0, 8, 1), (0, 16, 1)
@@ -151,15 +160,15 @@ def test_what_changes_places_is_read_from_memory_once_all_have_written(rows=3):
         ("mul", (1, 2, 8), replace(negated, strides=lines), halves[1], listed.constant(torch.tensor(-1.0))),
         ("copy", (1, 2, 8), Place(turned.buffer, 0, all_of), *[replace(negated, strides=lines)] * 2),
         ("copy", (1, 2, 8), Place(turned.buffer, 8, all_of), *[halves[0]] * 2),
-        ("mul", (1, 2, 16), replace(made, strides=all_of), replace(turned, strides=all_of), sin),
-        ("mul", (1, 2, 16), replace(turned2 := listed.buffer(32), strides=all_of), replace(halves[0], strides=all_of), cos),
-        ("add", (1, 2, 16), replace(out, strides=all_of), replace(made, strides=all_of), replace(turned2, strides=all_of)),
+        ("mul", (1, 2, 16), replace(one, strides=all_of), replace(turned, strides=all_of), sin),
+        ("mul", (1, 2, 16), replace(other, strides=all_of), replace(halves[0], strides=all_of), cos),
+        ("add", (1, 2, 16), *(replace(place, strides=all_of) for place in (out, one, other))),
     ]  # fmt: skip
     listed.instructions = [Instruction(*step) for step in steps]
     (fusion,) = listed.launches(out)
     assert fusion.scratch == 32
     assert [fusion.words[i + 6] for i in range(0, len(fusion.words), WORDS)] == [0, 0, 0, 1, 0, 0]
-    given = {x: random(rows, 64, BF16), cos: random(rows, 16), sin: random(rows, 16) * 2}
+    given = {x: random(3, 64, BF16), cos: random(3, 16), sin: random(3, 16) * 2}
     listed.require_equal(given, out)
 
 
@@ -215,7 +224,13 @@ def test_the_lists_of_real_models_compile_and_fit(compile_all, family):
     lowered = lower(trace(model), plain=True)
     variants = []
     for segment, attended in zip(lowered.segments, [*lowered.attended, lowered.leavings], strict=True):
-        read = {place.buffer for other in lowered.segments if other is not segment for each in other for place in each.places[1:]}
+        read = {
+            place.buffer
+            for other in lowered.segments
+            if other is not segment
+            for each in other
+            for place in each.places[1:]
+        }
         outside = read | {value.buffer for value in attended}
         for fusion in fused(segment, lowered.buffers, outside):
             if isinstance(fusion, Fusion):

@@ -1,7 +1,7 @@
 """A trace as lists of instructions over rows, one list before, between and after the attentions.
 
-On a CPU products are those of packed weights, and what lies between is in fp32. On a GPU weights are plain, and products
-and attentions give numbers in the model's dtype, as torch has them there.
+On a CPU products are those of packed weights, and what lies between is in fp32. On a GPU weights are plain, and
+products and attentions give numbers in the model's dtype, as torch has them there.
 
 What the lists cannot say stays with torch: operations on token ids and positions at the beginning (the embedding, the
 angles of the RoPE), and those on the last hidden states at the end (a head whose weights are not packed, a cap on

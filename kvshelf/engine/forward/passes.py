@@ -58,7 +58,8 @@ _ROUNDING: Final = 1e-3
 """How far each logit of a recording may be from the modules', over the largest one."""
 
 _ROUNDING_16: Final = 0.04
-"""In 16 bits, how far all logits may be, over their norm: single ones are rounded by more than a fault in one would be."""
+"""In 16 bits, how far all logits may be, over their norm: single ones are rounded by more than a fault in one would
+be."""
 
 
 _OWN_DTYPE: Final = (Linear, PackedLinear, TiedLinear, Embedding, LayerNorm)

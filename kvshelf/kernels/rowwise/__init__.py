@@ -1,8 +1,8 @@
 """What a model computes for each token alone, in C: products with packed weights, and lists of instructions.
 
 There is no form in torch's operations: `row_programs` says what a device has, and where it has none, the model itself
-runs. In C in fp32; where a processor has AVX512-BF16, products also take rows and weights in bf16, and sum them in fp32.
-On a GPU products are torch's, and Triton carries out the instructions between them.
+runs. In C in fp32; where a processor has AVX512-BF16, products also take rows and weights in bf16, and sum them in
+fp32. On a GPU products are torch's, and Triton carries out the instructions between them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,9 @@ class _Fusing:
     def __init__(self, run: Sequence[Instruction], buffers: Sequence[Buffer], kept: Collection[int]) -> None:
         self._run = run = list(_upright(_tiled(run)))
         self._buffers = buffers
-        self._sources = [[_source(run[:i], place, each.sizes) for place in each.places[1:]] for i, each in enumerate(run)]
+        self._sources = [
+            [_source(run[:i], place, each.sizes) for place in each.places[1:]] for i, each in enumerate(run)
+        ]
         self._written = {each.out.buffer for each in run}
         read = {
             place.buffer
@@ -201,7 +203,7 @@ def _tiled(run: Sequence[Instruction]) -> list[Instruction]:
 def _in_lines(each: Instruction, other: Instruction) -> bool:
     """Whether an instruction on a whole row shares numbers with another that takes them in lines."""
     outer, lines, width = other.sizes
-    if each.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
+    if each.operation == "mean" or each.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
         return False
     own = {(place.buffer, place.offset) for place in each.places if place.strides[2] == 1}
     return any((p.buffer, p.offset) in own and p.strides[1:] == (width, 1) for p in other.places)
@@ -217,7 +219,7 @@ def _upright(run: Sequence[Instruction]) -> Iterator[Instruction]:
         elif outer == lines == 1 < inner and columns & {place.buffer for place in each.places[1:]}:
             columns.add(each.out.buffer)
             out, a, b = (replace(place, strides=(0, place.strides[2], 0)) for place in each.places)
-            each = replace(each, sizes=(1, inner, 1), out=out, a=a, b=b)  # noqa: PLW2901
+            each = replace(each, sizes=(1, inner, 1), out=out, a=a, b=b)
         yield each
 
 

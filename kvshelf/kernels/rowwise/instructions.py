@@ -50,8 +50,8 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves. dtype: for C fp32,
-    or bf16, of whole pairs, of what "narrow" makes."""
+    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves. dtype: for C
+    fp32, or bf16, of whole pairs, of what "narrow" makes."""
 
     width: int
     constant: Tensor | None = None

@@ -75,7 +75,7 @@ def carry_out(tensors, STRIDES: tl.constexpr, LIST: tl.constexpr, WORDS: tl.cons
     """One row of all instructions: see `Fusion`."""
     made = ()
     for i in tl.static_range(len(LIST) // WORDS):
-        made = made + (_carry_out(tensors, made, STRIDES, LIST, i * WORDS),)
+        made = made + (_carry_out(tensors, made, STRIDES, LIST, i * WORDS),)  # noqa: RUF005 - Triton knows no other way
 
 
 @triton.jit

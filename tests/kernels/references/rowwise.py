@@ -24,7 +24,9 @@ ONE = {
 TWO = {"mul": torch.mul, "add": torch.add, "sub": torch.sub}
 
 
-def run(instructions: Sequence[Instruction], buffers: Sequence[Buffer], given: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def run(
+    instructions: Sequence[Instruction], buffers: Sequence[Buffer], given: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
     """Every buffer behind the instructions, `[rows, width]` fp64, of those that are given; rounded where it holds
     fewer bits than fp32."""
     rows = len(next(iter(given.values())))
