@@ -61,7 +61,7 @@ def row_programs(device: torch.device) -> type[RowProgram] | None:
     plain weights `[inputs, outputs]`, and has no `part`."""
     if form(device) != "triton":
         return RowProgram if device.type == "cpu" and available() else None
-    fused: type[RowProgram] = implementation("rowwise", device).RowProgram
+    fused: type[RowProgram] = implementation("rowwise", device).FusedProgram
     return fused
 
 

@@ -21,7 +21,7 @@ from kvshelf.kernels.rowwise.instructions import Buffer, Instruction
 from kvshelf.kernels.tiles import warps
 
 
-class RowProgram:
+class FusedProgram:
     """Instructions in order, with weights `[inputs, outputs]` as torch has them. `outside`: the buffers that are given
     and taken, by their place in `buffers`."""
 
