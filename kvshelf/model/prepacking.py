@@ -283,15 +283,14 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
             model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
 
 
-def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[Tensor]]) -> None:
-    """Lay the weights of each group one behind the other in memory, in place, so that one product multiplies with all
-    of them. A weight is a parameter's `[outputs, inputs]`, transposed; a group with another one stays as it is. Memory
-    grows by one group's weights at a time."""
+def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> None:
+    """Lay the weights `[outputs, inputs]` of each group one behind the other in memory, in place, so that one product
+    multiplies with all of them. groups: their addresses; a group with one that is no parameter's stays as it is. Memory
+    grows by one group's weights at a time, where nothing else holds the old ones."""
     parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}
     for group in groups:
-        own = [parameters[weight.data_ptr()] for weight in group if weight.data_ptr() in parameters]
-        whole = [each.shape for each in own] == [weight.T.shape for weight in group]
-        if not whole or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
+        own = [parameters[address] for address in group if address in parameters]
+        if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
             continue
         joined = torch.cat([each.detach() for each in own])
         for parameter, part in zip(own, joined.split([len(each) for each in own]), strict=True):

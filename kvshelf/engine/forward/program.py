@@ -67,11 +67,12 @@ class ForwardProgram:
             return None
         try:
             traced = trace(model)
-            lowered = lower(traced, plain)
-            if plain:
-                join_weights(model, [group for segment in lowered.segments for group in products_of_one(segment)])
-                lowered = lower(traced, plain)
-            return cls(traced.calls, lowered, kind)
+            if plain:  # nothing may hold a list, and with it the weights as they were, while they are joined
+                segments = lower(traced, plain).segments
+                groups = [group for segment in segments for group in products_of_one(segment)]
+                del segments
+                join_weights(model, groups)
+            return cls(traced.calls, lower(traced, plain), kind)
         except Exception as exc:  # whatever a model's code raises on tensors without numbers
             _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
             return None

@@ -90,13 +90,13 @@ def adjacent(one: Tensor | None, other: Tensor) -> bool:
     return same and other.storage_offset() == one.storage_offset() + one.numel()
 
 
-def products_of_one(instructions: Sequence[Instruction]) -> list[list[Tensor]]:
-    """The weights by which the same values are multiplied, in the order of their products."""
-    found: dict[Place, list[Tensor]] = {}
+def products_of_one(instructions: Sequence[Instruction]) -> list[list[int]]:
+    """The addresses of the weights by which the same values are multiplied, in the order of their products."""
+    addresses: dict[Place, list[int]] = {}
     for each in instructions:
-        if each.weight is not None:
-            found.setdefault(each.a, []).append(each.weight)
-    return list(found.values())
+        if each.weight is not None and each.weight.T.is_contiguous():
+            addresses.setdefault(each.a, []).append(each.weight.data_ptr())
+    return list(addresses.values())
 
 
 def _product(joined: Sequence[Instruction]) -> Product:

@@ -114,5 +114,5 @@ def test_a_model_that_no_list_says_runs_by_its_modules(module, caplog):
     assert engine.passes.program is None
     assert "runs by its own modules" in caplog.text or module is not Counting
     assert ForwardProgram.of(made("mixtral", num_local_experts=4)) is None
-    monkey = engine.compress(list(range(20)), policy="full")
-    assert engine.answer(monkey, [7, 8], max_new_tokens=1).usage.completion_tokens == 1
+    cache = engine.compress(list(range(20)), policy="full")
+    assert engine.answer(cache, [7, 8], max_new_tokens=1).usage.completion_tokens == 1
