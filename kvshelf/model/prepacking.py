@@ -292,8 +292,8 @@ def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> Non
         own = [parameters[address] for address in group if address in parameters]
         if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
             continue
-        joined = torch.cat([each.detach() for each in own])
-        for parameter, part in zip(own, joined.split([len(each) for each in own]), strict=True):
+        joined = torch.cat([weight.detach() for weight in own])
+        for parameter, part in zip(own, joined.split([len(weight) for weight in own]), strict=True):
             parameter.data = part
 
 

@@ -58,27 +58,27 @@ def fused(
 ) -> Iterator[Product | Fusion]:
     """The instructions as launches, in order. outside: the buffers that something else reads, too."""
 
-    def kind(each: Instruction) -> Place | None:
-        return each.a if each.operation == "linear" else None
+    def kind(step: Instruction) -> Place | None:
+        return step.a if step.operation == "linear" else None
 
     runs = [list(same) for _, same in groupby(together(instructions), kind)]
     for index, run in enumerate(runs):
         if run[0].operation == "linear":
             yield from _products(run)
         else:
-            later = {place.buffer for other in runs[index + 1 :] for each in other for place in each.places[1:]}
+            later = {place.buffer for other in runs[index + 1 :] for step in other for place in step.places[1:]}
             yield _Fusing(run, buffers, later | set(outside)).done()
 
 
 def _products(run: Sequence[Instruction]) -> Iterator[Product]:
     """Products of the same values, as one where their weights lie one behind the other: see `adjacent`."""
     joined: list[Instruction] = []
-    for each in run:
-        assert each.weight is not None
-        if joined and not adjacent(joined[-1].weight, each.weight):
+    for step in run:
+        assert step.weight is not None
+        if joined and not adjacent(joined[-1].weight, step.weight):
             yield _product(joined)
             joined = []
-        joined.append(each)
+        joined.append(step)
     yield _product(joined)
 
 
@@ -93,9 +93,9 @@ def adjacent(one: Tensor | None, other: Tensor) -> bool:
 def products_of_one(instructions: Sequence[Instruction]) -> list[list[int]]:
     """The addresses of the weights by which the same values are multiplied, in the order of their products."""
     addresses: dict[Place, list[int]] = {}
-    for each in instructions:
-        if each.weight is not None and each.weight.T.is_contiguous():
-            addresses.setdefault(each.a, []).append(each.weight.data_ptr())
+    for step in instructions:
+        if step.weight is not None and step.weight.T.is_contiguous():
+            addresses.setdefault(step.a, []).append(step.weight.data_ptr())
     return list(addresses.values())
 
 
@@ -103,12 +103,12 @@ def _product(joined: Sequence[Instruction]) -> Product:
     weight, bias = joined[0].weight, joined[0].bias
     assert weight is not None
     inputs = weight.shape[0]
-    outs = tuple((each.out.buffer, each.sizes[0]) for each in joined)
+    outs = tuple((step.out.buffer, step.sizes[0]) for step in joined)
     if len(joined) > 1:
         outputs = sum(count for _, count in outs)
         weight = weight.as_strided((inputs, outputs), (1, inputs))
-        if any(each.bias is not None for each in joined):
-            own = [weight.new_zeros(each.sizes[0]) if each.bias is None else each.bias for each in joined]
+        if any(step.bias is not None for step in joined):
+            own = [weight.new_zeros(step.sizes[0]) if step.bias is None else step.bias for step in joined]
             bias = torch.cat(own)
     return Product(joined[0].a, inputs, weight, None if bias is None else bias.to(weight.dtype), outs)
 
@@ -120,13 +120,13 @@ class _Fusing:
         self._run = run = list(_upright(_tiled(run)))
         self._buffers = buffers
         self._sources = [
-            [_source(run[:i], place, each.sizes) for place in each.places[1:]] for i, each in enumerate(run)
+            [_source(run[:i], place, step.sizes) for place in step.places[1:]] for i, step in enumerate(run)
         ]
-        self._written = {each.out.buffer for each in run}
+        self._written = {step.out.buffer for step in run}
         read = {
             place.buffer
-            for each, sources in zip(run, self._sources, strict=True)
-            for place, source in zip(each.places[1:], sources, strict=True)
+            for step, sources in zip(run, self._sources, strict=True)
+            for place, source in zip(step.places[1:], sources, strict=True)
             if source is None
         }
         self._made = self._written & set(kept)
@@ -135,7 +135,7 @@ class _Fusing:
         for buffer in sorted((self._written & read) - self._made):
             self._begins[buffer] = self._scratch
             self._scratch += buffers[buffer].width
-        alike = {each.sizes for each in run} == {(1, 1, run[0].sizes[2])} and "mean" not in {e.operation for e in run}
+        alike = {step.sizes for step in run} == {(1, 1, run[0].sizes[2])} and "mean" not in {e.operation for e in run}
         self._whole = not alike or bool(self._written & read)
         outside = read | self._made
         self._numbers = {b: n for n, b in enumerate(sorted(b for b in outside if self._is_tensor(b)))}
@@ -147,18 +147,18 @@ class _Fusing:
     def done(self) -> Fusion:
         words: list[str | int | float] = []
         unseen: set[int] = set()
-        tiles = [self._tile(each) for each in self._run]
-        for each, sources, tile in zip(self._run, self._sources, tiles, strict=True):
-            read = {place.buffer for place, source in zip(each.places[1:], sources, strict=True) if source is None}
+        tiles = [self._tile(step) for step in self._run]
+        for step, sources, tile in zip(self._run, self._sources, tiles, strict=True):
+            read = {place.buffer for place, source in zip(step.places[1:], sources, strict=True) if source is None}
             waits = bool(read & unseen)
             if waits:
                 unseen.clear()
-            a, b = (self._from(place, source) for place, source in zip(each.places[1:], sources, strict=True))
-            stored = each.out.buffer in self._made or each.out.buffer in self._begins
+            a, b = (self._from(place, source) for place, source in zip(step.places[1:], sources, strict=True))
+            stored = step.out.buffer in self._made or step.out.buffer in self._begins
             if stored:
-                unseen.add(each.out.buffer)
-            out = self._place(each.out) if stored else _NOWHERE
-            words += [each.operation, *each.sizes, *tile, int(waits), *a, *b, *out]
+                unseen.add(step.out.buffer)
+            out = self._place(step.out) if stored else _NOWHERE
+            words += [step.operation, *step.sizes, *tile, int(waits), *a, *b, *out]
         return Fusion(
             words=tuple(words),
             buffers=tuple(self._numbers),
@@ -168,8 +168,8 @@ class _Fusing:
             tile=max(map(prod, tiles)),
         )
 
-    def _tile(self, each: Instruction) -> tuple[int, int]:
-        outer, inner = each.sizes[0] * each.sizes[1], each.sizes[2]
+    def _tile(self, step: Instruction) -> tuple[int, int]:
+        outer, inner = step.sizes[0] * step.sizes[1], step.sizes[2]
         return _power(outer), _power(inner) if self._whole else min(_COLUMNS, _power(inner))
 
     def _from(self, place: Place, source: int | None) -> tuple[str | int | float, ...]:
@@ -190,42 +190,42 @@ def _tiled(run: Sequence[Instruction]) -> list[Instruction]:
     run, changed = list(run), True
     while changed:
         changed = False
-        for i, each in enumerate(run):
-            for lines, width in (other.sizes[1:] for other in run if _in_lines(each, other)):
-                places = (replace(p, strides=(0, width * p.strides[2], p.strides[2])) for p in each.places)
+        for i, step in enumerate(run):
+            for lines, width in (other.sizes[1:] for other in run if _in_lines(step, other)):
+                places = (replace(p, strides=(0, width * p.strides[2], p.strides[2])) for p in step.places)
                 out, a, b = places
-                run[i] = replace(each, sizes=(1, lines, width), out=out, a=a, b=b)
+                run[i] = replace(step, sizes=(1, lines, width), out=out, a=a, b=b)
                 changed = True
                 break
     return run
 
 
-def _in_lines(each: Instruction, other: Instruction) -> bool:
+def _in_lines(step: Instruction, other: Instruction) -> bool:
     """Whether an instruction on a whole row shares numbers with another that takes them in lines."""
     outer, lines, width = other.sizes
-    if each.operation == "mean" or each.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
+    if step.operation == "mean" or step.sizes != (1, 1, lines * width) or outer != 1 or lines == 1 or width == 1:
         return False
-    own = {(place.buffer, place.offset) for place in each.places if place.strides[2] == 1}
+    own = {(place.buffer, place.offset) for place in step.places if place.strides[2] == 1}
     return any((p.buffer, p.offset) in own and p.strides[1:] == (width, 1) for p in other.places)
 
 
 def _upright(run: Sequence[Instruction]) -> Iterator[Instruction]:
     """The same, with numbers that each stand for a line of a tile, as means do, along the tile's other side."""
     columns = set()
-    for each in run:
-        outer, lines, inner = each.sizes
-        if each.operation == "mean":
-            columns.add(each.out.buffer)
-        elif outer == lines == 1 < inner and columns & {place.buffer for place in each.places[1:]}:
-            columns.add(each.out.buffer)
-            out, a, b = (replace(place, strides=(0, place.strides[2], 0)) for place in each.places)
-            each = replace(each, sizes=(1, inner, 1), out=out, a=a, b=b)
-        yield each
+    for step in run:
+        outer, lines, inner = step.sizes
+        if step.operation == "mean":
+            columns.add(step.out.buffer)
+        elif outer == lines == 1 < inner and columns & {place.buffer for place in step.places[1:]}:
+            columns.add(step.out.buffer)
+            out, a, b = (replace(place, strides=(0, place.strides[2], 0)) for place in step.places)
+            step = replace(step, sizes=(1, inner, 1), out=out, a=a, b=b)
+        yield step
 
 
 def _source(before: Sequence[Instruction], place: Place, sizes: tuple[int, int, int]) -> int | None:
     """Which of the instructions before has just these numbers, or one for each line, in its registers."""
-    writers = [i for i, each in enumerate(before) if each.out.buffer == place.buffer]
+    writers = [i for i, step in enumerate(before) if step.out.buffer == place.buffer]
     if len(writers) != 1 or before[writers[0]].operation == "narrow" or before[writers[0]].out.offset != place.offset:
         return None
     writer = before[writers[0]]

@@ -34,22 +34,22 @@ class FusedProgram:
         dtype; those that products make are replaced."""
         if not rows:
             return
-        held = values.copy()
+        memory = values.copy()
         for launch in self._launches:
             if isinstance(launch, Product):
-                held.update(_multiplied(launch, held))
+                memory.update(_multiplied(launch, memory))
             else:
-                self._carry_out(launch, held, rows)
-        values.update((buffer, held[buffer]) for buffer in values)
+                self._carry_out(launch, memory, rows)
+        values.update((buffer, memory[buffer]) for buffer in values)
 
-    def _carry_out(self, fusion: Fusion, held: dict[int, Tensor], rows: int) -> None:
-        device = next(iter(held.values())).device
+    def _carry_out(self, fusion: Fusion, memory: dict[int, Tensor], rows: int) -> None:
+        device = next(iter(memory.values())).device
         for buffer in fusion.made:
-            if buffer not in held:
+            if buffer not in memory:
                 of = self._buffers[buffer]
-                held[buffer] = torch.empty(rows, of.width, dtype=of.dtype, device=device)
+                memory[buffer] = torch.empty(rows, of.width, dtype=of.dtype, device=device)
         constants = (self._buffers[buffer].constant for buffer in fusion.buffers)
-        tensors = [held[b] if own is None else own for b, own in zip(fusion.buffers, constants, strict=True)]
+        tensors = [memory[b] if own is None else own for b, own in zip(fusion.buffers, constants, strict=True)]
         strides = [
             tensor.stride(0) if self._buffers[b].constant is None else 0
             for b, tensor in zip(fusion.buffers, tensors, strict=True)
@@ -62,9 +62,9 @@ class FusedProgram:
         )
 
 
-def _multiplied(product: Product, held: dict[int, Tensor]) -> dict[int, Tensor]:
+def _multiplied(product: Product, memory: dict[int, Tensor]) -> dict[int, Tensor]:
     begin = product.a.offset
-    x = held[product.a.buffer][:, begin : begin + product.inputs]
+    x = memory[product.a.buffer][:, begin : begin + product.inputs]
     made = torch.mm(x, product.weight) if product.bias is None else torch.addmm(product.bias, x, product.weight)
     parts = made.split([count for _, count in product.outs], dim=1)
     return {buffer: part for (buffer, _), part in zip(product.outs, parts, strict=True)}
