@@ -293,7 +293,7 @@ def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> Non
         if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
             continue
         joined = torch.cat([weight.detach() for weight in own])
-        for parameter, part in zip(own, joined.split([len(weight) for weight in own]), strict=True):
+        for parameter, part in zip(own, torch.split(joined, [len(weight) for weight in own]), strict=True):
             parameter.data = part
 
 

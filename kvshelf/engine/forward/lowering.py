@@ -303,6 +303,7 @@ class _Lowering:
         x, weight = node.args[at : at + 2]
         constant = self._values.get(weight)  # type: ignore[arg-type]
         _require(isinstance(constant, Tensor) and not node.kwargs, "a product of two values")
+        assert isinstance(constant, Tensor)
         inputs, outputs = constant.shape
         bias = self._values[node.args[0]] if at else None  # type: ignore[index]
         sizes = outputs, inputs, 1

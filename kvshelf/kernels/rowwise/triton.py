@@ -66,7 +66,7 @@ def _multiplied(product: Product, memory: dict[int, Tensor]) -> dict[int, Tensor
     begin = product.a.offset
     x = memory[product.a.buffer][:, begin : begin + product.inputs]
     made = torch.mm(x, product.weight) if product.bias is None else torch.addmm(product.bias, x, product.weight)
-    parts = made.split([count for _, count in product.outs], dim=1)
+    parts = torch.split(made, [count for _, count in product.outs], dim=1)
     return {buffer: part for (buffer, _), part in zip(product.outs, parts, strict=True)}
 
 
@@ -75,7 +75,7 @@ def carry_out(tensors, STRIDES: tl.constexpr, LIST: tl.constexpr, WORDS: tl.cons
     """One row of all instructions: see `Fusion`."""
     made = ()
     for i in tl.static_range(len(LIST) // WORDS):
-        made = made + (_carry_out(tensors, made, STRIDES, LIST, i * WORDS),)  # noqa: RUF005 - Triton knows no other way
+        made = made + (_carry_out(tensors, made, STRIDES, LIST, i * WORDS),)  # type: ignore[assignment]  # noqa: RUF005
 
 
 @triton.jit
