@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvshelf.engine.forward.lowering import lower
 from kvshelf.engine.forward.tracing import trace
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place, row_programs
+from kvshelf.kernels.rowwise import Buffer, Instruction, Place, products_of_one, row_programs
 from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused
 from kvshelf.kernels.tiles import warps
 from tests.kernels.compiling import Variant, require_fits
@@ -196,6 +196,17 @@ def test_products_of_the_same_values_are_one_where_their_weights_lie_side_by_sid
         outs = [listed.product(at, weight, bias) for weight, bias in zip(own, biases, strict=True)]
         assert len(listed.launches(*outs)) == launches
         listed.require_equal({x: random(5, 24, dtype)}, *outs)
+
+
+def test_products_with_some_of_the_values_are_of_their_own_though_their_weights_lie_side_by_side():
+    memory = random(1, 32 * 20 + 8 * 16)[0]
+    weights = memory[: 32 * 20].view(32, 20).T, memory[32 * 20 :].view(8, 16).T
+    listed = Listed()
+    x = listed.buffer(20)
+    outs = [listed.product(x, weight) for weight in weights]
+    assert products_of_one(listed.instructions) == [[weight.data_ptr()] for weight in weights]
+    assert len(listed.launches(*outs)) == 2
+    listed.require_equal({x: random(5, 20)}, *outs)
 
 
 def test_no_rows_are_no_launch():

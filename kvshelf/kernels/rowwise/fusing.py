@@ -83,8 +83,8 @@ def _products(run: Sequence[Instruction]) -> Iterator[Product]:
 
 
 def adjacent(one: Tensor | None, other: Tensor) -> bool:
-    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right behind another."""
-    if one is None or not (one.T.is_contiguous() and other.T.is_contiguous()):
+    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right behind another of as many inputs."""
+    if one is None or len(one) != len(other) or not (one.T.is_contiguous() and other.T.is_contiguous()):
         return False
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return same and other.storage_offset() == one.storage_offset() + one.numel()
@@ -92,10 +92,10 @@ def adjacent(one: Tensor | None, other: Tensor) -> bool:
 
 def products_of_one(instructions: Sequence[Instruction]) -> list[list[int]]:
     """The addresses of the weights by which the same values are multiplied, in the order of their products."""
-    addresses: dict[Place, list[int]] = {}
+    addresses: dict[tuple[Place, int], list[int]] = {}
     for step in instructions:
         if step.weight is not None and step.weight.T.is_contiguous():
-            addresses.setdefault(step.a, []).append(step.weight.data_ptr())
+            addresses.setdefault((step.a, len(step.weight)), []).append(step.weight.data_ptr())
     return list(addresses.values())
 
 
