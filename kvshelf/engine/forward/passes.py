@@ -154,13 +154,20 @@ class Passes:
     def program(self) -> ForwardProgram | None:
         """Made when it is first wanted; None where the model runs by its own modules."""
         program = ForwardProgram.of(self.model) if self._recordable else None
-        if program is not None and not all(self._agrees(program, tokens) for tokens in _TRIED):
-            _LOG.warning(
-                "%s runs by its own modules, which is slower: what %d tokens recorded gives other logits for fewer",
-                type(self.model).__name__, TOKENS,
-            )  # fmt: skip
+        if program is None:
             return None
-        return program
+        why = f"what {TOKENS} tokens recorded gives other logits for fewer"
+        try:
+            if all(self._agrees(program, tokens) for tokens in _TRIED):
+                return program
+        except (
+            Exception
+        ) as exc:  # whatever Triton raises of a kernel that it cannot compile, or that the card cannot run
+            if program.in_c:
+                raise
+            why = f"its program failed, {type(exc).__name__}: {exc}"
+        _LOG.warning("%s runs by its own modules, which is slower: %s", type(self.model).__name__, why)
+        return None
 
     @property
     def program_of_documents(self) -> ForwardProgram | None:
