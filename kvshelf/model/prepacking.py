@@ -285,11 +285,13 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
 
 def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> None:
     """Lay the weights `[outputs, inputs]` of each group one behind the other in memory, in place, so that one product
-    multiplies with all of them. groups: their addresses; a group with one that is no parameter's stays as it is. Memory
-    grows by one group's weights at a time, where nothing else holds the old ones."""
-    parameters = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    multiplies with all of them. groups: their addresses; a group with one that is no parameter's, that several
+    parameters have, or that comes twice stays as it is: others would hold the old memory. It grows by one group's
+    weights at a time, where nothing else holds the old ones."""
+    uses = Counter(parameter.data_ptr() for parameter in model.parameters())
+    parameters = {p.data_ptr(): p for p in model.parameters() if uses[p.data_ptr()] == 1}
     for group in groups:
-        own = [parameters[address] for address in group if address in parameters]
+        own = [parameters[address] for address in dict.fromkeys(group) if address in parameters]
         if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
             continue
         joined = torch.cat([weight.detach() for weight in own])
