@@ -90,7 +90,7 @@ def _is_view(func: Any, args: Any, result: Any) -> bool:
 def _interpreting() -> bool:
     """Whether Triton's interpreter called: it copies what its kernel is given, and back."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals["__name__"] != "triton.runtime.interpreter":
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "triton.runtime.interpreter":
         frame = frame.f_back
     return frame.f_back is not None
 

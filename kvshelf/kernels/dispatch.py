@@ -31,10 +31,15 @@ def implementation(operation: str, device: torch.device) -> ModuleType:
     return _module(operation, device.type, os.environ.get("KVSHELF_KERNELS", ""))
 
 
+def form(device: torch.device) -> str:
+    """The form of operations on a device, where they have one: see `FORMS`."""
+    return os.environ.get("KVSHELF_KERNELS") or _fastest(device.type)
+
+
 def cpu_form() -> str:
     """The form of operations on this CPU, with the architecture it was compiled for: "native (x86-64-v3)", "eager"."""
-    form = os.environ.get("KVSHELF_KERNELS") or ("eager" if library() is None else "native")
-    return f"{form} ({architecture()})" if form == "native" else form
+    own = form(torch.device("cpu"))
+    return f"{own} ({architecture()})" if own == "native" else own
 
 
 @cache

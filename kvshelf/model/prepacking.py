@@ -1,9 +1,9 @@
-"""Linear layers with weights in the memory layout in which they are multiplied, on a CPU.
+"""Linear layers with weights in the memory layout in which they are multiplied.
 
-`nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the product.
-kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no AMX;
-elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights stay the
-same (`torch._inductor`, freezing).
+On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the
+product. kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no
+AMX; elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights
+stay the same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import copy
 import platform
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from kvshelf.kernels.rowwise import (
     LINES,
     PANEL,
     WEIGHT_DTYPES,
+    adjacent,
     available,
     linear,
     multiplies_bf16,
@@ -278,6 +281,22 @@ def prepack(model: PreTrainedModel, weights: str = "plain") -> None:
             model.set_submodule(name, PackedLinear.of(weight, bias, kind).train(module.training))
         elif style == "rowwise":
             model.set_submodule(name, SummedLinear(PackedLinear.of(weight, None), bias).train(module.training))
+
+
+def join_weights(model: PreTrainedModel, groups: Iterable[Sequence[int]]) -> None:
+    """Lay the weights `[outputs, inputs]` of each group one behind the other in memory, in place, so that one product
+    multiplies with all of them. groups: their addresses; a group with one that is no parameter's, that several
+    parameters have, or that comes twice stays as it is: others would hold the old memory. It grows by one group's
+    weights at a time, where nothing else holds the old ones."""
+    uses = Counter(parameter.data_ptr() for parameter in model.parameters())
+    parameters = {p.data_ptr(): p for p in model.parameters() if uses[p.data_ptr()] == 1}
+    for group in groups:
+        own = [parameters[address] for address in dict.fromkeys(group) if address in parameters]
+        if len(own) < len(group) or all(adjacent(one.T, other.T) for one, other in pairwise(own)):
+            continue
+        joined = torch.cat([weight.detach() for weight in own])
+        for parameter, part in zip(own, torch.split(joined, [len(weight) for weight in own]), strict=True):
+            parameter.data = part
 
 
 def bits_of_bf16(weight: Tensor) -> Tensor | None:

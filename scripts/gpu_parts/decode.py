@@ -39,6 +39,8 @@ def measure(part: Part) -> None:
             )
         with part.trying(f"{count} answers without a graph"):
             _recorded(part, subject, [whole] * count, f"{count} answers on one document of {tokens}")
+    with part.trying("modules"):
+        _by_modules(part, subject, whole)
     with part.trying("profile"):
         _profiled(part, subject, [whole] * answers[-1])
     attention: dict[int, tuple[float, float]] = {}
@@ -93,6 +95,25 @@ def _recorded(part: Part, subject: Subject, caches: list[CompressedCache], name:
     note = ", ".join(f"{way} {each * 1e3:.2f} ms" for way, each in seconds.items())
     last = list(seconds)[-1]
     part.row(f"{name}: a step made anew over one {last}", seconds["anew"] / seconds[last], "times", note=note)
+
+
+def _by_modules(part: Part, subject: Subject, cache: CompressedCache) -> None:
+    """What the program of the model's layers saves of a step of one answer: time and launches."""
+    part.require_s(8)
+    passes = subject.engine.passes
+    program, seconds, kernels = passes.program, [], []
+    try:
+        for passes.program in (program, None):
+            with stepping(subject, [cache], batch=DecodeBatch(passes)) as step:
+                seconds.append(part.seconds(step, rounds=5).median)
+                kernels.append(part.profiled(step, steps=4).kernels)
+    finally:
+        passes.program = program
+    layers = len(cache.layers)
+    note = f"{seconds[0] * 1e3:.2f} ms by the program, {seconds[1] * 1e3:.2f} by the model's modules"
+    part.row("1 answer: a step by modules over one by the program", seconds[1] / seconds[0], "times", note=note)
+    note = f"{kernels[0]:.0f} kernels a step, with those beside the layers; {kernels[1]:.0f} by the model's modules"
+    part.row("1 answer: launches of a step by the program", kernels[0] / layers, "a layer", note=note)
 
 
 def _attention(part: Part, subject: Subject, tokens: int, rows: int) -> tuple[float, float]:

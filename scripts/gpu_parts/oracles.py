@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvshelf.engine.forward.lowering import lower
+from kvshelf.engine.forward.tracing import trace
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Choice, Chosen, Units, choose
@@ -39,6 +42,7 @@ from kvshelf.kernels.quantize import dequantize, quantize
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
+from kvshelf.kernels.rowwise import Buffer, Instruction, row_programs
 from kvshelf.kernels.select import keep_best, pack, select
 from kvshelf.kernels.window_scores import pass_scores, window_scores
 from scripts.gpu_parts.part import Part, mapped
@@ -51,6 +55,7 @@ from tests.kernels.references import prefix_attention as attention_reference
 from tests.kernels.references import quantize as quantize_reference
 from tests.kernels.references import rotate as rotate_reference
 from tests.kernels.references import row_norms as norms_reference
+from tests.kernels.references import rowwise as rowwise_reference
 from tests.kernels.references import select as select_reference
 from tests.kernels.references import window_scores as window_reference
 from tests.kernels.streams import DEVIATIONS, TABLES, drawn
@@ -326,6 +331,46 @@ def _ans(check: Check) -> None:
     check.equal("ans: the flipped one", torch.tensor(sound[:2]), torch.tensor([False, True]))
 
 
+def _layer(check: Check) -> None:
+    """What lies before and behind the attention of a layer with biases or norms of heads, as its model's program has
+    it: norms, residual, rotation, gate and products."""
+    for family in ("qwen2", "qwen3"):
+        width, more = check.q_heads * check.dim, {"num_hidden_layers": 1, "vocab_size": 64, "head_dim": check.dim}
+        config = AutoConfig.for_model(
+            family, hidden_size=width, intermediate_size=3 * width // 2, num_attention_heads=check.q_heads,
+            num_key_value_heads=check.kv_heads, **more,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=check.dtype).eval().requires_grad_(False)
+        lowered = lower(trace(model), plain=True)
+        ends = [[*values[:3]] for values in lowered.attended] + [lowered.leavings]
+        for number, (instructions, values) in enumerate(zip(lowered.segments, ends, strict=True)):
+            _listed(check, f"{family}, list {number}", instructions, lowered.buffers, [each.buffer for each in values])
+
+
+def _listed(
+    check: Check, what: str, instructions: list[Instruction], buffers: list[Buffer], left: Sequence[int]
+) -> None:
+    """What a list leaves of random values in the buffers that it only reads."""
+    written = {each.out.buffer for each in instructions}
+    read = {place.buffer for each in instructions for place in each.places[1:]} - written
+    values = [number for number in read if buffers[number].constant is None]
+    given = {n: check.random(3, buffers[n].width, seed=n, dtype=buffers[n].dtype) for n in values}
+    out = [number for number in left if number in written]
+    program = row_programs(check.device)
+    assert program is not None
+    here = program(*(_moved(each, check.device) for each in (instructions, buffers)), [*given, *out])
+
+    def run() -> list[Tensor]:
+        made = {n: torch.empty(3, buffers[n].width, dtype=buffers[n].dtype, device=check.device) for n in out}
+        held = {n: _moved(tensor, check.device) for n, tensor in given.items()} | made
+        here.run(held, 3)
+        return [held[number] for number in out]
+
+    expected = rowwise_reference.run(instructions, buffers, given)
+    for number, found in zip(out, check.twice(what, run), strict=True):
+        check.near(what, found, expected[number], _ROUNDED[check.dtype])
+
+
 # Attention
 
 
@@ -530,6 +575,7 @@ OPERATIONS: dict[str, Callable[[Check], None]] = {
     "column sums": _column_sums,
     "pass scores": _pass_scores,
     "lag scores": _lag_scores,
+    "lists of a layer": _layer,
     "norms, cosines, rotation": _small_scores,
     "select, pack": _select,
     "merge": _merge,

@@ -30,10 +30,10 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its arguments' types ("*bf16", "i32", "fp32", ...) and its compile-time constants."""
+    """A kernel with its arguments' types ("*bf16", "i32", "fp32", ..., or several) and its compile-time constants."""
 
     kernel: str
-    signature: dict[str, str]
+    signature: dict[str, str | Sequence[str]]
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 2
@@ -93,18 +93,24 @@ def _compiled(module_name: str, variants: Sequence[Variant]) -> list[Compiled]:
     module = import_module(module_name)
     results = []
     for variant in variants:
-        signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
+        signature = {**_with_tuples(variant.signature), **dict.fromkeys(variant.constants, "constexpr")}
         kernel = getattr(module, variant.kernel)
         # torch's allocations are aligned, and a launch tells the compiler so: it then loads 16 bytes at a time.
-        pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-        aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-        source = ASTSource(kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+        types = {(i,): signature[name] for i, name in enumerate(kernel.arg_names)}
+        types |= {(*at, n): one for at, each in types.items() if isinstance(each, tuple) for n, one in enumerate(each)}
+        aligned = {at: [["tt.divisibility", 16]] for at, each in types.items() if each[0] == "*"}
+        source = ASTSource(kernel, signature=signature, constexprs=_with_tuples(variant.constants), attrs=aligned)
         for arch in ARCHITECTURES:
             options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             registers, spilled = _resources(compiled.asm["cubin"])
             results.append(Compiled(variant.kernel, arch, registers, spilled, compiled.metadata.shared))
     return results
+
+
+def _with_tuples(given: dict[str, Any]) -> dict[str, Any]:
+    """As it was before it was JSON."""
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

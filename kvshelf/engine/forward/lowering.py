@@ -1,5 +1,8 @@
 """A trace as lists of instructions over rows, one list before, between and after the attentions.
 
+On a CPU products are those of packed weights, and what lies between is in fp32. On a GPU weights are plain, and
+products and attentions give numbers in the model's dtype, as torch has them there.
+
 What the lists cannot say stays with torch: operations on token ids and positions at the beginning (the embedding, the
 angles of the RoPE), and those on the last hidden states at the end (a head whose weights are not packed, a cap on
 logits). In between every operation must be one of `kernels.rowwise`, and must take each token by itself.
@@ -20,6 +23,8 @@ from kvshelf.kernels.rowwise import PANEL, Buffer, Instruction, Place
 
 _ATEN = torch.ops.aten
 _LINEAR = torch.ops.kvshelf.linear.default
+_PLAIN = {_ATEN.mm.default: 0, _ATEN.addmm.default: 1}
+"""Products as torch has them, and which of their arguments is multiplied with the weight."""
 _ATTENTION = torch.ops.kvshelf.traced_attention.default
 
 _VIEWS = {
@@ -36,8 +41,8 @@ _UNARY = {
 }  # fmt: skip
 
 
-_DTYPES = (torch.float32, torch.bfloat16)
-"""Of a model's values. All are computed in fp32, and rounded to bf16 only where they are multiplied with weights or
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of a model's values. All are computed in fp32, and rounded to 16 bits only where they are multiplied with weights or
 attended to: that rounds less often than the model does by its modules."""
 
 
@@ -61,8 +66,9 @@ class Value:
     def tensor(self, held: Tensor) -> Tensor:
         """These numbers in the buffer's tensor `[rows, width]`, as the model has them."""
         sizes = list(self.layout.shape)
-        sizes[self.at] = held.shape[0]
-        return held.as_strided(sizes, self.layout.stride(), self.layout.storage_offset())
+        strides = list(self.layout.stride())
+        sizes[self.at], strides[self.at] = held.shape[0], held.stride(0)
+        return held.as_strided(sizes, strides, held.storage_offset() + self.layout.storage_offset())
 
 
 @dataclass(eq=False)
@@ -81,14 +87,16 @@ class Lowered:
     leavings: list[Value] = field(default_factory=list)
 
 
-def lower(trace: Trace) -> Lowered:
-    """Raises `CannotLower`."""
-    return _Lowering(trace).run()
+def lower(trace: Trace, plain: bool = False) -> Lowered:
+    """plain: with products as torch has them, for a GPU; else of packed weights. Raises `CannotLower`."""
+    return _Lowering(trace, plain).run()
 
 
 class _Lowering:
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, plain: bool) -> None:
         self._trace = trace
+        self._plain = plain
+        self._products = _PLAIN.keys() if plain else {_LINEAR}
         self._done = Lowered()
         self._values: dict[fx.Node, Any] = {}
         """What each node is: a `Value`, a list of them, or a constant tensor; no node that is left to torch."""
@@ -98,7 +106,7 @@ class _Lowering:
         self._last: list[fx.Node] = []
         self._logits: fx.Node | None = None
         self._narrowed: dict[tuple[int, int, int], Value] = {}
-        """Of values that are multiplied in bf16, by their buffer, offset and size."""
+        """Of values that are multiplied in 16 bits, by their buffer, offset and size."""
 
     def run(self) -> Lowered:
         for node in self._trace.graph.graph.nodes:
@@ -143,7 +151,7 @@ class _Lowering:
         """Whether nothing before it is an instruction, and it is no product of weights, with which they begin."""
         own = [given for given in node.all_input_nodes if not isinstance(self._values.get(given), Tensor)]
         before = {*self._given, *self._first}
-        return node.target not in (_LINEAR, _ATTENTION) and all(given in before for given in own)
+        return node.target not in (*self._products, _ATTENTION) and all(given in before for given in own)
 
     def _constant_or_plain(self, argument: Any) -> Any:
         return self._values[argument] if isinstance(argument, fx.Node) else argument
@@ -186,8 +194,8 @@ class _Lowering:
             return self._view(node)
         if target in _COPIES:
             return self._value(args[0])
-        if target == _LINEAR:
-            return self._linear(*args)
+        if target in self._products:
+            return self._plain_product(node, _PLAIN[target]) if self._plain else self._linear(*args)
         if target == _ATEN.cat.default:
             return self._cat(result, *args)
         if target == _ATEN.stack.default:
@@ -212,7 +220,12 @@ class _Lowering:
             return torch.tensor(float(given))
         if given not in self._values:
             _require(given.meta["val"].dtype in _DTYPES, f"values in {given.meta['val'].dtype}")
-            self._entries[given] = self._values[given] = self._fresh(given.meta["val"].shape)
+            made, what = given.meta["val"], (given.target, given.args, given.kwargs)
+            alike = [value for node, value in self._entries.items() if (node.target, node.args, node.kwargs) == what]
+            if not alike:
+                alike = [self._fresh(made.shape, self._held(made.dtype))]
+                self._entries[given] = alike[0]
+            self._values[given] = alike[0]
         found: Value | Tensor = self._values[given]
         return found
 
@@ -230,6 +243,10 @@ class _Lowering:
         self._done.buffers.append(Buffer(layout.numel() // TOKENS, dtype=dtype))
         return Value(layout, at, len(self._done.buffers) - 1)
 
+    def _held(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of values that lists are given in a dtype of the model."""
+        return dtype if self._plain else torch.float32
+
     def _contiguous(self, value: Value) -> Value:
         if value.layout.movedim(value.at, 0)[0].is_contiguous():
             return value
@@ -237,19 +254,22 @@ class _Lowering:
         self._emit("copy", copy, value)
         return copy
 
-    def _narrow(self, value: Value) -> Value:
-        """A copy in bf16, row after row."""
-        copy = self._fresh(value.layout.shape, torch.bfloat16)
-        _require(self._done.buffers[copy.buffer].width % 2 == 0, "bf16 in rows of an odd number")
+    def _narrow(self, value: Value, dtype: torch.dtype) -> Value:
+        """A copy in a dtype, row after row."""
+        copy = self._fresh(value.layout.shape, dtype)
+        _require(self._plain or self._done.buffers[copy.buffer].width % 2 == 0, "bf16 in rows of an odd number")
         self._emit("narrow", copy, value)
         return copy
 
     # Operations
 
     def _attention(self, node: fx.Node) -> Value:
-        bf16 = node.meta["val"].dtype == torch.bfloat16
-        query, key, value = ((self._narrow if bf16 else self._contiguous)(self._rows(given)) for given in node.args)
-        out = self._fresh(node.meta["val"].shape)
+        dtype = node.meta["val"].dtype
+        apart = self._plain or dtype == torch.bfloat16  # in rows of their own: parts of a joined product lie apart
+        query, key, value = (
+            self._narrow(each, dtype) if apart else self._contiguous(each) for each in map(self._rows, node.args)
+        )
+        out = self._fresh(node.meta["val"].shape, self._held(dtype))
         self._done.attended.append((query, key, value, out))
         self._done.segments.append([])
         return out
@@ -272,25 +292,39 @@ class _Lowering:
         return parts if isinstance(made, list | tuple) else parts[0]
 
     def _linear(self, x: fx.Node, packed: fx.Node, bias: fx.Node | None, scales: fx.Node | None) -> Value:
-        value = self._contiguous(self._rows(x))
         weight: Tensor = self._values[packed]
         panels, inputs = weight.shape[:2]
-        out = self._fresh(torch.Size([*value.layout.shape[:-1], panels * PANEL]))
-        _require(value.layout.numel() * panels * PANEL == TOKENS * weight.numel(), "a product of several rows a token")
-        if weight.dtype == torch.bfloat16:
+        wide = weight.numel() // (panels * PANEL)
+        dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        beside = (None if node is None else self._values[node].float() for node in (scales, bias))
+        return self._product(self._rows(x), dtype, (panels, inputs, 1), (wide, panels * PANEL), weight, *beside)
+
+    def _plain_product(self, node: fx.Node, at: int) -> Value:
+        x, weight = node.args[at : at + 2]
+        constant = self._values.get(weight)  # type: ignore[arg-type]
+        _require(isinstance(constant, Tensor) and not node.kwargs, "a product of two values")
+        assert isinstance(constant, Tensor)
+        inputs, outputs = constant.shape
+        bias = self._values[node.args[0]] if at else None  # type: ignore[index]
+        sizes = outputs, inputs, 1
+        return self._product(self._rows(x), constant.dtype, sizes, (inputs, outputs), constant, None, bias)
+
+    def _product(
+        self, value: Value, dtype: torch.dtype, sizes: tuple[int, int, int], shape: tuple[int, int],
+        *weight: Tensor | None,
+    ) -> Value:  # fmt: skip
+        """dtype: in which it is multiplied. shape: of the weight, inputs and outputs."""
+        value = self._contiguous(value)
+        _require(value.layout.numel() == TOKENS * shape[0], "a product of several rows a token")
+        out = self._fresh(torch.Size([*value.layout.shape[:-1], shape[1]]), self._held(dtype))
+        if self._done.buffers[value.buffer].dtype != dtype:
             place = value.buffer, int(value.layout.storage_offset()), value.layout.numel()
             if place not in self._narrowed:
-                self._narrowed[place] = self._narrow(value)
+                self._narrowed[place] = self._narrow(value, dtype)
             value = self._narrowed[place]
-        beside = (None if node is None else self._values[node].float() for node in (scales, bias))
         line = (0, 0, 1)
         from_ = Place(value.buffer, int(value.layout.storage_offset()), line)
-        self._done.segments[-1].append(
-            Instruction(
-                "linear", (panels, inputs, 1), Place(out.buffer, 0, line), from_, from_, weight,
-                *beside,
-            )
-        )  # fmt: skip
+        self._done.segments[-1].append(Instruction("linear", sizes, Place(out.buffer, 0, line), from_, from_, *weight))
         return out
 
     def _cat(self, result: Tensor, parts: list[fx.Node], dim: int = 0) -> Value:
@@ -363,7 +397,7 @@ class _Lowering:
         self._done.segments[-1].append(Instruction(operation, tuple(sizes), places[0], places[1], places[-1]))  # type: ignore[arg-type]
 
     def _constant(self, tensor: Tensor) -> int:
-        _require(tensor.device.type == "cpu", "a constant that is not on the CPU")
+        _require(self._plain or tensor.device.type == "cpu", "a constant that is not on the CPU")
         self._done.buffers.append(Buffer(tensor.numel(), tensor.detach()))
         return len(self._done.buffers) - 1
 

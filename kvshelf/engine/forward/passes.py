@@ -57,8 +57,9 @@ _TRIED: Final = (1, 7)
 _ROUNDING: Final = 1e-3
 """How far each logit of a recording may be from the modules', over the largest one."""
 
-_ROUNDING_BF16: Final = 0.04
-"""In bf16, how far all logits may be, over their norm: single ones are rounded by more than a fault in one would be."""
+_ROUNDING_16: Final = 0.04
+"""In 16 bits, how far all logits may be, over their norm: single ones are rounded by more than a fault in one would
+be."""
 
 
 _OWN_DTYPE: Final = (Linear, PackedLinear, TiedLinear, Embedding, LayerNorm)
@@ -153,19 +154,32 @@ class Passes:
     def program(self) -> ForwardProgram | None:
         """Made when it is first wanted; None where the model runs by its own modules."""
         program = ForwardProgram.of(self.model) if self._recordable else None
-        if program is not None and not all(self._agrees(program, tokens) for tokens in _TRIED):
-            _LOG.warning(
-                "%s runs by its own modules, which is slower: what %d tokens recorded gives other logits for fewer",
-                type(self.model).__name__, TOKENS,
-            )  # fmt: skip
+        if program is None:
             return None
-        return program
+        why = f"what {TOKENS} tokens recorded gives other logits for fewer"
+        try:
+            if all(self._agrees(program, tokens) for tokens in _TRIED):
+                return program
+        except (
+            Exception
+        ) as exc:  # whatever Triton raises of a kernel that it cannot compile, or that the card cannot run
+            if program.in_c:
+                raise
+            why = f"its program failed, {type(exc).__name__}: {exc}"
+        _LOG.warning("%s runs by its own modules, which is slower: %s", type(self.model).__name__, why)
+        return None
+
+    @property
+    def program_of_documents(self) -> ForwardProgram | None:
+        """The program, in C. On a GPU products take the time of a pass over a document, and what lies between them
+        takes twice the memory in fp32: there the model's modules run."""
+        return self.program if self.program is not None and self.program.in_c else None
 
     def _agrees(self, program: ForwardProgram, tokens: int) -> bool:
         """Whether the program's logits of a few tokens are those of the model's modules, up to rounding. A recording of
         code that asks how many tokens there are would answer wrongly, and nothing else would tell."""
-        ids = torch.arange(tokens).unsqueeze(0) % self.model.config.vocab_size
-        positions = torch.arange(tokens).unsqueeze(0)
+        positions = torch.arange(tokens, device=self.devices.inputs).unsqueeze(0)
+        ids = positions % self.model.config.vocab_size
 
         with torch.no_grad(), kvshelf_attention(self.model):
             try:
@@ -173,15 +187,15 @@ class Passes:
                     given = self._without_past(positions, None)
                     own = self.model(input_ids=ids, position_ids=positions, **given).logits
             except RuntimeError:
-                if self.model.dtype != torch.bfloat16:
+                if self.model.dtype == torch.float32:
                     raise
                 return False  # a module of the model's code takes numbers in the dtype of its weights alone
             logits = program.run(ids, positions, _attention_of)
-            made = None if logits is None else logits(torch.arange(tokens))
+            made = None if logits is None else logits(positions[0])
         if made is None:
             return False
-        if self.model.dtype == torch.bfloat16:
-            return _differ(made.float(), own.float()) <= _ROUNDING_BF16
+        if self.model.dtype != torch.float32:
+            return _differ(made.float(), own.float()) <= _ROUNDING_16
         scale = own.nan_to_num().abs().max().item()
         return torch.allclose(made, own, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True)
 
@@ -203,7 +217,8 @@ class Passes:
         learned = nullcontext() if soft is None else soft_tokens(self.model, soft)
         seen = nullcontext() if calls is None else calls.seen()
         images = nullcontext() if placed is None else placed_states(self.model, placed)
-        own = self.program is None or soft is not None or calls is not None or placed is not None
+        program = self.program_of_documents
+        own = program is None or soft is not None or calls is not None or placed is not None
         with torch.no_grad(), kvshelf_attention(self.model), learned, seen, images:
             if own:
                 given = {**inputs, CONTEXT: context, **self._without_past(inputs["position_ids"], cache)}
@@ -215,8 +230,8 @@ class Passes:
                     return None
                 return _attention_of(call, query, key, value, **{CONTEXT: context})
 
-            assert self.program is not None, "as `own` says"
-            made = self.program.run(inputs["input_ids"], inputs["position_ids"], attend)
+            assert program is not None, "as `own` says"
+            made = program.run(inputs["input_ids"], inputs["position_ids"], attend)
             return made if logits else None
 
     def _head(self, states: Tensor, kept: Tensor) -> Tensor:
@@ -243,7 +258,8 @@ class Passes:
     def behind(self, token_ids: Tensor, positions: Tensor, past: AttachedCache, context: ForwardContext) -> None:
         """One pass over tokens `[rows, T]` that continue an attached cache, under the eyes of `context`. No logits, and
         nothing runs that only logits need."""
-        if self.program is None or token_ids.shape[0] > 1:
+        program = self.program_of_documents
+        if program is None or token_ids.shape[0] > 1:
             given = {CACHE_ARGUMENT: past, CONTEXT: context}
             self.model.base_model(input_ids=token_ids, position_ids=positions, use_cache=True, **given)
             return
@@ -255,7 +271,7 @@ class Passes:
                 return None
             return _attention_of(call, query, states, states, **{CONTEXT: context})
 
-        self.program.run(token_ids, positions, attend)
+        program.run(token_ids, positions, attend)
 
     def _ends_at(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> bool:
         """Whether a pass without logits ends before this attention, the last, which `context` does not read. Then
@@ -313,7 +329,7 @@ class Passes:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
         with torch.no_grad(), kvshelf_attention(self.model):
             logits = None
-            if self.program is not None and past.planned:
+            if self.program is not None and self.program.in_c and past.planned:
                 logits = self.program.run_planned(token_ids, positions, self._plan(past), kept, past.checkpoint)
             return logits if logits is not None else self._by_layer(token_ids, positions, past, kept)
 
@@ -358,9 +374,9 @@ def _differ(made: Tensor, own: Tensor) -> float:
 
 @contextmanager
 def _products_alone_rounded(model: Module) -> Iterator[None]:
-    """Inside the block modules of a model in bf16 compute in fp32 what is between its products, as a recording does.
+    """Inside the block modules of a model in 16 bits compute in fp32 what is between its products, as a recording does.
     Where there are large numbers, to round all of it changes the logits by a third."""
-    if model.dtype != torch.bfloat16:
+    if model.dtype == torch.float32:
         yield
         return
 

@@ -1,7 +1,8 @@
-"""The forward pass of a model without its Python: lists of instructions in C between one attention and the next.
+"""The forward pass of a model without its Python: lists of instructions between one attention and the next.
 
 The model's own code is recorded once, which takes a tenth of a second for eight layers, and needs no compiler. The
-numbers are those of the model's modules, except for the last bits of sums.
+numbers are those of the model's modules, except for the last bits of sums. On a CPU the lists run in C; on a GPU as
+products of torch and kernels of Triton, a dozen launches a layer in place of forty.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from kvshelf.engine.forward.lowering import Lowered, lower
 from kvshelf.engine.forward.tracing import AttentionCall, trace
 from kvshelf.kernels.native import Part, run_parts
-from kvshelf.kernels.rowwise import BLOCK_ROWS, Buffer, RowProgram, available
-from kvshelf.model.prepacking import PanelLinear
+from kvshelf.kernels.rowwise import BLOCK_ROWS, Buffer, RowProgram, products_of_one, row_programs
+from kvshelf.model.prepacking import PanelLinear, join_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,29 +40,39 @@ _LOG = logging.getLogger(__name__)
 
 
 class ForwardProgram:
-    """One model's forward pass. Not thread-safe, but attentions may run the same program in between."""
+    """One model's forward pass. Not thread-safe, but attentions may run the same program in between. in_c: whether C
+    runs it, which takes attentions that run later, too."""
 
-    def __init__(self, calls: Sequence[AttentionCall], lowered: Lowered) -> None:
+    def __init__(self, calls: Sequence[AttentionCall], lowered: Lowered, kind: type[RowProgram] = RowProgram) -> None:
+        self.in_c = kind is RowProgram
         self._calls = calls
         self._lowered = lowered
-        self._segments = [_Segment(i, lowered) for i in range(len(lowered.segments))]
+        self._segments = [_Segment(i, lowered, kind) for i in range(len(lowered.segments))]
         self._room = _Room(self._segments, lowered)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ForwardProgram | None:
-        """The program of a model whose weights are in panels; None where there is no use in one, or a model's code does
-        something that a list of instructions cannot say. Then the model itself runs."""
+        """The program of a model on a GPU, or whose weights are in panels; None where there is no use in one, or a
+        model's code does something that a list of instructions cannot say. Then the model itself runs. On a GPU weights
+        that multiply the same values are joined in place."""
         modules = list(model.modules())
         experts = [
             m
             for m in modules
             if not isinstance(m, PanelLinear) and any(w.dim() > 2 for w in m.parameters(recurse=False))
         ]
-        if not available() or experts or not any(isinstance(module, PanelLinear) for module in modules):
+        kind = row_programs(model.device)
+        plain = kind is not RowProgram
+        if kind is None or experts or not (plain or any(isinstance(module, PanelLinear) for module in modules)):
             return None
         try:
             traced = trace(model)
-            return cls(traced.calls, lower(traced))
+            if plain:  # nothing may hold a list, and with it the weights as they were, while they are joined
+                segments = lower(traced, plain).segments
+                groups = [group for segment in segments for group in products_of_one(segment)]
+                del segments
+                join_weights(model, groups)
+            return cls(traced.calls, lower(traced, plain), kind)
         except Exception as exc:  # whatever a model's code raises on tensors without numbers
             _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
             return None
@@ -75,7 +86,7 @@ class ForwardProgram:
             found = attend(call, *(each.tensor(held[each.buffer]) for each in given))
             if found is None:
                 return None
-            held[out.buffer] = found.view(tokens, -1).float()
+            held[out.buffer] = found.view(tokens, -1).to(lowered.buffers[out.buffer].dtype)
             segment.forget(held)
             del found
         return partial(self._logits, held)
@@ -109,7 +120,8 @@ class ForwardProgram:
         tokens = token_ids.shape[1]
         entered = self._lowered.first(tokens, token_ids, positions)
         for value, found in zip(self._lowered.entries, entered, strict=True):
-            yield value.buffer, found.movedim(value.at, 0).reshape(tokens, -1).float().contiguous()
+            dtype = self._lowered.buffers[value.buffer].dtype
+            yield value.buffer, found.movedim(value.at, 0).reshape(tokens, -1).to(dtype).contiguous()
 
     def _logits(self, held: Mapping[int, Tensor], kept: Tensor) -> Tensor:
         last = self._segments[-1]
@@ -173,7 +185,7 @@ class _Segment:
     needs, or the logits behind the last. made: what it adds to these. done_with: what nothing needs
     after its attention."""
 
-    def __init__(self, index: int, lowered: Lowered) -> None:
+    def __init__(self, index: int, lowered: Lowered, kind: type[RowProgram]) -> None:
         instructions, buffers = lowered.segments[index], lowered.buffers
         uses = [_used(i, lowered) for i in range(len(lowered.segments))]
         later = set().union(*uses[index + 1 :])
@@ -181,12 +193,13 @@ class _Segment:
         self.given = sorted(uses[index] - written)
         self.made = {buffer: _kind(buffers[buffer]) for buffer in written & (later | _taken(index, lowered))}
         self.done_with = (uses[index] | set(self.made)) - later
-        self._program = RowProgram(instructions, buffers, [*self.given, *self.made])
+        self._program = kind(instructions, buffers, [*self.given, *self.made])
 
     def run(self, held: dict[int, Tensor], rows: int) -> None:
         """Add what it makes to `held`, which has the buffers of `given`, each `[rows, width]`."""
+        device = held[self.given[0]].device
         for buffer, (width, dtype) in self.made.items():
-            held[buffer] = torch.empty(rows, width, dtype=dtype)
+            held[buffer] = torch.empty(rows, width, dtype=dtype, device=device)
         self._program.run(held, rows)
 
     def part(self, held: Mapping[int, Tensor], rows: int) -> Part:

@@ -73,7 +73,8 @@ def trace(model: PreTrainedModel) -> Trace:
         logits: Tensor = out.logits
         return logits
 
-    ids, positions = torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS).unsqueeze(0)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(TOKENS, device=model.device).unsqueeze(0)
     with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention):
         graph = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(ids, positions)
     graph.graph.eliminate_dead_code()

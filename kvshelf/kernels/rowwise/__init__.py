@@ -1,8 +1,8 @@
 """What a model computes for each token alone, in C: products with packed weights, and lists of instructions.
 
-There is no form in torch's operations and none for a GPU: `available` says whether this process can use it, and where
-it cannot, the model itself runs. In fp32; where a processor has AVX512-BF16, products also take rows and weights in
-bf16, and sum them in fp32.
+There is no form in torch's operations: `row_programs` says what a device has, and where it has none, the model itself
+runs. In C in fp32; where a processor has AVX512-BF16, products also take rows and weights in bf16, and sum them in
+fp32. On a GPU products are torch's, and Triton carries out the instructions between them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.checks import require
+from kvshelf.kernels.dispatch import form, implementation
 from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
+from kvshelf.kernels.rowwise.fusing import adjacent, products_of_one
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
 from kvshelf.kernels.rowwise.native import (
     BLOCK_ROWS,
     LINES,
     PANEL,
     WEIGHT_DTYPES,
-    Buffer,
-    Instruction,
-    Place,
     RowProgram,
     multiply,
     multiply_lines,
@@ -39,11 +39,14 @@ __all__ = [
     "Instruction",
     "Place",
     "RowProgram",
+    "adjacent",
     "available",
     "linear",
     "multiplies_bf16",
     "pack_weight",
     "plain_linear",
+    "products_of_one",
+    "row_programs",
     "unpack_weight",
 ]
 
@@ -51,6 +54,15 @@ __all__ = [
 def available() -> bool:
     """Whether C forms were compiled for this CPU, and no other form is forced."""
     return os.environ.get("KVSHELF_KERNELS", "native") == "native" and library() is not None
+
+
+def row_programs(device: torch.device) -> type[RowProgram] | None:
+    """The class of lists of instructions on a device; None where neither C nor Triton computes there. Triton's takes
+    plain weights `[inputs, outputs]`, and has no `part`."""
+    if form(device) != "triton":
+        return RowProgram if device.type == "cpu" and available() else None
+    fused: type[RowProgram] = implementation("rowwise", device).FusedProgram
+    return fused
 
 
 def multiplies_bf16() -> bool:

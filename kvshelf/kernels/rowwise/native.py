@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.native import Part, compiled, pointer, run_parts
+from kvshelf.kernels.rowwise.instructions import OPERATIONS, Buffer, Instruction, together
 
 PANEL: Final = 32
 """Outputs of a panel of a packed weight."""
 
 LINES: Final = 4
 """A divisor of the outputs of a weight that is not packed."""
-
-OPERATIONS: Final = (
-    "linear", "mul", "add", "sub", "copy", "silu", "gelu", "gelu_tanh", "tanh", "relu", "rsqrt", "mean",
-    "narrow",
-)  # fmt: skip
-"""In the order of their numbers in C."""
 
 WEIGHT_DTYPES: Final = (torch.float32, torch.int16, torch.int8, torch.bfloat16)
 """Dtypes of packed weights, in the order of their numbers in C: int16 holds the bits of bf16, for rows of fp32, and
@@ -31,53 +25,6 @@ bfloat16 pairs of inputs, for rows of bf16."""
 BLOCK_ROWS: Final = 96
 """Rows that a thread takes through all instructions at a time: a multiple of how many registers hold sums of, and few
 enough for what lies between to stay in a second-level cache of a megabyte."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value lies in a row of a buffer: its first element, and the strides of three dimensions."""
-
-    buffer: int
-    offset: int
-    strides: tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One operation of `OPERATIONS` on every row.
-
-    sizes: of a row of the result, of "mean" of what it is the mean of over the last, of "linear" the panels, the
-    inputs, or pairs of them, and 1. `b` of an operation on one value is `a`. weight, scales, bias: of "linear";
-    scales where the weight is int8. "narrow" is a copy in bf16.
-    """
-
-    operation: str
-    sizes: tuple[int, int, int]
-    out: Place
-    a: Place
-    b: Place
-    weight: Tensor | None = None
-    scales: Tensor | None = None
-    bias: Tensor | None = None
-
-    @property
-    def places(self) -> tuple[Place, Place, Place]:
-        return self.out, self.a, self.b
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """Values of `width` elements a row; a constant, which all rows share, is its elements themselves. dtype: fp32, or
-    bf16, of whole pairs, of what "narrow" makes."""
-
-    width: int
-    constant: Tensor | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def words(self) -> int:
-        """Of four bytes, of a row."""
-        return self.width * self.dtype.itemsize // 4
 
 
 class _Rows(ctypes.Structure):
@@ -95,7 +42,7 @@ class RowProgram:
     exist only while a block of rows passes. Not thread-safe."""
 
     def __init__(self, instructions: Sequence[Instruction], buffers: Sequence[Buffer], outside: Sequence[int]) -> None:
-        instructions = _together(instructions)
+        instructions = together(instructions)
         used = sorted({place.buffer for each in instructions for place in each.places})
         self._at = {buffer: index for index, buffer in enumerate(used)}
         self._held = [buffers[buffer].constant for buffer in used], list(instructions)  # C has their addresses
@@ -160,18 +107,6 @@ def multiply_lines(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def _block_rows(rows: int, threads: int) -> int:
     """Rows of a block: all of them where there are few, so that threads divide the outputs of products."""
     return rows if rows <= BLOCK_ROWS * (1 if threads == 1 else 2) else BLOCK_ROWS
-
-
-def _together(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The same with products of the same values side by side, so that threads divide them in one go. A value is made
-    once, so a product may be made as soon as another of its values is."""
-    made: list[Instruction] = []
-    for each in instructions:
-        alike = [
-            i for i, other in enumerate(made) if each.operation == other.operation == "linear" and other.a == each.a
-        ]
-        made.insert(alike[-1] + 1 if alike else len(made), each)
-    return made
 
 
 def _packed(instructions: Sequence[Instruction], widths: Mapping[int, int]) -> tuple[dict[int, int], int]:

@@ -118,9 +118,8 @@ class MemoryPlan:
         """The same, as the weights of an engine are, and as it runs its passes."""
         model = engine.model
         weights = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
-        return replace(
-            self, weights=weights, token_bytes=token_bytes(model, recorded=engine.passes.program is not None)
-        )
+        recorded = engine.passes.program_of_documents is not None
+        return replace(self, weights=weights, token_bytes=token_bytes(model, recorded=recorded))
 
     @property
     def room(self) -> int | None:
