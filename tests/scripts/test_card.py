@@ -92,9 +92,8 @@ def test_a_card_encodes_as_the_cpu_does_and_what_it_copies_has_arrived(codec):
 def test_what_a_codec_refuses_is_refused_of_a_card_before_anybody_has_the_cache(codec, value, message):
     cache = ranked(make_cache())
     cache.layers[1].keys[:2, 0] = torch.tensor([value, -value])
-    with Card():
-        with pytest.raises(InvalidRequest, match=message):
-            cache.to(CARD).encoded(codec)
+    with Card(), pytest.raises(InvalidRequest, match=message):
+        cache.to(CARD).encoded(codec)
 
 
 def ranked(cache):
