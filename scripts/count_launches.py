@@ -23,10 +23,10 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
 from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.model import loading
-from scripts.card import Card
 from kvshelf_bench.kernels.counts import Counts
 from kvshelf_bench.speed.selecting import selection_of, stepping
 from kvshelf_bench.speed.subject import Subject
+from scripts.card import Card
 
 _TOKENS = 64
 _CODECS = "int8", "int4", "klt"
