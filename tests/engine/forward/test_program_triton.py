@@ -9,13 +9,13 @@ import weakref
 
 import pytest
 import torch
-from kvshelf_bench.kernels.counts import Counts
 from torch.nn import functional as F  # noqa: N812
 
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.forward.program import ForwardProgram
 from kvshelf.kernels.rowwise import row_programs
 from kvshelf.model.prepacking import join_weights
+from scripts.launch_counts import Counts
 from tests.engine.forward.test_program import FAMILIES, Counting, Remembering, attend, made
 
 CHECKED = ("llama", "qwen2", "qwen3")
