@@ -97,10 +97,12 @@ def test_what_a_codec_refuses_is_refused_of_a_card_before_anybody_has_the_cache(
 
 
 def ranked(cache):
-    """The same with an importance of each entry, by which codec mixed chooses."""
-    return replace(
-        cache, layers=tuple(replace(layer, importance=torch.arange(float(layer.entries))) for layer in cache.layers)
+    """The same with an importance of each entry, by which codec mixed chooses, and a column, which goes with it."""
+    ranks = [torch.arange(float(layer.entries)) for layer in cache.layers]
+    layers = (
+        replace(layer, importance=own, columns={"sum": own}) for layer, own in zip(cache.layers, ranks, strict=True)
     )
+    return replace(cache, layers=tuple(layers))
 
 
 @pytest.mark.slow
