@@ -28,6 +28,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
 from tests.amounts import amount
 from tests.engine.asking import ids
+from tests.engine.forward.test_projection import wide
 
 CPU = torch.device("cpu")
 USUAL: dict[str, Any] = {
@@ -300,6 +301,24 @@ def test_a_card_records_again_once_all_recordings_have_ended() -> None:
         x.fill_(number)
         assert replay().tolist() == [2.0 * number] * 4
         del replay
+
+
+def test_keys_and_values_that_a_step_makes_are_made_in_its_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of residuals (policy kvdirect, made=step), by the model's modules, which look at no number either."""
+    monkeypatch.setenv("KVSHELF_KERNELS", "eager")
+    engine, tape = wide("llama", 1), Tape()
+    document = engine.attach(engine.compress(ids(50), policy="kvdirect", made="step"))
+
+    def answered(slots: Slots | None) -> list[list[int]]:
+        batch = DecodeBatch(engine.passes, slots)
+        rows = [engine.start(document, ids(3, seed=seed), Sampling(7)) for seed in range(2)]
+        while not rows[0].finished:
+            batch.step(rows)
+        return [row.token_ids for row in rows]
+
+    slots = Counted(tape)
+    assert answered(slots) == answered(None)
+    assert (tape.recorded, slots.replayed) == (1, 4)
 
 
 def test_a_step_that_is_abandoned_leaves_every_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
