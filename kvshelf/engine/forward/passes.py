@@ -160,9 +160,8 @@ class Passes:
         try:
             if all(self._agrees(program, tokens) for tokens in _TRIED):
                 return program
-        except (
-            Exception
-        ) as exc:  # whatever Triton raises of a kernel that it cannot compile, or that the card cannot run
+        except Exception as exc:
+            # Whatever Triton raises of a kernel that it cannot compile, or that the card cannot run.
             if program.in_c:
                 raise
             why = f"its program failed, {type(exc).__name__}: {exc}"
