@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from kvshelf.artifact.records import entries_from, parts_of
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.suffixes import capacity_for
@@ -545,6 +546,25 @@ def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
         logits = logits_of(engine, answer)
         assert answer.seen.read_tokens < DOCUMENT
         assert (logits - right).abs().max() < 5e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+def test_numbers_of_entries_go_with_them(codec):
+    """Beside protected text, too, which has none: a copy has each entry's own, here its position."""
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **KEPT | {"budget_tokens": 80}, protect=["tokens:10-20"])
+    layers = [
+        entries_from(
+            [replace(part, columns=dict.fromkeys(part.columns, part.entry_positions.float())) for part in parts_of(own)]
+        )
+        for own in cache.layers
+    ]
+    document = engine.attach(engine.encoded(replace(cache, layers=tuple(layers)), codec))
+    tail = engine.bound("h2o", question_tokens=QUESTION, document=document).tail
+    for layer in range(len(layers)):
+        _, _, positions, columns = tail.copy(layer)
+        assert positions.shape[1] > 50
+        assert torch.equal(columns["sum"], positions.float())
 
 
 PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}
