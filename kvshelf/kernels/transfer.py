@@ -40,5 +40,5 @@ def settle(devices: Iterable[torch.device]) -> None:
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        elif device.type != "cpu":
+        elif device.type != "cpu" and torch.accelerator.is_available():  # else a kind that queues nothing
             torch.accelerator.synchronize(device)

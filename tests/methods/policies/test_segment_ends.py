@@ -66,7 +66,7 @@ def test_nothing_has_no_ends(text):
 
 @given(ends=st.lists(st.booleans(), min_size=1, max_size=200), longest=st.integers(1, 30))
 def test_segments_are_cut_at_ends_and_at_their_greatest_length(ends, longest):
-    segments = Segments.cut(torch.tensor(ends), longest)
+    segments = Segments.cut(torch.tensor(ends), longest, torch.device("cpu"))
     expected, current = [], []
     for token, last in enumerate(ends):
         current.append(token)
