@@ -23,6 +23,7 @@ SCALE = 0.11
 @dataclass
 class Recorder:
     probe_lengths: tuple[int, ...] = ()
+    hides: bool = False
     layers: list[Attended] = field(default_factory=list)
 
     def after_attention(self, layer):

@@ -610,7 +610,7 @@ def test_what_a_reduction_leaves_is_within_the_budget(name, protect):
     while not answer.finished:
         assert isinstance(batch.step([answer])[0], str)
         totals.append(answer.row.stored + answer.seen.read_tokens)
-    interval = next(filter(None, map(params.get, ("lag", "window", "every"))))
+    interval = next(filter(None, map(params.get, ("lag", "every", "window"))))
     least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
     assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
 

@@ -186,7 +186,10 @@ class D2OLoop(H2OLoop):
         dropped = {}
         for entries, own in zip(heads, kept, strict=True):
             for gone in (e for e in entries if e not in own):
-                nearest = max(own, key=lambda center: EMSLoop.alike(gone.key, center.key))
+                nearest = max(
+                    (e for e in own if e not in entries[: self.protected]),
+                    key=lambda center: EMSLoop.alike(gone.key, center.key),
+                )
                 dropped.setdefault(gone.position, []).append((EMSLoop.alike(gone.key, nearest.key), nearest, gone))
         now = mean([cosine for pairs in dropped.values() for cosine, _, _ in pairs])
         before = next((e.noted["tau"] for own in heads for e in own if "tau" in e.noted), None)

@@ -61,6 +61,7 @@ class Keys:
     """Collects each layer's keys, `[kv_heads, T, D]`."""
 
     probe_lengths = ()
+    hides = False
 
     def __init__(self):
         self.layers = []

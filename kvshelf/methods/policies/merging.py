@@ -140,15 +140,16 @@ def by_threshold(
     *,
     tau: Tensor | float | None,
     before: Tensor | float | None,
+    centers: Tensor | None = None,
 ) -> tuple[MergePlan, Tensor, Tensor | float]:
     """D2O's merge: a token that is not kept joins the kept one whose key is most like its own, where the mean of their
     cosines over the heads that drop it is at least a threshold: `tau`, or the mean of all these cosines, and the mean
     of this and the threshold `before`.
 
-    keys: `[kv_heads, N, D]`; kept: bool, places: of the tokens, and the cosines of those that go: `[kv_heads, N]`.
-    Returns the plan, the cosines and the threshold.
+    keys: `[kv_heads, N, D]`; kept: bool, places: of the tokens, and the cosines of those that go, and the kept tokens
+    that may take members, by default all: `[kv_heads, N]`. Returns the plan, the cosines and the threshold.
     """
-    cosines, targets = nearest(keys, None, ~kept, kept, kept)
+    cosines, targets = nearest(keys, None, ~kept, kept, kept if centers is None else centers)
     sums, heads = over_heads(cosines, ~kept, places, ranks)
     now = sums.sum() / heads.sum().clamp_min(1) if tau is None else tau
     now = now if before is None else (before + now) / 2

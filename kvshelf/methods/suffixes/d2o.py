@@ -27,8 +27,8 @@ class D2O(PeriodicPolicy):
     (`keep_scores`).
 
     Departures: all layers shrink by as many entries, so that of one with a larger share the first stay and take no
-    members; the question's rows add nothing; the mean over a GQA group; a reduction after every 32nd token, not after
-    each, unless `every` is 1.
+    members, nor does a protected question; its rows add nothing; the mean over a GQA group; a reduction after every
+    32nd token, not after each, unless `every` is 1.
     """
 
     name: ClassVar[str] = "d2o"
@@ -50,6 +50,8 @@ class D2O(PeriodicPolicy):
     def reduce(self, suffix: Suffix) -> Reduction:
         sums, taus = (suffix.columns[name] for name in ("sum", "tau"))
         stays = best(suffix, sums, int(self.recent * (suffix.budget - suffix.protected)))
+        centers = stays.clone()
+        centers[:, : suffix.protected] = False
         before = taus.max()
         plan, cosines, tau = by_threshold(
             suffix.keys,
@@ -58,6 +60,7 @@ class D2O(PeriodicPolicy):
             None,
             tau=self.tau,
             before=None if before == NO_THRESHOLD else before,
+            centers=centers,
         )
         kept = numbers_of(stays)
         weights = torch.where(stays, 1.0, cosines).exp()

@@ -236,6 +236,7 @@ def test_probe_passes_behind_states_see_what_they_see_in_one_sequence() -> None:
 
     class Observer:
         probe_lengths = tuple(len(each.token_ids) for each in job.passes)
+        hides = False
         reads_attention = True
 
         def after_attention(self, layer: Attended) -> None:

@@ -355,6 +355,7 @@ class Recorder:
     """The queries, keys and values of each layer's call, and what its attention gave to o_proj."""
 
     probe_lengths: tuple[int, ...] = ()
+    hides: bool = False
     states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
 
