@@ -142,10 +142,9 @@ class D2O(KeepsScores, ChunkedPolicy):
         protected = (rows < note.always) | (rows >= len(rows) - recent)
         kept = select(scores, protected, [min(share, len(rows))] * len(scores))
         plan, cosines, tau = by_threshold(keys, kept, places, note.ranks, tau=self.tau, before=note.tau)
-        weights, code = torch.where(kept, 1.0, cosines), self.form == "code"
+        weights, code, slots = torch.where(kept, 1.0, cosines), self.form == "code", self.store == "slots"
         weights = weights.clamp_min(1e-30) if code else weights.exp()  # no weight of a mean may be zero
-        importance = importance_of(scores, protected)
-        made = plan.made((keys, values), weights, importance, slots=self.store == "slots", shrinks=code)
+        made = plan.made((keys, values), weights, importance_of(scores, protected), slots=slots, shrinks=code)
         made = replace(made, entries_at=record.entry_positions[kept.flatten()])
         note = note._replace(share=share, tau=tau if len(rows) > share else note.tau)
         return replace(past, record=cast("Kept", made), columns={"sums": scores[kept]}, note=note)
