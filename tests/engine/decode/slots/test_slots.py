@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,6 +41,7 @@ USUAL: dict[str, Any] = {
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 ONE_EXPERT = {"num_local_experts": 1, "num_experts_per_tok": 1}
 """What stands in a vacant slot goes to some expert: of several, that one would multiply more rows."""
+OLDER = Version(transformers.__version__) < Version("5.24")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"sliding_window": None},  # grouped heads, and rows with suffix policies
     "mistral": {},  # windows alone
@@ -222,6 +225,8 @@ class Tape:
 def test_a_pass_that_is_run_again_is_a_pass_made_anew(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that changes from step to step is a number in the recording: by torch's operations, whose every call is
     seen. Latents among them, and documents of any length; sums over masked places change last bits."""
+    if OLDER and family in ("gemma2", "deepseek_v3"):
+        pytest.skip("before 5.24 transformers caches no latents, and gemma2's pass waits for its device")
     monkeypatch.setenv("KVSHELF_KERNELS", "eager")
     tape = Tape()
     slots = Counted(tape)
