@@ -28,8 +28,9 @@ class ARKV(KeepsScores, ChunkedTail):
     A stored cache has both under the codec `mixed:share=policy`, few bits being int2, int3 or int4. The score is that
     of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA group and
     pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query heads: E is their
-    entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are not always kept,
-    a layer has the best in many bits, as large a part as its claim is of the largest claim: its share.
+    entropy, V the variance and K the kurtosis of each token's weights over the rows, as in the authors' code, all
+    summed. Of the entries that are not always kept, a layer has the best in many bits, as large a part as its claim is
+    of the largest claim: its share.
 
     The authors' code decides the shares when the prompt has been read, keeps what stays of it whole, and sets states
     while the model answers, in fp8: so does suffix policy `arkv`, by the shares, which the cache has with
@@ -41,6 +42,7 @@ class ARKV(KeepsScores, ChunkedTail):
     name: ClassVar[str] = "arkv"
     source: ClassVar[str] = "ARKV, arXiv 2603.08727"
     advice: ClassVar[str] = "with codec mixed:share=policy, where layers differ in how widely they attend."
+    version: ClassVar[int] = 2
     sets_precision: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("share",)
 
@@ -82,10 +84,9 @@ class ARKV(KeepsScores, ChunkedTail):
 
 
 def _statistics(weights: Tensor) -> Tensor:
-    """Entropy, variance over the rows and kurtosis of the rows, summed over a GQA group: `[3]` fp64, of weights
+    """Entropy, and variance and kurtosis over the rows, summed over a GQA group: `[3]` fp64, of weights
     `[group, R, columns]`."""
-    deviations = weights - weights.mean(dim=2, keepdim=True)
-    squares = deviations.square().mean(dim=2)
-    kurtosis = deviations.pow(4).mean(dim=2) / squares.clamp_min(1e-8).square()
+    squares = (weights - weights.mean(dim=1, keepdim=True)).square_()
+    kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).clamp_min(1e-8).square()
     entropy = -(weights * (weights + 1e-10).log())
     return torch.stack([each.double().sum() for each in (entropy, variance(weights), kurtosis)])

@@ -33,7 +33,8 @@ class ARKV(PeriodicPolicy):
 
     Rounded entries stand in the model's dtype: an answer reads the numbers of fp8, and takes no less memory for it.
     The rules are those of `arkv/cache/mix_cache.py` in Large-scale-Sustainable-Computing-LSC/ARKV. Departures: that
-    gives one scale to the n-th rounded entries of all heads, whatever tokens these are; the question stays unless
+    gives one scale to the n-th rounded entries of all heads, whatever tokens these are, and keeps no more whole than
+    the prompt had before its window; the shares are of the document without the question, which stays unless
     `protect_question` is false; of appended parts the smallest share counts; a reduction after every 32nd token, not
     after each, unless `every` is 1.
     """
@@ -83,6 +84,7 @@ class ARKV(PeriodicPolicy):
 
 def _rounded(states: Tensor) -> Tensor:
     """Rows `[..., D]` in the numbers that fp8 has where its largest is the largest of the row."""
-    scale = states.abs().amax(-1, keepdim=True).float() / torch.finfo(_LOW).max
+    most = torch.finfo(_LOW).max
+    scale = states.abs().amax(-1, keepdim=True).float() / most
     scale = torch.where(scale > 0, scale, 1.0)
-    return ((states / scale).to(_LOW).float() * scale).to(states.dtype)
+    return ((states / scale).clamp(-most, most).to(_LOW).float() * scale).to(states.dtype)

@@ -229,13 +229,11 @@ def claim_in_lists(heads, taus):
     for head in heads:
         for row in head:
             entropy -= sum(a * math.log(a + 1e-10) for a in row)
-            mean = sum(row) / len(row)
-            second = sum((a - mean) ** 2 for a in row) / len(row)
-            fourth = sum((a - mean) ** 4 for a in row) / len(row)
-            kurtosis += fourth / max(second, 1e-8) ** 2
         for column in zip(*head, strict=True):
             mean = sum(column) / len(column)
-            spread += sum((a - mean) ** 2 for a in column) / max(1, len(column) - 1)
+            second, fourth = (sum((a - mean) ** power for a in column) for power in (2, 4))
+            spread += second / max(1, len(column) - 1)
+            kurtosis += fourth / len(column) / max(second / len(column), 1e-8) ** 2
     return entropy ** (1 / taus[0]) * spread ** (1 / taus[1]) * kurtosis ** (1 / taus[2])
 
 
