@@ -72,7 +72,8 @@ class WholeCache(ByHand):
         """tails: of each layer and head, how many. left: likewise, what the document leaves of each token, by name."""
         super().__init__(model, Prefix.spelled_out(cache, frequencies(model)), cache.next_position, loop)
         self.cache, self.tails, self.kept, self.left = cache, tails, [], left
-        self.loop, reduced = copy.copy(loop), loop.reduced
+        self.loop = copy.copy(loop)
+        reduced = self.loop.reduced
         self.loop.reduced = lambda heads, layer: self.noted(reduced(heads, layer))
 
     def noted(self, heads):

@@ -18,10 +18,10 @@ from kvshelf.kernels.prefix_attention import (
     LogitRules,
     MergedPrefix,
     PackedPrefix,
+    PrefixWeights,
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
-    Told,
     attention_by_document,
     causal_attention,
     eager,
@@ -666,12 +666,12 @@ def test_weights_of_a_prefix_are_those_of_one_softmax(form, dtype):
     """Of one that the token of one row alone sees, as long as weights are told at all."""
     rules = rules_of(**{"cap": {"softcap": 0.7}, "sinks": {"sinks": RULES["all"]["sinks"]}}.get(form, {}))
     shared = (streamed if form == "streamed" else packed)([40, 12], 32, 32, dtype, seed=7)
-    own = replace(packed([33, 33], 32, 32, dtype), told=Told())
+    own = replace(packed([33, 33], 32, 32, dtype), weights=PrefixWeights())
     layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), asked=(False, True)),), CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(2, 4, 32, dtype=dtype)
     given = queries, [[shared, own], [shared]], suffixes, layout, rules
     out = prefix_attention(*given)
-    assert own.told.weights is None
+    assert own.weights.of_token is None
     assert torch.equal(prefix_attention(*given, [torch.full((2, 4, 43), torch.nan)]), out)
     for head in range(4):
         rows = own.heads[head // 2][0].double(), reference.token_states(shared, head // 2)[0]
@@ -681,5 +681,5 @@ def test_weights_of_a_prefix_are_those_of_one_softmax(form, dtype):
             logits = rules.softcap * torch.tanh(logits / rules.softcap)
         if rules.sinks is not None:
             logits = torch.cat([logits, rules.sinks[head : head + 1].double()])
-        told = own.told.weights[head // 2, head % 2].double()
-        assert torch.allclose(told, torch.softmax(logits, 0)[:33], rtol=1e-4, atol=1e-7)
+        weights = own.weights.of_token[head // 2, head % 2].double()
+        assert torch.allclose(weights, torch.softmax(logits, 0)[:33], rtol=1e-4, atol=1e-7)

@@ -18,7 +18,7 @@ from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries, behind_zeros
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, Told
+from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, PrefixWeights
 from kvshelf.kernels.select import pack
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.gate_file import Gates
@@ -59,17 +59,18 @@ class _Beside:
 
     @classmethod
     def of(
-        cls, states: Sequence[Tensor], positions: Tensor, columns: Columns, there: Tensor, told: Told | None
+        cls, states: Sequence[Tensor], positions: Tensor, columns: Columns, there: Tensor, *, observed: bool
     ) -> _Beside:
-        """states: keys `[kv_heads, M, D]` and values."""
+        """states: keys `[kv_heads, M, D]` and values. observed: whether attention is to tell their `weights`."""
         keys, values, _, lengths = pack(states[0], states[1], there)
-        return cls(PackedPrefix(keys, values, tuple(lengths), told=told), positions, columns, there)
+        weights = PrefixWeights() if observed else None
+        return cls(PackedPrefix(keys, values, tuple(lengths), weights=weights), positions, columns, there)
 
     @property
-    def given(self) -> Tensor | None:
+    def weights(self) -> Tensor | None:
         """What the newest token gave to each, `[kv_heads, group, M]` fp32, where that is told, of heads with equally
         many."""
-        return None if self.prefix.told is None else self.prefix.told.weights
+        return None if self.prefix.weights is None else self.prefix.weights.of_token
 
     @property
     def states(self) -> list[Tensor]:
@@ -330,8 +331,8 @@ class SuffixReducer(RowHook):
             by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
             self._policy.observe(columns, by_group, positions, row.logical - self._question)
             beside = None if self.tail is None else self.tail.beside.get(layer)
-            if beside is not None and (given := beside.given) is not None:
-                self._policy.observe(beside.columns, given, beside.positions, row.logical - self._question)
+            if beside is not None and beside.weights is not None:
+                self._policy.observe(beside.columns, beside.weights, beside.positions, row.logical - self._question)
 
     def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
         """place: of the layer, among those that attend."""
@@ -354,7 +355,7 @@ class SuffixReducer(RowHook):
             states, positions, carried, there = self.tail.copy(layer)
             noted = self._policy.columns.items()
             columns = {name: torch.full_like(there, first, dtype=torch.float32) for name, first in noted}
-            self.tail.beside[layer] = _Beside.of(states, positions, columns | carried, there, self._told)
+            self.tail.beside[layer] = _Beside.of(states, positions, columns | carried, there, observed=self._observed)
         row.beside = self.tail.changed()
         return None
 
@@ -365,8 +366,8 @@ class SuffixReducer(RowHook):
             yield layer, states
 
     @property
-    def _told(self) -> Told | None:
-        return Told() if Needs.ATTENTION in self._policy.needs else None
+    def _observed(self) -> bool:
+        return Needs.ATTENTION in self._policy.needs
 
     def reduced(self, row: SuffixRow) -> int | None:
         """Move the entries that stay to the front of the row's slot, or beside it, if it is time. Returns how many
@@ -398,7 +399,7 @@ class SuffixReducer(RowHook):
     def _suffix(self, row: SuffixRow, layer: int) -> Suffix:
         """All entries of the row at a layer."""
         assert row.slab is not None
-        states = [each[:, : row.stored] for each in row.slab.of_row(layer, row)]
+        states = [entries[:, : row.stored] for entries in row.slab.of_row(layer, row)]
         positions, columns = self._layers[layer].of(row, len(states[0]), states[0].device)
         there, budget = None, self._budgets[0]
         if self.tail is not None and self.differ != "none":
@@ -426,7 +427,7 @@ class SuffixReducer(RowHook):
         if self.tail is not None and self.differ != "none":
             there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
             behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
-            made = _Beside.of(rest, positions[:, left:], behind, there[:, left:], self._told)
+            made = _Beside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
             self.tail.beside[suffix.layer] = made
         self._layers[suffix.layer].keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
         return left

@@ -180,10 +180,10 @@ def tell_prefixes(
     """Tell the weights of the prefixes that have a place for theirs. lse: `[N, q_heads]`, of the whole attention."""
     for parts, end in zip(prefixes, layout.share_ends, strict=True):
         for part in telling(parts):
-            assert part.told is not None
+            assert part.weights is not None
             assert part.stacked is not None, "as many in each head"
-            given = attention_weights(queries[end - 1], part.stacked.keys, lse[end - 1], rules)
-            part.told.weights = given.view(len(part.lengths), -1, given.shape[1])
+            by_head = attention_weights(queries[end - 1], part.stacked.keys, lse[end - 1], rules)
+            part.weights.of_token = by_head.view(len(part.lengths), -1, by_head.shape[1])
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:

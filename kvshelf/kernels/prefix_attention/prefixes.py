@@ -20,11 +20,11 @@ head, in the dtype and on the device of the queries. It is called at every atten
 
 
 @dataclass(eq=False)
-class Told:
-    """What the one token of a share gave to each of the K entries of a prefix that only this share has: `weights`
+class PrefixWeights:
+    """What the one token of a share gave to each of the K entries of a prefix that only this share has: `of_token`
     `[kv_heads, group, K]` fp32, of the last attention that told any."""
 
-    weights: Tensor | None = None
+    of_token: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class PackedPrefix:
 
     Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
     channels: where keys are pruned to D' of the D channels of a query, those of each head, `[kv_heads, D']` int32; the
-    scale of logits stays the one of D channels. told: of plain entries, equally many a head, where an attention that
-    tells weights tells those of these. Bytes: every key and value once per share, whatever the number of queries.
+    scale of logits stays the one of D channels. weights: of plain entries, equally many a head, where an attention
+    that tells weights tells those of these. Bytes: every key and value once per share, whatever the number of queries.
     FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
     """
 
@@ -42,7 +42,7 @@ class PackedPrefix:
     values: Rows
     lengths: tuple[int, ...]
     channels: Tensor | None = None
-    told: Told | None = None
+    weights: PrefixWeights | None = None
 
     @cached_property
     def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows]]:
@@ -164,7 +164,7 @@ def channels_of(prefix: Prefix) -> Tensor | None:
 
 def telling(prefixes: Sequence[Prefix]) -> list[PackedPrefix]:
     """Those whose weights are to be told."""
-    return [prefix for prefix in prefixes if isinstance(prefix, PackedPrefix) and prefix.told is not None]
+    return [prefix for prefix in prefixes if isinstance(prefix, PackedPrefix) and prefix.weights is not None]
 
 
 def choices_of(prefixes: Sequence[Prefix]) -> list[Choice]:
