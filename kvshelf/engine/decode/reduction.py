@@ -276,16 +276,21 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     @property
-    def differ(self) -> str:
-        """See `SuffixPolicy.differ`; "none" where no entry of the document leaves."""
-        return "none" if self.tail is None else self._policy.differ
+    def _uneven(self) -> DocumentTail | None:
+        """The tail, where layers or heads have different numbers of entries."""
+        return None if self._policy.differ == "none" else self.tail
+
+    @property
+    def _compete(self) -> bool:
+        """Whether heads share one budget by what their entries are worth."""
+        return self._uneven is not None and self._policy.differ == "heads"
 
     @property
     def beside(self) -> int:
         """The most entries of a KV head, on average, that the row has in no slab."""
-        if self.tail is None or self.differ == "none":
+        if self._uneven is None:
             return 0
-        taken = sum(share.taken for share in self.tail.shares)
+        taken = sum(share.taken for share in self._uneven.shares)
         return -(-max(taken, sum(self._budgets)) // len(self._budgets))
 
     @property
@@ -293,9 +298,9 @@ class SuffixReducer(RowHook):
         """The most entries of a KV head that the row ever has in a slab; None: without a bound."""
         if not self._policy.bounded:
             return None
-        if self.tail is None or self.differ == "none":
+        if self._uneven is None:
             return max(*self._budgets, self._question + self.of_document) + self._policy.interval
-        room = sum(self._budgets) - sum(share.taken for share in self.tail.shares)
+        room = sum(self._budgets) - sum(share.taken for share in self._uneven.shares)
         return max(self._question, room // len(self._budgets)) + self._policy.interval
 
     def expect(self, tokens: int) -> None:
@@ -308,7 +313,7 @@ class SuffixReducer(RowHook):
 
     def _exceeded(self, entries: Sequence[int]) -> bool:
         """Whether one of the shares has more than its budget; where heads compete, whether all together have."""
-        if self.differ == "heads":
+        if self._compete:
             return sum(entries) > sum(self._budgets)
         return any(count > budget for count, budget in zip(entries, self._budgets, strict=True))
 
@@ -349,7 +354,7 @@ class SuffixReducer(RowHook):
     def copies(self, row: SuffixRow) -> Copied | None:
         if self.tail is None:
             return None
-        if self.differ == "none":
+        if self._uneven is None:
             return Copied(self._protected, self.tail.copied, self._copied(row, self.tail))
         for layer in self._layers:
             states, positions, carried, there = self.tail.copy(layer)
@@ -376,7 +381,7 @@ class SuffixReducer(RowHook):
         if answered <= 0 or answered % self._policy.interval or not self._exceeded(self._stored(row)):
             return None
         counts: Sequence[Sequence[int] | None] = [None] * len(self._layers)
-        if self.differ == "heads":
+        if self._compete:
             counts = self._policy.counts((self._suffix(row, layer) for layer in self._layers), sum(self._budgets))
         left = row.stored
         for layer, own in zip(self._layers, counts, strict=True):
@@ -384,16 +389,16 @@ class SuffixReducer(RowHook):
             reduction = self._policy.reduce(suffix) if own or suffix.stored > suffix.budget else _all_of(suffix)
             left = self._left(row, suffix, reduction)
         row.stored = left
-        if self.tail is not None and self.tail.beside:
-            row.beside = self.tail.changed()
+        if self._uneven is not None:
+            row.beside = self._uneven.changed()
         return left + self._policy.interval
 
     def _stored(self, row: SuffixRow) -> list[int]:
         """The entries of each share."""
-        if self.tail is None or self.differ == "none":
+        if self._uneven is None:
             return [row.stored]
-        lengths = [beside.prefix.lengths for beside in self.tail.beside.values()]
-        of_shares = [own for of_layer in lengths for own in of_layer] if self.differ == "heads" else map(max, lengths)
+        lengths = [beside.prefix.lengths for beside in self._uneven.beside.values()]
+        of_shares = [own for of_layer in lengths for own in of_layer] if self._compete else map(max, lengths)
         return [row.stored + own for own in of_shares]
 
     def _suffix(self, row: SuffixRow, layer: int) -> Suffix:
@@ -402,10 +407,9 @@ class SuffixReducer(RowHook):
         states = [entries[:, : row.stored] for entries in row.slab.of_row(layer, row)]
         positions, columns = self._layers[layer].of(row, len(states[0]), states[0].device)
         there, budget = None, self._budgets[0]
-        if self.tail is not None and self.differ != "none":
-            beside = self.tail.beside[layer]
-            number = list(self._layers).index(layer)
-            budget = self._budgets[number] if self.differ == "layers" else sum(self._budgets) // len(self._budgets)
+        if self._uneven is not None:
+            beside, number = self._uneven.beside[layer], list(self._layers).index(layer)
+            budget = sum(self._budgets) // len(self._budgets) if self._compete else self._budgets[number]
             there = self._with(torch.ones_like(positions, dtype=torch.bool), beside.there)
             states = [self._with(own, more) for own, more in zip(states, beside.states, strict=True)]
             positions = self._with(positions, beside.positions)
@@ -421,14 +425,14 @@ class SuffixReducer(RowHook):
         it. Returns how many are in the slab."""
         assert row.slab is not None
         states, (positions, columns) = _states(suffix, reduction), _noted(suffix, reduction)
-        left = reduction.kept.shape[1] if self.differ == "none" else self._protected
+        left = reduction.kept.shape[1] if self._uneven is None else self._protected
         for entries, kept in zip(row.slab.of_row(suffix.layer, row), states, strict=True):
             entries[:, :left] = kept[:, :left]
-        if self.tail is not None and self.differ != "none":
+        if self._uneven is not None:
             there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
             behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
             made = _Beside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
-            self.tail.beside[suffix.layer] = made
+            self._uneven.beside[suffix.layer] = made
         self._layers[suffix.layer].keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
         return left
 
