@@ -404,17 +404,18 @@ class SuffixReducer(RowHook):
     def _suffix(self, row: SuffixRow, layer: int) -> Suffix:
         """All entries of the row at a layer."""
         assert row.slab is not None
-        states = [entries[:, : row.stored] for entries in row.slab.of_row(layer, row)]
-        positions, columns = self._layers[layer].of(row, len(states[0]), states[0].device)
+        keys, values = (entries[:, : row.stored] for entries in row.slab.of_row(layer, row))
+        positions, columns = self._layers[layer].of(row, len(keys), keys.device)
         there, budget = None, self._budgets[0]
         if self._uneven is not None:
             beside, number = self._uneven.beside[layer], list(self._layers).index(layer)
             budget = sum(self._budgets) // len(self._budgets) if self._compete else self._budgets[number]
             there = self._with(torch.ones_like(positions, dtype=torch.bool), beside.there)
-            states = [self._with(own, more) for own, more in zip(states, beside.states, strict=True)]
+            keys, values = (self._with(*both) for both in zip((keys, values), beside.states, strict=True))
             positions = self._with(positions, beside.positions)
             columns = {name: self._with(column, beside.columns[name]) for name, column in columns.items()}
-        return Suffix(layer, *states, positions, columns, self._protected, row.logical, budget, self.of_document, there)
+        noted = positions, columns, self._protected, row.logical, budget, self.of_document
+        return Suffix(layer, keys, values, *noted, there)
 
     def _with(self, own: Tensor, beside: Tensor) -> Tensor:
         """What entries of a slab have, with what those beside it have in their place, `[kv_heads, S, ...]`."""
