@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kvshelf
 from kvshelf.kernels import staging
+from scripts import card_order
 from scripts.card_order import Order, Stream
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def _place() -> str:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
             return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if not outside and "/torch/" not in path and path != __file__:
+        if not outside and "/torch/" not in path and path not in (__file__, card_order.__file__):
             outside = f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return outside

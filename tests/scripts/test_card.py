@@ -147,7 +147,7 @@ def test_no_layer_of_a_prefill_waits(engine, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip"])
+@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip", "cam", "kvmerger"])
 def test_no_layer_of_a_longer_prefill_waits(engine, policy):
     card, tiny = engine
     counts = card.compression(tiny, TEXT, policy, ["int4", "klt"])
