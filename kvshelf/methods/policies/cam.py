@@ -60,8 +60,8 @@ class CaM(H2O):
         kept = select(scores, protected, budget.per_head)
         joins = ~kept & self._drawn(layer, scores, kept)
         record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
-        heads = zip(layer.values, joins, kept, record.lengths, strict=True)
-        values = record.rows[1].float() + torch.cat([self._inherited(*of_head) for of_head in heads])
+        heads = zip(record.heads(), layer.values, joins, kept, strict=True)
+        values = torch.cat([own.float() + self._inherited(*of_head, len(own)) for (_, own), *of_head in heads])
         at = record.entry_positions
         columns = {name: of_entries(own, at, record.lengths) for name, own in self.columns(layer, scores).items()}
         return replace(record, values=values.to(layer.values.dtype), columns=columns)

@@ -48,7 +48,8 @@ class MergePlan:
         """Kept tokens stay, those of `joins` `[kv_heads, N]` bool become part of the entry that `targets` `[kv_heads,
         N]` int64 names, and all others are evicted. Waits for the device, once."""
         classes = torch.where(kept, kept.cumsum(1) - 1, torch.where(joins, targets, -1))
-        return cls(kept, classes, counted(kept, classes >= 0))
+        entries, members = counted(kept, classes >= 0)
+        return cls(kept, classes, (entries, members))
 
     @cached_property
     def entries(self) -> Places:
@@ -191,13 +192,13 @@ def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, cen
     """
     similarity = torch.full(goes.shape, -torch.inf, device=keys.device)
     targets = torch.full(goes.shape, -1, dtype=torch.int64, device=keys.device)
-    counts = counted(goes, centers)
-    if not any(counts[1]):
+    of_goes, of_centers = counted(goes, centers)
+    if not any(of_centers):
         return similarity, targets
-    going, central = places_of(goes, counts[0]), places_of(centers, counts[1])
+    going, central = places_of(goes, of_goes), places_of(centers, of_centers)
     # Ones have cosine 1 with each other: the keys alone decide.
     by = keys.new_ones(*goes.shape, 1) if values is None else values
-    found, rows = nearest_pair(keys[going], by[going], keys[central], by[central], *counts)
+    found, rows = nearest_pair(keys[going], by[going], keys[central], by[central], of_goes, of_centers)
     # Two keys and two values that both point apart have a positive product, and no direction in common.
     apart = (keys[going].float() * keys[central][rows].float()).sum(dim=1) <= 0
     similarity[going] = found.masked_fill(apart, -torch.inf) if values is not None else found
