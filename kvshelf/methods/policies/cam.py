@@ -60,8 +60,10 @@ class CaM(H2O):
         kept = select(scores, protected, budget.per_head)
         joins = ~kept & self._drawn(layer, scores, kept)
         record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
-        heads = zip(record.heads(), layer.values, joins, kept, strict=True)
-        values = torch.cat([own.float() + self._inherited(*of_head, len(own)) for (_, own), *of_head in heads])
+        heads = zip(layer.values, joins, kept, record.lengths, strict=True)
+        inherited = [self._inherited(*of_head) for of_head in heads]
+        own = [rows.float() for _, rows in record.heads()]
+        values = torch.cat([rows + more for rows, more in zip(own, inherited, strict=True)])
         at = record.entry_positions
         columns = {name: of_entries(own, at, record.lengths) for name, own in self.columns(layer, scores).items()}
         return replace(record, values=values.to(layer.values.dtype), columns=columns)
