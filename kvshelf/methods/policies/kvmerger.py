@@ -15,7 +15,7 @@ from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
-from kvshelf.methods.policies.merging import MergePlan, counted
+from kvshelf.methods.policies.merging import MergePlan
 from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
@@ -117,8 +117,7 @@ class KVMerger(Policy):
         always = max(self.sink, layer.protected_prefix)
         recent = int(self.recent * min(budget.per_head))
         apart = (layer.positions < always) | (layer.positions >= layer.num_tokens - recent)
-        least = min(layer.num_tokens, always + recent)
-        hitters = [least + self._heavy(count, always) for count in budget.per_head]
+        hitters = [min(layer.num_tokens, always + recent) + self._heavy(count, always) for count in budget.per_head]
         single = select(scores, apart, hitters)
         cosines = F.cosine_similarity(layer.keys[:, 1:].float(), layer.keys[:, :-1].float(), dim=2)
         pairs = cosines.masked_fill(single[:, 1:] | single[:, :-1], -2.0)  # [kv_heads, N - 1]
@@ -128,9 +127,7 @@ class KVMerger(Policy):
             whole = not self.first <= layer.place < layer.num_layers - self.last
             joined = pairs > (torch.inf if whole else self.threshold)
         runs = F.pad((~joined).cumsum(dim=1), (1, 0))  # [kv_heads, N]: the run of each token
-        pivots, everything = _pivots(scores, runs), [layer.num_tokens] * layer.kv_heads  # nothing is evicted
-        counts = budget.per_head if self.threshold is None else counted(pivots)[0]
-        return MergePlan(pivots, runs, (counts, everything)), apart
+        return MergePlan.of_all(_pivots(scores, runs), runs, budget.per_head if self.exact else None), apart
 
     def _weights(self, keys: Tensor, plan: MergePlan) -> Tensor:
         """The Gaussian weight of each token in its run, `[kv_heads, N]` fp32. keys: `[kv_heads, N, D]`."""

@@ -51,6 +51,11 @@ class MergePlan:
         entries, members = counted(kept, classes >= 0)
         return cls(kept, classes, (entries, members))
 
+    @classmethod
+    def of_all(cls, kept: Tensor, classes: Tensor, entries: Sequence[int] | None) -> MergePlan:
+        """Every token is part of an entry. entries: of each head; None: asked of the device."""
+        return cls(kept, classes, (counted(kept)[0] if entries is None else entries, [kept.shape[1]] * len(kept)))
+
     @cached_property
     def entries(self) -> Places:
         """Where entries stand, `[entries]`."""
