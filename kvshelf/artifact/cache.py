@@ -129,12 +129,11 @@ class CompressedCache:
         devices = [torch.device(device)] * len(self.layers) if isinstance(device, torch.device | str) else device
         layers = list(self.layers)
         for to in dict.fromkeys(devices):
-            places = (index for index, own in enumerate(devices) if own == to)
-            away = [index for index in places if records.devices_of(layers[index]) - {to}]
-            own = [layers[index] for index in away]
-            moved = records.with_tensors(own, carried(records.tensors_of(own), to, self.events))
-            for index, layer in zip(away, moved, strict=True):
-                layers[index] = layer
+            away = [at for at, own in enumerate(devices) if own == to and records.devices_of(layers[at]) != {to}]
+            sent = [layers[at] for at in away]
+            there = carried(records.tensors_of(sent), to, self.events)
+            for at, layer in zip(away, records.with_tensors(sent, there), strict=True):
+                layers[at] = layer
         return replace(self, layers=tuple(layers))
 
     @cached_property

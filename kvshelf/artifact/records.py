@@ -592,10 +592,11 @@ def states_of(record: LayerRecord) -> tuple[State, ...]:
 
 
 def devices_of(record: LayerRecord) -> set[torch.device]:
-    """Where a layer is."""
+    """Where a layer is: coded rows stay on the CPU, wherever their positions are."""
     entries = entries_of(record)
-    rows = () if entries is None else (part.keys.device for part in parts_of(entries))
-    return {*rows, *(state.tensor.device for state in states_of(record))}
+    parts = () if entries is None else parts_of(entries)
+    rows = {own.device for part in parts for own in (part.keys, part.entries_at) if not callable(own)}
+    return rows | {state.tensor.device for state in states_of(record)}
 
 
 def tensors_of(layers: Iterable[LayerRecord]) -> list[Tensor]:

@@ -195,4 +195,4 @@ def _carried(
 
 def _octets(tensor: Tensor) -> Tensor:
     """The bytes `[n]` of a tensor, in its memory where it is contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)  # a column reshaped is no row of bytes

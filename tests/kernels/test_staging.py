@@ -33,6 +33,7 @@ def tensors(seed: int = 0) -> list[torch.Tensor]:
         torch.tensor(7, dtype=torch.int32),
         torch.rand(99, generator=generator) > 0.5,
         torch.randn(40, 60, generator=generator).T,
+        torch.randn(40, 60, generator=generator)[:, 7],
     ]
 
 

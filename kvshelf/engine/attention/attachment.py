@@ -398,7 +398,11 @@ def _records_of(
     """The layers once they have arrived, with plain rows. device: of all layers, whose rows may be decoded there."""
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
-    records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+    if isinstance(cache, CompressedCache):
+        # Streams are there, and the work that decodes them beside a card's other work is behind none of it.
+        records = _arrived((cache.to("cpu") if cache.coded else cache).layers)
+    else:
+        records = cache.layers
     if not cache.coded:
         return records
 

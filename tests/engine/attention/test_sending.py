@@ -110,6 +110,12 @@ def test_a_question_reads_each_layer_behind_its_event_and_waits_for_none(engines
     assert torch.allclose(ours, logits(here, cache), rtol=1e-3, atol=1e-3)
 
 
+def test_streams_are_decoded_behind_positions_that_are_on_the_card(engines):
+    _, here, there = engines
+    cache = here.encoded(here.compress(TEXT, policy="keydiff", compression_ratio=0.5), "klt")
+    assert torch.allclose(logits(there, cache.to(CARD)), logits(here, cache), rtol=1e-3, atol=1e-3)
+
+
 def test_a_cache_that_is_on_the_card_is_not_sent(engines):
     _, here, there = engines
     cache = here.compress(TEXT, policy="keydiff", compression_ratio=0.5).to(CARD)
