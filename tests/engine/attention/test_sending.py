@@ -6,6 +6,7 @@ import gc
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kvshelf.model import loading
 from scripts.card import CARD, Card
 from tests.store.caches import make_cache, require_equal_records
 
-TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 8
+TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait."
 QUESTION = [5, 6, 7, 8]
 
 
@@ -60,7 +61,7 @@ def test_a_layer_that_cannot_be_sent_fails_alone(monkeypatch):
     records[0].set_exception(CacheCorrupt("layer 0"))
     with pytest.raises(CacheCorrupt, match="layer 0"):
         sending.received(0)
-    monkeypatch.setattr(staging.arriving(CARD), "send", lambda _: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(staging.arriving(CARD), "send", Mock(side_effect=MemoryError("no room")))
     records[1].set_result(cache.layers[1])
     with pytest.raises(MemoryError, match="no room"):
         sending.received(1)
@@ -108,6 +109,16 @@ def test_a_question_reads_each_layer_behind_its_event_and_waits_for_none(engines
     of_layers = [place for place, count in card.waits.items() if count >= len(cache.layers)]
     assert all("engine/attention/attached.py" in place for place in of_layers), card.waits
     assert torch.allclose(ours, logits(here, cache), rtol=1e-3, atol=1e-3)
+
+
+def test_a_document_that_could_not_be_sent_is_sent_anew(engines, monkeypatch):
+    _, here, there = engines
+    cache = here.compress(TEXT, policy="keydiff", compression_ratio=0.5)
+    with monkeypatch.context() as full:
+        full.setattr(staging.arriving(CARD), "send", Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            logits(there, cache)
+    assert torch.allclose(logits(there, cache), logits(here, cache), rtol=1e-3, atol=1e-3)
 
 
 def test_streams_are_decoded_behind_positions_that_are_on_the_card(engines):
