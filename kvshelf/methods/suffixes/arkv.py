@@ -53,7 +53,7 @@ class ARKV(PeriodicPolicy):
     def least(self) -> int:
         return self.window
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return whole_heads(positions, self.name)
 
     def observes_at(self, answered: int) -> bool:
