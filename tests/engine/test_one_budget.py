@@ -36,6 +36,7 @@ from tests.engine.test_suffix_policies import (
     H2OLoop,
     LagKVLoop,
     LazyLoop,
+    Member,
     TrimKVLoop,
     WindowLoop,
 )
@@ -84,14 +85,24 @@ class WholeCache(ByHand):
 
     def copy(self, layer, head, positions):
         visible, entries = self.prefix.visible[layer][head], self.heads[layer][head]
-        places = visible.nonzero()[:, 0].tolist()[-self.tail :]
-        copied = []
-        for position, place in zip(positions, places, strict=True):
-            key, value = (states[head, place].tolist() for states in self.prefix.layers[layer])
-            left = self.left[layer][head].items() if self.left else ()
-            noted = {name: numbers[position] for name, numbers in left}
-            copied.append(Entry(position - self.cache.num_tokens, key, value, noted))
-            visible[place] = False
+        record, copied = self.cache.layers[layer], {}
+        tokens = torch.split(*record.tokens)[head].tolist()
+        places = dict(zip(tokens, visible.nonzero()[:, 0].tolist(), strict=True))
+        left = self.left[layer][head] if self.left else {}
+        noted = {position: {name: numbers[position] for name, numbers in left.items()} for position in tokens}
+        for position in positions:
+            key, value = (states[head, places[position]].tolist() for states in self.prefix.layers[layer])
+            copied[position] = Entry(position - self.cache.num_tokens, key, value, noted[position])
+        if record.kind == "merged":
+            classes = torch.split(record.slot_classes, record.slot_lengths)[head].tolist()
+            centers = record.positions[head].tolist()
+            for position, center in ((p, centers[c]) for p, c in zip(tokens, classes, strict=True)):
+                if position != center:
+                    norm = float(self.prefix.layers[layer][0][head, places[position]].norm())
+                    copied[center].shared.append(Member(copied[center], norm, noted[position]))
+            visible[list(places.values())] = False
+        visible[[places[position] for position in positions]] = False
+        copied = [*copied.values()]
         entries[:] = entries + copied if self.loop.protected else copied + entries
 
 
@@ -148,6 +159,7 @@ def of(loop, **own):
 
 
 KEPT = {"policy": "h2o", "budget_tokens": 48, "keep_scores": True}
+EMS = KEPT | {"policy": "ems", "window": 9, "tau": 0.05}
 SAGE = {"policy": "sage", "budget_tokens": 48}
 LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
 CASES = {
@@ -187,12 +199,33 @@ CASES = {
         None,
         D2OLoop(8, merges=0, recent=0.3),
     ),
-    "ems, evicting alone": (
-        KEPT | {"policy": "ems", "merge": False, "window": 9},
+    "ems": (
+        EMS,
+        "ems",
+        {"every": 1, "window": 9, "tau": 0.05},
+        48,
+        of(EMSLoop(1, window=9, tau=0.05, merges=0, losses=0), budget=48),
+    ),
+    "ems, whose table is full": (
+        EMS,
+        "ems",
+        {"every": 1, "window": 9, "tau": 0.05, "gamma": 1.5},
+        48,
+        of(EMSLoop(1, window=9, tau=0.05, gamma=1.5, merges=0, losses=0), budget=48),
+    ),
+    "ems, no question": (
+        EMS,
+        "ems",
+        {"every": 8, "window": 9, "tau": 0.05, "protect_question": False},
+        48,
+        of(EMSLoop(8, window=9, tau=0.05, merges=0, losses=0), budget=48, protected=0),
+    ),
+    "ems, evicting alone before": (
+        EMS | {"merge": False},
         "ems",
         {"every": 8, "window": 9, "tau": 0.05},
         48,
-        of(EMSLoop(8, window=9, tau=0.05, merges=0), budget=48),
+        of(EMSLoop(8, window=9, tau=0.05, merges=0, losses=0), budget=48),
     ),
     "lazy_eviction": (
         {"policy": "snapkv", "budget_tokens": 48},
@@ -236,7 +269,7 @@ MADE = {
     "lazy_eviction": {"policy": "snapkv", "budget_tokens": 48},
     "h2o": KEPT,
     "d2o": KEPT | {"policy": "d2o"},
-    "ems": KEPT | {"policy": "ems", "merge": False},
+    "ems": EMS,
 }
 SCOPED = list(SMALL)
 
@@ -291,6 +324,7 @@ def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand):
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
+    assert getattr(loop, "merges", 1) > 0
     last = 4 * ((len(found) - 1) % loop.interval == 0)  # behind the last token the engine reduces no more
     assert kept == by_hand.kept[: len(by_hand.kept) - last] != []
 
@@ -395,8 +429,8 @@ def test_gates_that_were_trained_anew_do_not_go_on(monkeypatch, tmp_path):
         ("h2o", {"normalize": "rows"}, '"none"'),
         ("h2o", {"every": 8}, "1"),
         ("cam", {"every": 8}, "1"),
-        ("ems", {"merge": False, "every": 8}, "1"),
-        ("ems", {"merge": True}, "false"),
+        ("ems", {"every": 8}, "1"),
+        ("ems", {"pos": "pre"}, '"post"'),
         ("d2o", {"store": "slots"}, '"means"'),
     ],
 )
@@ -416,7 +450,7 @@ def test_a_policy_around_another_keeps_no_scores(around, base):
 
 
 KEEPING = sorted(name for name, policy in POLICIES.items() if issubclass(policy, KeepsScores))
-READING = [(name, {"merge": False} if name == "ems" else {}) for name in KEEPING] + [
+READING = [(name, {}) for name in KEEPING] + [
     (name, {"prefill": "chunked", "chunk": 64}) for name in KEEPING if issubclass(POLICIES[name], ChunkedPolicy)
 ]
 
@@ -567,6 +601,70 @@ def test_numbers_of_entries_go_with_them(codec):
         assert torch.equal(columns["sum"], positions.float())
 
 
+CLASSES = {
+    "whole": lambda engine: engine.compress(ids(DOCUMENT), **EMS),
+    "protected": lambda engine: engine.compress(ids(DOCUMENT), **EMS, protect=["tokens:50-60"]),
+    "appended": lambda engine: engine.extend(engine.compress(ids(80), **EMS), ids(40, seed=9), **EMS),
+}
+
+
+@pytest.mark.parametrize("stored", CLASSES)
+@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
+    """As above. What stands before protected text is read in place, class and tokens; and each token goes on with its
+    own numbers, here its position."""
+    engine, tokens = engine_of("llama", 2), 12
+    cache = CLASSES[stored](engine)
+    layers = []
+    for own in cache.layers:
+        parts = [replace(part, columns=dict.fromkeys(part.columns, part.tokens[0].float())) for part in parts_of(own)]
+        layers.append(entries_from(parts))
+        assert any(part.tokens[1] != part.lengths for part in parts)
+    cache = engine.encoded(replace(cache, layers=tuple(layers)), codec)
+    cache = type(cache).from_bytes(cache.to_bytes())
+    right = logits_of(engine, engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(tokens)))
+    room = len(engine.decoded(cache).layers[0].positions[0]) + QUESTION + tokens - 2
+    answer = begun(engine, cache, "ems", {"every": tokens - 1}, tokens=tokens, budget=room)
+    logits = logits_of(engine, answer)
+    assert (logits - right).abs().max() < 5e-6 * right.abs().max()
+    assert (answer.answer().usage.read_tokens > 0) == (stored == "protected")
+    tail = engine.bound("ems", question_tokens=QUESTION, document=engine.attach(cache)).tail
+    for layer, record in enumerate(engine.decoded(cache).layers):
+        _, _, positions, columns = tail.copy(layer)
+        slots = tail.slots(layer)
+        assert torch.equal(columns["all"], positions.float())
+        for head, stands in enumerate(slots.there):
+            centers = positions[head, slots.owners[head, stands]].tolist()
+            pairs = [pair for part in parts_of(record) for pair in pairs_of(part, head)]
+            found = zip(slots.columns["past"][head, stands].tolist(), centers, strict=True)
+            assert sorted(found) == sorted((p, c) for p, c in pairs if p != c and c in positions[head])
+
+
+def pairs_of(record, head):
+    """Each token of a head, with the center of its class."""
+    if record.kind == "kept":
+        return [(p, p) for p in record.positions[head].tolist()]
+    tokens = torch.split(record.slot_positions, record.slot_lengths)[head].tolist()
+    classes = torch.split(record.slot_classes, record.slot_lengths)[head].long()
+    return list(zip(tokens, record.positions[head][classes].tolist(), strict=True))
+
+
+def test_classes_without_a_center_do_not_go_on():
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **EMS)
+    layers = tuple(replace(record, slot_scales=record.slot_scales * 2) for record in cache.layers)
+    with pytest.raises(PolicyUnsupported, match="whose key is that of none of them") as refused:
+        begun(engine, replace(cache, layers=layers), "ems", {})
+    assert refused.value.param == "suffix.scope"
+
+
+def test_tokens_that_share_entries_count_in_what_an_answer_takes():
+    engine = engine_of("llama", 2)
+    reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.5})
+    assert reducer.slot_bytes(100) == 2 * 50 * (8 + 4 + 3 * 4)
+    assert engine.bound("h2o", question_tokens=QUESTION).slot_bytes(100) == 0
+
+
 PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}
 
 
@@ -635,7 +733,7 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(monkeypatch, tmp_path, n
     engine = engine_of("llama", 2)
     gated(engine, "trimkv", monkeypatch, tmp_path)
     made = {"policy": "sage"} if name == "window" else KEPT | {"policy": name}
-    cache = engine.compress(ids(400), **made | {"budget_tokens": 128} | ({"merge": False} if name == "ems" else {}))
+    cache = engine.compress(ids(400), **made | {"budget_tokens": 128})
     before, budget = bits(cache), max(len(own) for record in cache.layers for own in record.positions)
     answer, batch, most = begun(engine, cache, name, {"every": every}, tokens=4000), engine.batch(), 0
     with kvshelf_attention(engine.model):

@@ -3,22 +3,24 @@ the answer has a copy of the document's last entries, which leave as its own do;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Merged
 from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries
 from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
-from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
+from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Slots, Suffix, SuffixPolicy
 from kvshelf.model.rope import Rope
 
 _COPY: Final = EntryReader(
@@ -41,6 +43,7 @@ class DocumentTail(Selection):
         for entries that cannot be copied one by one, and as `SuffixPolicy.tail`."""
         super().__init__(document)
         self.document = document
+        self._reader = _COPY._replace(centers=policy.slotted)
         self._carried = policy.carried
         # What is read of all layers is not kept: a question may wait for long before it runs.
         positions = [own for layer in layers for own in self._entries(layer).positions]
@@ -56,6 +59,13 @@ class DocumentTail(Selection):
                 "other suffix.params",
                 param="suffix.scope",
             )
+        records = (record for layer in layers for record in document.entries(layer))
+        if not all(record.centered for record in records if isinstance(record, Merged)):
+            raise PolicyUnsupported(
+                "the cache has merged tokens in classes whose key is that of none of them, and suffix policy "
+                f"{policy.name!r} goes on with centers; leave suffix.scope out, or compress the document here",
+                param="suffix.scope",
+            )
         if any(numbers.isnan().any() for layer in layers for numbers in self._columns(layer).values()):
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
@@ -69,7 +79,7 @@ class DocumentTail(Selection):
         return self._rest.get(layer, ())
 
     def _entries(self, layer: int) -> StoredEntries:
-        return StoredEntries.of(self.document, layer, _COPY)
+        return StoredEntries.of(self.document, layer, self._reader)
 
     def _columns(self, layer: int) -> Columns:
         """Of each carried column the numbers `[kv_heads, K]` of the tail of a layer; NaN where a record has none."""
@@ -78,12 +88,7 @@ class DocumentTail(Selection):
         records, order = self.document.entries(layer), self._entries(layer).order
         tails: Columns = {}
         for name in self._carried:
-            columns = (
-                record.columns.get(name, torch.full_like(record.entry_positions, torch.nan, dtype=torch.float32))
-                for record in records
-            )
-            parts = [torch.split(own, record.lengths) for own, record in zip(columns, records, strict=True)]
-            heads = zip(zip(*parts, strict=True), order, strict=True)
+            heads = zip(zip(*(record.of_entries(name) for record in records), strict=True), order, strict=True)
             tails[name] = torch.stack([torch.cat(own)[rows[-self.copied :].to(own[0].device)] for own, rows in heads])
         return tails
 
@@ -96,6 +101,65 @@ class DocumentTail(Selection):
             self._rest[layer] = stored.selected(kept)
         positions = torch.stack([own[-self.copied :] for own in stored.positions])
         return *stored.dense(self.copied), positions, self._columns(layer)
+
+    def slots(self, layer: int) -> Slots | None:
+        """The tokens that share entries of the tail of a layer, with their carried columns, once it is copied. Those
+        that share entries before it are read in place, as these are."""
+        # Of each head's rows their places in the tail, below 0 before it.
+        places = [order.argsort() - (len(order) - self.copied) for order in self._entries(layer).order]
+        names, shared = sorted(self._carried), []
+        for prefix, record in zip(self.document.prefixes(layer), self.document.entries(layer), strict=True):
+            own = [rows[:length] for rows, length in zip(places, prefix.lengths, strict=True)]
+            places = [rows[length:] for rows, length in zip(places, prefix.lengths, strict=True)]
+            if not isinstance(prefix, MergedPrefix) or not isinstance(record, Merged):
+                continue
+            device, lengths = prefix.slot_scales.device, torch.tensor(prefix.slot_lengths)
+            heads = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+            owners = torch.cat([rows[classes] for rows, (*_, classes) in zip(own, prefix.heads, strict=True)])
+            beside = torch.cat(record.beside).to(device)
+            leaving, staying = beside & (owners >= 0), beside & (owners < 0)
+            columns = (record.columns[name].to(device) for name in names)
+            shared.append([own[leaving] for own in (heads, owners, prefix.slot_scales, *columns)])
+            if bool(staying.any()):
+                scales, classes = prefix.slot_scales[staying], prefix.slot_classes[staying]
+                counts = tuple(heads[staying].bincount(minlength=len(lengths)).tolist())
+                in_place = replace(prefix, slot_scales=scales, slot_classes=classes, slot_lengths=counts)
+                self._rest[layer] = (*self._rest[layer], in_place)
+        if not any(len(heads) for heads, *_ in shared):
+            return None
+        heads, owners, scales, *noted = map(torch.cat, zip(*shared, strict=True))
+        return Slots.of(heads, len(places), owners, scales, dict(zip(names, noted, strict=True)))
+
+
+class SlotsBeside(Selection):
+    """What an answer sees before its suffix, and the tokens that share entries of this, which is where they lie in
+    memory at each step. Made anew whenever these change: to a batch it is another document."""
+
+    def __init__(
+        self, document: Attached, seen: Attached | Selection, row: SuffixRow, slots: Mapping[int, Slots]
+    ) -> None:
+        """seen: what it sees beside them. slots: of each layer that has some."""
+        super().__init__(document)
+        self.beside = seen
+        self._row = row
+        self._slots = slots
+        self._made: dict[int, tuple[int, MergedPrefix]] = {}
+        """Of each layer, for the address where its keys were."""
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        seen = self.beside.prefixes(layer, wait)
+        if layer not in self._slots:
+            return seen
+        assert self._row.slab is not None
+        keys, values = self._row.slab.of_row(layer, self._row)
+        address = keys.data_ptr()
+        if layer not in self._made or self._made[layer][0] != address:
+            self._made[layer] = address, self._slots[layer].prefix(keys, values)
+        return (*seen, self._made[layer][1])
+
+    @property
+    def read_tokens(self) -> int:
+        return self.beside.read_tokens
 
 
 class SuffixReducer(RowHook):
@@ -143,6 +207,7 @@ class SuffixReducer(RowHook):
                 param="suffix.budget",
             )
         self._layers = {layer: _Noted(policy, self.most) for layer in layers}
+        self._beside: SlotsBeside | None = None
 
     @property
     def of_document(self) -> int:
@@ -153,6 +218,11 @@ class SuffixReducer(RowHook):
     def table_bytes(self) -> int:
         """Bytes that say which of the document's entries the answer reads in place."""
         return 0 if self.tail is None else self.tail.table_bytes
+
+    def slot_bytes(self, entries: int) -> int:
+        """Bytes of the tokens that share so many entries, in a KV head of every layer."""
+        token = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        return len(self._layers) * token * self._policy.most_slots(entries)
 
     @property
     def most(self) -> int | None:
@@ -170,8 +240,22 @@ class SuffixReducer(RowHook):
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
         if self._gates is not None:
             return Wants.STATES
-        observes = answering and self._policy.observes_at(row.logical + 1 - self._question)
-        return Wants.WEIGHTS if observes else Wants.NOTHING
+        if not answering or not self._policy.observes_at(row.logical + 1 - self._question):
+            return Wants.NOTHING
+        return Wants.WEIGHTS | Wants.STATES if self._slots() else Wants.WEIGHTS
+
+    def seen(self, document: Attached, seen: Attached | Selection, row: SuffixRow) -> Attached | Selection:
+        """What the row sees before its suffix, which without slots would be `seen`. The same object as long as that and
+        the slots are."""
+        slots = self._slots()
+        if not slots:
+            return seen
+        if self._beside is None or self._beside.beside is not seen:
+            self._beside = SlotsBeside(document, seen, row, slots)
+        return self._beside
+
+    def _slots(self) -> dict[int, Slots]:
+        return {layer: noted.slots for layer, noted in self._layers.items() if noted.slots is not None}
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
         """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
@@ -181,10 +265,16 @@ class SuffixReducer(RowHook):
                 self._note_gated(row, place, shown.states[layer])
         for layer, weights in shown.weights.items():
             assert row.slab is not None
-            heads = row.slab.of_row(layer, row)[0].shape[0]
-            positions, columns = self._layers[layer].of(row, heads, weights.device)
-            by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
-            self._policy.observe(columns, by_group, positions, row.logical - self._question)
+            keys, answered, noted = row.slab.of_row(layer, row)[0], row.logical - self._question, self._layers[layer]
+            positions, columns = noted.of(row, len(keys), weights.device)
+            by_group = weights.view(len(keys), -1, row.stored)  # [kv_heads, group, S]
+            self._policy.observe(columns, by_group, positions, answered)
+            if (slots := noted.slots) is not None:
+                states = shown.states[layer]
+                queries = states.queries[0, :, -1].view(*by_group.shape[:2], -1)
+                rules = LogitRules(states.scaling, states.softcap)
+                weights = slots.weights(by_group, queries, keys[:, : row.stored], rules)
+                self._policy.observe(slots.columns, weights, slots.of_owners(positions), answered)
 
     def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
         """place: of the layer, among those that attend."""
@@ -207,6 +297,8 @@ class SuffixReducer(RowHook):
         for layer, noted in self._layers.items():
             keys, values, positions, columns = tail.copy(layer)
             noted.insert(row, self._protected, (positions - tail.tokens).to(keys.device), columns)
+            if self._policy.slotted:
+                noted.begin(tail.slots(layer), self._protected)
             yield layer, (keys, values)
 
     def reduced(self, row: SuffixRow) -> int | None:
@@ -228,12 +320,14 @@ class SuffixReducer(RowHook):
                 row.logical,
                 self._budget,
                 self.of_document,
+                noted.slots,
             )
             reduction = self._policy.reduce(suffix)
             left = reduction.kept.shape[1]
             keys[:, :left], values[:, :left] = _states(suffix, reduction)
             noted.reduced(suffix, reduction)
         row.stored = left
+        self._beside = None
         return left + self._policy.interval
 
 
@@ -255,6 +349,8 @@ class _Noted:
         self._most = most
         self._positions = torch.empty(0, 0, dtype=torch.int64)
         self._columns: Columns = {}
+        self.slots: Slots | None = None
+        """The tokens that share the row's entries."""
         self._tokens = 0
         """How many of the row's tokens it has a position for, or had."""
 
@@ -280,6 +376,14 @@ class _Noted:
             first = column.new_full(positions.shape, self._first[name])
             insert(column, place, row.stored, columns.get(name, first).to(column.device))
 
+    def begin(self, slots: Slots | None, place: int) -> None:
+        """Take the tokens that share entries which were put before the row's entry `place`, with what is noted of them
+        already."""
+        if slots is not None:
+            first = {name: torch.full_like(slots.scales, value) for name, value in self._first.items()}
+            owners = torch.where(slots.there, slots.owners + place, -1)
+            self.slots = Slots(owners, slots.scales, first | slots.columns)
+
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
         had = self._positions.shape[1]
         positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
@@ -298,3 +402,4 @@ class _Noted:
             given = None if reduction.columns is None else reduction.columns[name]
             column[:, :left] = column.gather(1, reduction.kept) if given is None else given
             column[:, left:] = self._first[name]
+        self.slots = reduction.slots

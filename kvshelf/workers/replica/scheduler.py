@@ -161,7 +161,8 @@ class Scheduler:
         entries = min(tokens, self._engine.max_tokens) + (0 if reducer is None else reducer.of_document)
         entries = min(entries, most or entries)
         needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
-        needed += 0 if reducer is None else reducer.table_bytes
+        if reducer is not None:
+            needed += reducer.table_bytes + reducer.slot_bytes(entries) * self._engine.facts.kv_heads
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes and reducer is not None and reducer.of_document:
             raise InvalidRequest(
