@@ -627,8 +627,9 @@ def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
     answer = begun(engine, cache, "ems", {"every": tokens - 1}, tokens=tokens, budget=room)
     logits = logits_of(engine, answer)
     assert (logits - right).abs().max() < 5e-6 * right.abs().max()
-    assert (answer.answer().usage.read_tokens > 0) == (stored == "protected")
     tail = engine.bound("ems", question_tokens=QUESTION, document=engine.attach(cache)).tail
+    assert answer.answer().usage.read_tokens == tail.entries - tail.copied
+    assert (tail.entries > tail.copied) == (stored == "protected")
     for layer, record in enumerate(engine.decoded(cache).layers):
         _, _, positions, columns = tail.copy(layer)
         slots = tail.slots(layer)

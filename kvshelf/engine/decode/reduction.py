@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.records import Merged
-from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries
@@ -74,9 +74,16 @@ class DocumentTail(Selection):
                 param="suffix.scope",
             )
         self._rest: dict[int, tuple[Prefix, ...]] = {}
+        self._sharing: dict[int, tuple[Prefix, ...]] = {}
+        """Of the entries in `_rest`, the tokens that share them."""
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        return self._rest.get(layer, ())
+        return self._rest.get(layer, ()) + self._sharing.get(layer, ())
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that share entries are none."""
+        return entries_read(self._rest.values())
 
     def _entries(self, layer: int) -> StoredEntries:
         return StoredEntries.of(self.document, layer, self._reader)
@@ -124,7 +131,7 @@ class DocumentTail(Selection):
                 scales, classes = prefix.slot_scales[staying], prefix.slot_classes[staying]
                 counts = tuple(heads[staying].bincount(minlength=len(lengths)).tolist())
                 in_place = replace(prefix, slot_scales=scales, slot_classes=classes, slot_lengths=counts)
-                self._rest[layer] = (*self._rest[layer], in_place)
+                self._sharing[layer] = (*self._sharing.get(layer, ()), in_place)
         if not any(len(heads) for heads, *_ in shared):
             return None
         heads, owners, scales, *noted = map(torch.cat, zip(*shared, strict=True))

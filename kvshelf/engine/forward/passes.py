@@ -279,7 +279,7 @@ class Passes:
             return False
         rules = logit_rules(call.module, call.scale(query), call.options)
         sees = rules.window, rules.chunk
-        context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees, softcap=rules.softcap))
+        context.after_attention(Attended(call.module, query, key, value, rules.scale, None, *sees))
         return True
 
     def _without_past(self, positions: Tensor, made: Callable[[Handover], Cache] | None) -> dict[str, Any]:

@@ -74,8 +74,9 @@ class Slots:
 
     def of_owners(self, numbers: Tensor) -> Tensor:
         """The numbers `[kv_heads, ..., S]` of entries, of each token's own: `[kv_heads, ..., M]`."""
-        owners = self.owners.clamp_min(0).view(len(numbers), *[1] * (numbers.dim() - 2), -1)
-        return numbers.gather(-1, owners.expand(*numbers.shape[:-1], -1))
+        heads, *between, _ = numbers.shape
+        owners = self.owners.clamp_min(0).view(heads, *[1] * len(between), self.owners.shape[1])
+        return numbers.gather(-1, owners.expand(heads, *between, -1))
 
     def best(self, scores: Tensor, most: int) -> Slots | None:
         """The `most` tokens of each head with the best scores `[kv_heads, M]`; None where there are none at all."""
