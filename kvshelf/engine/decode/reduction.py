@@ -20,7 +20,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
-from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Slots, Suffix, SuffixPolicy
+from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, SlotTable, Suffix, SuffixPolicy
 from kvshelf.model.rope import Rope
 
 _COPY: Final = EntryReader(
@@ -109,12 +109,12 @@ class DocumentTail(Selection):
         positions = torch.stack([own[-self.copied :] for own in stored.positions])
         return *stored.dense(self.copied), positions, self._columns(layer)
 
-    def slots(self, layer: int) -> Slots | None:
+    def slots(self, layer: int) -> SlotTable | None:
         """The tokens that share entries of the tail of a layer, with their carried columns, once it is copied. Those
         that share entries before it are read in place, as these are."""
         # Of each head's rows their places in the tail, below 0 before it.
         places = [order.argsort() - (len(order) - self.copied) for order in self._entries(layer).order]
-        names, shared = sorted(self._carried), []
+        names, shared = sorted(self._carried), list[list[Tensor]]()
         for prefix, record in zip(self.document.prefixes(layer), self.document.entries(layer), strict=True):
             own = [rows[:length] for rows, length in zip(places, prefix.lengths, strict=True)]
             places = [rows[length:] for rows, length in zip(places, prefix.lengths, strict=True)]
@@ -135,7 +135,7 @@ class DocumentTail(Selection):
         if not any(len(heads) for heads, *_ in shared):
             return None
         heads, owners, scales, *noted = map(torch.cat, zip(*shared, strict=True))
-        return Slots.of(heads, len(places), owners, scales, dict(zip(names, noted, strict=True)))
+        return SlotTable.of(heads, len(places), owners, scales, dict(zip(names, noted, strict=True)))
 
 
 class SlotsBeside(Selection):
@@ -143,7 +143,7 @@ class SlotsBeside(Selection):
     memory at each step. Made anew whenever these change: to a batch it is another document."""
 
     def __init__(
-        self, document: Attached, seen: Attached | Selection, row: SuffixRow, slots: Mapping[int, Slots]
+        self, document: Attached, seen: Attached | Selection, row: SuffixRow, slots: Mapping[int, SlotTable]
     ) -> None:
         """seen: what it sees beside them. slots: of each layer that has some."""
         super().__init__(document)
@@ -261,7 +261,7 @@ class SuffixReducer(RowHook):
             self._beside = SlotsBeside(document, seen, row, slots)
         return self._beside
 
-    def _slots(self) -> dict[int, Slots]:
+    def _slots(self) -> dict[int, SlotTable]:
         return {layer: noted.slots for layer, noted in self._layers.items() if noted.slots is not None}
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
@@ -356,7 +356,7 @@ class _Noted:
         self._most = most
         self._positions = torch.empty(0, 0, dtype=torch.int64)
         self._columns: Columns = {}
-        self.slots: Slots | None = None
+        self.slots: SlotTable | None = None
         """The tokens that share the row's entries."""
         self._tokens = 0
         """How many of the row's tokens it has a position for, or had."""
@@ -383,13 +383,13 @@ class _Noted:
             first = column.new_full(positions.shape, self._first[name])
             insert(column, place, row.stored, columns.get(name, first).to(column.device))
 
-    def begin(self, slots: Slots | None, place: int) -> None:
+    def begin(self, slots: SlotTable | None, place: int) -> None:
         """Take the tokens that share entries which were put before the row's entry `place`, with what is noted of them
         already."""
         if slots is not None:
             first = {name: torch.full_like(slots.scales, value) for name, value in self._first.items()}
             owners = torch.where(slots.there, slots.owners + place, -1)
-            self.slots = Slots(owners, slots.scales, first | slots.columns)
+            self.slots = SlotTable(owners, slots.scales, first | slots.columns)
 
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
         had = self._positions.shape[1]

@@ -34,7 +34,7 @@ Columns = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class SlotTable:
     """Tokens of one row at one layer that share the entries of others, as those of a `Merged` record share classes:
     token i has the key `scales[i] * keys[owners[i]]` and the value of that entry, beside which it is attended to. The
     entry's own token is none of them.
@@ -48,14 +48,14 @@ class Slots:
     columns: Columns
 
     @classmethod
-    def none(cls, columns: Columns) -> Slots:
+    def none(cls, columns: Columns) -> SlotTable:
         """M = 0. columns: of the entries."""
         empty = {name: column[:, :0] for name, column in columns.items()}
         scales = next(iter(empty.values()))
         return cls(scales.long(), scales, empty)
 
     @classmethod
-    def of(cls, heads: Tensor, kv_heads: int, owners: Tensor, scales: Tensor, columns: Columns) -> Slots:
+    def of(cls, heads: Tensor, kv_heads: int, owners: Tensor, scales: Tensor, columns: Columns) -> SlotTable:
         """From those of all heads, in any order. heads: `[tokens]` int64, of which head each is; the rest likewise."""
         order = heads.sort(stable=True).indices
         lengths = heads.bincount(minlength=kv_heads).tolist()
@@ -78,7 +78,7 @@ class Slots:
         owners = self.owners.clamp_min(0).view(heads, *[1] * len(between), self.owners.shape[1])
         return numbers.gather(-1, owners.expand(heads, *between, -1))
 
-    def best(self, scores: Tensor, most: int) -> Slots | None:
+    def best(self, scores: Tensor, most: int) -> SlotTable | None:
         """The `most` tokens of each head with the best scores `[kv_heads, M]`; None where there are none at all."""
         count = min(most, int(self.there.sum(1).max())) if self.owners.numel() else 0
         if not count:
@@ -86,7 +86,7 @@ class Slots:
         order = scores.masked_fill(~self.there, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :count]
         owners, scales = self.owners.gather(1, order), self.scales.gather(1, order)
         columns = {name: column.gather(1, order).masked_fill(owners < 0, 0.0) for name, column in self.columns.items()}
-        return Slots(owners, scales, columns)
+        return SlotTable(owners, scales, columns)
 
     def weights(self, of_entries: Tensor, queries: Tensor, keys: Tensor, rules: LogitRules) -> Tensor:
         """What a token gave to each of them, `[kv_heads, group, M]` fp32, by what it gave to the entries, `[kv_heads,
@@ -130,7 +130,7 @@ class Suffix:
     tokens: int
     budget: int
     copied: int = 0
-    slots: Slots | None = None
+    slots: SlotTable | None = None
 
     @property
     def stored(self) -> int:
@@ -148,7 +148,7 @@ class Reduction:
     keys: Tensor | None = None
     values: Tensor | None = None
     columns: Columns | None = None
-    slots: Slots | None = None
+    slots: SlotTable | None = None
 
 
 @dataclass(frozen=True)

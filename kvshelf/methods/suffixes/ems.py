@@ -17,7 +17,7 @@ from kvshelf.methods.suffixes.base import (
     Columns,
     PeriodicPolicy,
     Reduction,
-    Slots,
+    SlotTable,
     Suffix,
     best,
     numbers_of,
@@ -80,7 +80,7 @@ class EMS(PeriodicPolicy):
             columns["current"].zero_()
 
     def reduce(self, suffix: Suffix) -> Reduction:
-        slots = suffix.slots or Slots.none(suffix.columns)
+        slots = suffix.slots or SlotTable.none(suffix.columns)
         both = {name: torch.cat([own, slots.columns[name]], 1) for name, own in suffix.columns.items()}
         scores = self._scores(both)
         of_entries, of_slots = scores[:, : suffix.stored], scores[:, suffix.stored :]
@@ -93,7 +93,7 @@ class EMS(PeriodicPolicy):
         keys, values, scales = combined(suffix.keys, suffix.values, weights, plan)
         kept = numbers_of(stays)
         longer = torch.ones_like(of_entries).masked_scatter_(plan.members, scales)
-        joined = Slots(  # those that lose their entries, and those that had none
+        joined = SlotTable(  # those that lose their entries, and those that had none
             torch.cat([plan.classes.masked_fill(stays, -1), slots.of_owners(plan.classes).where(slots.there, -1)], 1),
             torch.cat([longer, slots.of_owners(longer) * slots.scales], 1),
             both,
