@@ -624,10 +624,10 @@ def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
     cache = type(cache).from_bytes(cache.to_bytes())
     right = logits_of(engine, engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(tokens)))
     room = len(engine.decoded(cache).layers[0].positions[0]) + QUESTION + tokens - 2
-    answer = begun(engine, cache, "ems", {"every": tokens - 1}, tokens=tokens, budget=room)
+    answer = begun(engine, cache, "ems", {"every": tokens - 1, "window": 4}, tokens=tokens, budget=room)
     logits = logits_of(engine, answer)
     assert (logits - right).abs().max() < 5e-6 * right.abs().max()
-    tail = engine.bound("ems", question_tokens=QUESTION, document=engine.attach(cache)).tail
+    tail = engine.bound("ems", question_tokens=QUESTION, params={"window": 4}, document=engine.attach(cache)).tail
     assert answer.answer().usage.read_tokens == tail.entries - tail.copied
     assert (tail.entries > tail.copied) == (stored == "protected")
     for layer, record in enumerate(engine.decoded(cache).layers):
