@@ -15,12 +15,13 @@ from transformers import AttentionInterface
 
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.prefix_attention import LogitRules
 from kvshelf.methods.draws import uniform
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
-from kvshelf.methods.suffixes.base import Suffix
+from kvshelf.methods.suffixes.base import SlotTable, Suffix
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
 from tests.by_hand import Prefix, drawn, frequencies, turned
 from tests.methods.policies.gates import random_gates
@@ -442,6 +443,23 @@ def test_lazy_eviction_keeps_what_is_used_every_step_longer_than_what_is_never_u
     states = torch.randn(1, 12, 4)
     kept = policy.reduce(suffix_of(states, states, columns=columns, budget=5)).kept
     assert kept.tolist() == [[0, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_a_token_that_shares_an_entry_gets_a_share_of_its_own(softcap):
+    """As in one softmax over entries and tokens; none where the entry got nothing in fp32, and none where none is."""
+    states = torch.Generator().manual_seed(3)
+    keys, queries = (torch.randn(2, many, 8, generator=states) * 2 for many in (6, 3))
+    owners = torch.tensor([[4, 0, 4, 2], [1, 5, -1, -1]])
+    table = SlotTable(owners, torch.rand(2, 4, generator=states) + 0.5, {})
+    shared = keys.gather(1, owners.clamp_min(0).unsqueeze(2).expand(-1, -1, 8)) * table.scales.unsqueeze(2)
+    logits = queries.double() @ torch.cat([keys, shared], 1).double().mT * 0.3
+    logits = logits if not softcap else softcap * (logits / softcap).tanh()
+    logits[:, :, 6:] = logits[:, :, 6:].masked_fill(owners.unsqueeze(1) < 0, -torch.inf)
+    right = logits.softmax(2)
+    found = table.weights(right[:, :, :6].float(), queries, keys, LogitRules(0.3, softcap))
+    assert torch.allclose(found.double(), right[:, :, 6:], atol=1e-6)
+    assert not table.weights(torch.zeros(2, 3, 6), 100 * queries, keys, LogitRules(1.0)).any()
 
 
 def test_cam_with_one_heir_and_certainty_sums_all_values_up():
