@@ -296,7 +296,7 @@ def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch, 
     assert len(together[0].token_ids) == 59
 
 
-@pytest.mark.parametrize("name", ["window", "h2o"])
+@pytest.mark.parametrize("name", ["window", "h2o", "ems"])
 def test_with_a_selector(llama, caches, followed, name):
     """A selector chooses what is read of the document, the policy what stays behind it."""
     question = llama.ids[3:12]
@@ -314,7 +314,7 @@ def test_with_a_selector(llama, caches, followed, name):
     assert bounded.usage.read_tokens <= 80
 
 
-@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction"])
+@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction", "ems"])
 def test_several_documents(llama, caches, monkeypatch, name):
     monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     plain = llama.engine.answer(caches[:2], llama.ids[3:10], max_new_tokens=60)
@@ -362,7 +362,7 @@ def test_the_default_budget_has_room_for_any_question_and_parameters(llama, cach
 @pytest.mark.slow
 @pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for each of these models")
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("name", ["lagkv", "h2o"])
+@pytest.mark.parametrize("name", ["lagkv", "h2o", "ems"])
 def test_models_with_states(monkeypatch, family, name):
     """Their states go on; the layers that attend store what the policy keeps."""
     engine = Engine(small_model(family), name="m")
