@@ -22,8 +22,9 @@ class SuffixRow:
     models without states.
 
     logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
-    them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
-    first: the position of its first token.
+    them, fewer where a suffix policy has reduced them. beside: entries that the row alone has in no slab, as heads have
+    different numbers of them: of a KV head on average. most: the most entries in a slab that there will be; None: any
+    number. first: the position of its first token.
     """
 
     def __init__(self, most: int | None = None, first: int = 0) -> None:
@@ -31,6 +32,7 @@ class SuffixRow:
         self.slot = -1
         self.logical = 0
         self.stored = 0
+        self.beside = 0
         self.most = most
         self.first = first
         self.states: list[tuple[State, ...]] | None = None

@@ -162,7 +162,8 @@ class Scheduler:
         entries = min(entries, most or entries)
         needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
         if reducer is not None:
-            needed += reducer.table_bytes + reducer.slot_bytes(entries) * self._engine.facts.kv_heads
+            needed += reducer.beside * self._engine.kv_bytes_per_token + reducer.table_bytes
+            needed += reducer.slot_bytes(entries) * self._engine.facts.kv_heads
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes and reducer is not None and reducer.of_document:
             raise InvalidRequest(
