@@ -378,7 +378,7 @@ def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand, budge
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
-    assert getattr(loop, "merges", 1) > 0
+    assert getattr(by_hand.loop, "merges", 1) > 0
     last = 4 * ((len(found) - 1) % loop.interval == 0)  # behind the last token the engine reduces no more
     assert kept == by_hand.kept[: len(by_hand.kept) - last] != []
 
