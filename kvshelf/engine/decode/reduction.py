@@ -4,7 +4,7 @@ the answer has a copy of the document's last entries, which leave as its own do;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -16,10 +16,9 @@ from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_r
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries, behind_zeros
-from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
+from kvshelf.engine.decode.suffixes import EntriesBeside, Noted, SuffixRow
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, PackedPrefix, Prefix, PrefixWeights
-from kvshelf.kernels.select import pack
+from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
@@ -41,48 +40,6 @@ class _Share(NamedTuple):
 
     in_place: int
     taken: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Beside:
-    """An answer's entries of one layer that no slab can hold, as heads or layers have different numbers of them. They
-    are read as a prefix, between the entries of a protected question and those that ran since the last reduction.
-
-    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: `[kv_heads, M]` bool, which of these are entries,
-    the last ones of each head.
-    """
-
-    prefix: PackedPrefix
-    positions: Tensor
-    columns: Columns
-    there: Tensor
-
-    @classmethod
-    def of(
-        cls, states: Sequence[Tensor], positions: Tensor, columns: Columns, there: Tensor, *, observed: bool
-    ) -> _Beside:
-        """states: keys `[kv_heads, M, D]` and values. observed: whether attention is to tell their `weights`."""
-        keys, values, _, lengths = pack(states[0], states[1], there)
-        weights = PrefixWeights() if observed else None
-        return cls(PackedPrefix(keys, values, tuple(lengths), weights=weights), positions, columns, there)
-
-    @property
-    def weights(self) -> Tensor | None:
-        """What the newest token gave to each, `[kv_heads, group, M]` fp32, where that is told, of heads with equally
-        many."""
-        return None if self.prefix.weights is None else self.prefix.weights.of_token
-
-    @property
-    def states(self) -> list[Tensor]:
-        """Keys `[kv_heads, M, D]` and values, zeros where no entry is."""
-        if self.prefix.stacked is not None:
-            return [self.prefix.stacked.keys, self.prefix.stacked.values]
-        dense = []
-        for rows in (self.prefix.keys, self.prefix.values):
-            assert isinstance(rows, Tensor)
-            dense.append(rows.new_zeros(*self.there.shape, rows.shape[1]))
-            dense[-1][self.there] = rows
-        return dense
 
 
 class DocumentTail(Selection):
@@ -126,7 +83,7 @@ class DocumentTail(Selection):
                 param="suffix.scope",
             )
         columns = (own for layer in layers for heads in self._columns(layer).values() for own in heads)
-        if any(own.isnan().any() for own in columns):
+        if not all(own.isfinite().all() for own in columns):
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
                 f"document ({', '.join(sorted(self._carried))}), and entries of this cache have none of it; compress "
@@ -212,7 +169,7 @@ class OwnPrefixes(Selection):
     and tokens that share entries of the suffix. Made anew whenever these change: to a batch it is another document."""
 
     def __init__(
-        self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, _Noted]
+        self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, Noted]
     ) -> None:
         """seen: what it sees beside them."""
         super().__init__(document)
@@ -303,7 +260,7 @@ class SuffixReducer(RowHook):
             )
         self._budgets = floored(taken, total, least, total) if policy.bounded else [0]
         """Of each share."""
-        self._layers = {layer: _Noted(policy) for layer in layers}
+        self._layers = {layer: Noted(policy) for layer in layers}
         self._own: OwnPrefixes | None = None
 
     @property
@@ -422,7 +379,7 @@ class SuffixReducer(RowHook):
             states, positions, carried, there = self.tail.copy(layer)
             first = self._policy.columns.items()
             columns = {name: torch.full_like(there, value, dtype=torch.float32) for name, value in first}
-            noted.beside = _Beside.of(states, positions, columns | carried, there, observed=self._observed)
+            noted.beside = EntriesBeside.of(states, positions, columns | carried, there, observed=self._observed)
         self._changed(row)
         return None
 
@@ -440,7 +397,7 @@ class SuffixReducer(RowHook):
         row.beside = entries_read([beside.prefix] for beside in self._beside)
 
     @property
-    def _beside(self) -> list[_Beside]:
+    def _beside(self) -> list[EntriesBeside]:
         """Of each layer, where it has some."""
         return [noted.beside for noted in self._layers.values() if noted.beside is not None]
 
@@ -507,7 +464,7 @@ class SuffixReducer(RowHook):
         if self._uneven is not None:
             there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
             behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
-            noted.beside = _Beside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
+            noted.beside = EntriesBeside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
         noted.keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
         noted.slots = reduction.slots
         return left
@@ -530,69 +487,3 @@ def _columns(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Columns]:
     """What was noted of the entries that stay."""
     columns = {name: column.gather(1, reduction.kept) for name, column in suffix.columns.items()}
     return suffix.positions.gather(1, reduction.kept), columns | (reduction.columns or {})
-
-
-class _Noted:
-    """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
-    value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
-    the caller's, and may be far beyond what the answer will ever have.
-
-    beside: the row's entries that are in no slab. slots: the tokens that share those in one.
-    """
-
-    def __init__(self, policy: SuffixPolicy) -> None:
-        self._first = policy.columns
-        self._positions = torch.empty(0, 0, dtype=torch.int64)
-        self._columns: Columns = {}
-        self._tokens = 0
-        """How many of the row's tokens it has a position for, or had."""
-        self.beside: _Beside | None = None
-        self.slots: SlotTable | None = None
-
-    def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
-        """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
-        if row.stored > self._positions.shape[1]:
-            self._grow(heads, capacity_for(row.stored, row.most), device)
-        if new := row.logical - self._tokens:
-            places = torch.arange(self._tokens, row.logical, device=device)
-            self._positions[:, row.stored - new : row.stored] = places
-            self._tokens = row.logical
-        columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
-        return self._positions[:, : row.stored], columns
-
-    def insert(self, row: SuffixRow, place: int, positions: Tensor, columns: Columns) -> None:
-        """Put entries before the row's entry `place`. positions, and what is noted of them already: `[kv_heads, K]`."""
-        heads, count = positions.shape
-        self.of(row, heads, positions.device)
-        if row.stored + count > self._positions.shape[1]:
-            self._grow(heads, capacity_for(row.stored + count, row.most), positions.device)
-        insert(self._positions, place, row.stored, positions)
-        for name, column in self._columns.items():
-            first = column.new_full(positions.shape, self._first[name])
-            insert(column, place, row.stored, columns.get(name, first).to(column.device))
-
-    def begin(self, slots: SlotTable | None, place: int) -> None:
-        """Take the tokens that share entries which were put before the row's entry `place`, with what is noted of them
-        already."""
-        if slots is not None:
-            first = {name: torch.full_like(slots.scales, value) for name, value in self._first.items()}
-            owners = torch.where(slots.there, slots.owners + place, -1)
-            self.slots = SlotTable(owners, slots.scales, first | slots.columns)
-
-    def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
-        had = self._positions.shape[1]
-        positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
-        columns = {name: torch.full((heads, capacity), first, device=device) for name, first in self._first.items()}
-        if had:
-            positions[:, :had] = self._positions
-            for name, column in self._columns.items():
-                columns[name][:, :had] = column
-        self._positions, self._columns = positions, columns
-
-    def keep(self, positions: Tensor, columns: Columns) -> None:
-        """Hold this of the entries that stay, and nothing of others."""
-        left = positions.shape[1]
-        self._positions[:, :left] = positions
-        for name, column in columns.items():
-            self._columns[name][:, :left] = column
-            self._columns[name][:, left:] = self._first[name]

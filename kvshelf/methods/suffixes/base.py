@@ -144,10 +144,10 @@ class Suffix:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The entries that stay, equally many in every head: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs
-    where they change, `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change. there: where heads
-    keep different numbers, which of `kept` are entries, as of a `Suffix`; None: all. slots: the tokens that share them
-    from now on, owners counted among these m."""
+    """The entries that stay: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs where they change,
+    `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change. there: `[kv_heads, m]` bool, which of
+    `kept` stay, where heads keep different numbers: the protected ones, and the last; None: all. slots: the tokens that
+    share them from now on, owners counted among these m."""
 
     kept: Tensor
     keys: Tensor | None = None

@@ -358,8 +358,9 @@ class Scheduler:
         self._end(work, None)
 
     def _end(self, work: Answering, error: Exception | None) -> None:
+        beside = sum(answering.generation.row.beside for answering in self.open) * self._engine.kv_bytes_per_token
+        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes + beside, work.generation.turn
         self.open.remove(work)
-        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes, work.generation.turn
         self.batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 
