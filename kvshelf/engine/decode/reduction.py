@@ -171,16 +171,16 @@ class OwnPrefixes(Selection):
     def __init__(
         self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, Noted]
     ) -> None:
-        """seen: what it sees beside them."""
+        """seen: what it sees of the document. layers: what the row has of each."""
         super().__init__(document)
-        self.beside = seen
+        self.visible = seen
         self._row = row
         self._layers = layers
         self._sharing: dict[int, tuple[int, MergedPrefix]] = {}
         """Of each layer with slots, for the address where the suffix's keys were."""
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        noted, prefixes = self._layers.get(layer), list(self.beside.prefixes(layer, wait))
+        noted, prefixes = self._layers.get(layer), list(self.visible.prefixes(layer, wait))
         if noted is not None and noted.beside is not None and max(noted.beside.prefix.lengths):
             prefixes.append(noted.beside.prefix)
         if noted is not None and noted.slots is not None:
@@ -197,7 +197,7 @@ class OwnPrefixes(Selection):
 
     @property
     def read_tokens(self) -> int:
-        return self.beside.read_tokens
+        return self.visible.read_tokens
 
 
 def _shared(
@@ -333,7 +333,7 @@ class SuffixReducer(RowHook):
         object as long as both are the same."""
         if all(noted.beside is None and noted.slots is None for noted in self._layers.values()):
             return seen
-        if self._own is None or self._own.beside is not seen:
+        if self._own is None or self._own.visible is not seen:
             self._own = OwnPrefixes(document, seen, row, self._layers)
         return self._own
 
