@@ -207,8 +207,9 @@ def recorded():
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
 def test_planned_steps(recorded, monkeypatch):
-    """Every step of every policy is planned, also those that ask for weights, and says what it says without; rows in
-    one batch are those that they are alone; a step that is abandoned behind its only call changes nothing."""
+    """Every step of every policy is planned until tokens share entries, also those that ask for weights, and says what
+    it says without; rows in one batch are those that they are alone; a step that is abandoned behind its only call
+    changes nothing."""
     monkeypatch.setattr(recorded.facts, "end_ids", frozenset)
     monkeypatch.setattr(recorded.passes, "_by_layer", None)
     cache, question = recorded.compress(ids(60), policy="full"), ids(7, seed=2)
@@ -217,9 +218,10 @@ def test_planned_steps(recorded, monkeypatch):
     for name in NAMES:
         suffix = {"policy": name, "budget": 66, "params": SMALL[name]}
         assert recorded.answer(cache, question, max_new_tokens=60, suffix=suffix) == plain
-        bounded[name] = recorded.answer(cache, question, max_new_tokens=60, suffix=suffix | {"budget": BUDGET})
+        if not SUFFIX_POLICIES[name].slotted:
+            bounded[name] = recorded.answer(cache, question, max_new_tokens=60, suffix=suffix | {"budget": BUDGET})
     batch = recorded.batch()
-    together = {name: begun(recorded, cache, question, 60, (name, BUDGET)) for name in NAMES}
+    together = {name: begun(recorded, cache, question, 60, (name, BUDGET)) for name in bounded}
     together["none"] = begun(recorded, cache, question, 60)
     steps = 0
 
@@ -233,6 +235,22 @@ def test_planned_steps(recorded, monkeypatch):
                 batch.step(open_ones, abandon)
         batch.step(open_ones)
     assert {name: answer.answer() for name, answer in together.items()} == bounded | {"none": plain}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
+def test_steps_are_not_planned_once_tokens_share_entries(recorded, monkeypatch):
+    """Their weights are made by torch, from the queries of each layer."""
+    monkeypatch.setattr(recorded.facts, "end_ids", frozenset)
+    run, planned, expected = recorded.passes.program.run_planned, [], 0
+    monkeypatch.setattr(recorded.passes.program, "run_planned", lambda *args: planned.append(1) or run(*args))
+    cache, batch = recorded.compress(ids(60), policy="full"), recorded.batch()
+    answer = begun(recorded, cache, ids(7, seed=2), 60, ("ems", BUDGET))
+    while not answer.finished:
+        expected += answer.seen is answer.document
+        batch.step([answer])
+        assert len(planned) == expected
+    assert 0 < expected < 59
 
 
 @pytest.mark.slow
