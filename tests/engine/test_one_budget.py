@@ -766,7 +766,7 @@ def test_classes_without_a_center_do_not_go_on():
 def test_tokens_that_share_entries_count_in_what_an_answer_takes():
     engine = engine_of("llama", 2)
     reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.5})
-    assert reducer.slot_bytes(100) == 2 * 50 * (8 + 4 + 3 * 4)
+    assert reducer.slot_bytes(100) == 2 * 50 * (8 + 4 + 3 * 4 + 4 + 4)
     assert engine.bound("h2o", question_tokens=QUESTION).slot_bytes(100) == 0
 
 

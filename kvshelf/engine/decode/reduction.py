@@ -274,8 +274,10 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     def slot_bytes(self, entries: int) -> int:
-        """Bytes of the tokens that share so many entries, in a KV head of every layer."""
-        token = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted, and what attention
+        reads."""
+        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        token = noted + torch.int32.itemsize + torch.float32.itemsize
         return len(self._layers) * token * self._policy.most_slots(entries)
 
     @property
