@@ -274,7 +274,7 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     def slot_bytes(self, entries: int) -> int:
-        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted, and what attention
+        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted and what attention
         reads."""
         noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
         token = noted + torch.int32.itemsize + torch.float32.itemsize
