@@ -483,10 +483,10 @@ def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: Compress
 def test_what_an_answer_has_beside_its_suffix_counts_and_goes_with_it(engine: Engine) -> None:
     """Of layers with numbers of their own: before it runs, at its end, and no longer."""
     document = engine.attach(engine.compress(DOCUMENT, policy="d2o", budget_tokens=40, keep_scores=True))
-    query, sampling = engine.encode_query(document, "Who?"), Sampling(max_tokens=20)
+    query, sampling = engine.encode_query(document, "Who?"), Sampling(max_tokens=30)
 
     def bound() -> SuffixReducer:
-        return engine.bound("d2o", question_tokens=len(query), params={"every": 4}, document=document)
+        return engine.bound("d2o", question_tokens=len(query), params={"every": 64}, document=document)
 
     reducer, slab = bound(), 64 * engine.kv_bytes_per_token
     tail, needed = ref(reducer.tail), slab + reducer.beside * engine.kv_bytes_per_token + reducer.table_bytes
