@@ -768,6 +768,10 @@ def test_tokens_that_share_entries_count_in_what_an_answer_takes():
     reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.5})
     assert reducer.slot_bytes(100) == 2 * 50 * (8 + 4 + 3 * 4 + 4 + 4)
     assert engine.bound("h2o", question_tokens=QUESTION).slot_bytes(100) == 0
+    document = engine.attach(engine.compress(ids(DOCUMENT), **EMS))
+    reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.0, "window": 4}, document=document)
+    most = max(int(own.sum()) for layer in range(2) for record in document.entries(layer) for own in record.beside)
+    assert reducer.slot_bytes(100) == 2 * most * 32 > 0
 
 
 PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}

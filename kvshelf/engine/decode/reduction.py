@@ -45,8 +45,8 @@ class _Share(NamedTuple):
 class DocumentTail(Selection):
     """The document of one answer that has a copy of its last entries: what the answer reads in place are those before.
 
-    shares: of what. copied: entries of a KV head in the copy, on average. table_bytes: what says which entries are read
-    in place.
+    shares: of what. copied: entries of a KV head in the copy, on average. sharing: tokens that share the entries of a
+    KV head, at most. table_bytes: what says which entries are read in place.
     """
 
     def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int], prefix: int) -> None:
@@ -75,8 +75,10 @@ class DocumentTail(Selection):
                 "other suffix.params",
                 param="suffix.scope",
             )
-        records = (record for layer in layers for record in document.entries(layer))
-        if not all(record.centered for record in records if isinstance(record, Merged)):
+        merged = [[own for own in document.entries(layer) if isinstance(own, Merged)] for layer in layers]
+        beside = (of_head for records in merged for of_head in zip(*(own.beside for own in records), strict=True))
+        self.sharing = max((sum(int(own.sum()) for own in of_head) for of_head in beside), default=0)
+        if not all(record.centered for records in merged for record in records):
             raise PolicyUnsupported(
                 "the cache has merged tokens in classes whose key is that of none of them, and suffix policy "
                 f"{policy.name!r} goes on with centers; leave suffix.scope out, or compress the document here",
@@ -278,7 +280,8 @@ class SuffixReducer(RowHook):
         reads."""
         noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
         token = noted + torch.int32.itemsize + torch.float32.itemsize
-        return len(self._layers) * token * self._policy.most_slots(entries)
+        first = 0 if self.tail is None else self.tail.sharing
+        return len(self._layers) * token * max(first, self._policy.most_slots(entries))
 
     @property
     def _uneven(self) -> DocumentTail | None:
