@@ -19,7 +19,8 @@ from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
+from kvshelf.kernels.quantize.rows import HeadRows, Move, QuantizedRows, Rows, by_head, plain
+from kvshelf.kernels.transfer import upload_numbers
 
 Stored = Rows | CodedRows | PlaneRows
 """Rows as a record holds them. The last two are decoded before attention reads them (`coder.plain_layer`)."""
@@ -288,23 +289,25 @@ class Packed:
         """The same for a record whose heads are those of `records`, one after the other."""
         return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same record on another device; itself when it is there already. non_blocking: as of `Tensor.to`."""
-        if self.keys.device == torch.device(device):
-            return self
+    def to(self, device: torch.device | str) -> Self:
+        """The same record on another device; itself when it is there already."""
+        return self if self.keys.device == torch.device(device) else self.moved(lambda tensor: tensor.to(device))
+
+    def moved(self, move: Move) -> Self:
+        """The same record with what `move` makes of each of its tensors, in order."""
 
         def there(rows: Any) -> Any:
-            return rows.to(device, non_blocking=non_blocking)
+            return move(rows) if isinstance(rows, Tensor) else rows.moved(move)
 
         moved = {name: there(getattr(self, name)) for name in ("keys", "values", *self.own_tensors)}
-        importance = None if self.importance is None else there(self.importance)
-        columns = {name: there(numbers) for name, numbers in self.columns.items()}
-        return replace(self, **moved, entries_at=there(self.entry_positions), importance=importance, columns=columns)
+        importance = None if self.importance is None else move(self.importance)
+        columns = {name: move(numbers) for name, numbers in self.columns.items()}
+        return replace(self, **moved, entries_at=move(self.entry_positions), importance=importance, columns=columns)
 
 
 def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Which positions lie in one of these spans, ascending and apart: bool, of the same shape."""
-    edges = torch.tensor([edge for span in spans for edge in span], dtype=positions.dtype, device=positions.device)
+    edges = upload_numbers([edge for span in spans for edge in span], positions.device).to(positions.dtype)
     return torch.bucketize(positions.contiguous(), edges, right=True) % 2 == 1
 
 

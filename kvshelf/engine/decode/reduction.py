@@ -16,7 +16,7 @@ from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_r
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries, behind_zeros
-from kvshelf.engine.decode.suffixes import EntriesBeside, Noted, SuffixRow
+from kvshelf.engine.decode.suffixes import EntriesBeside, NotedEntries, SuffixRow
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.method import Needs
@@ -171,7 +171,7 @@ class OwnPrefixes(Selection):
     and tokens that share entries of the suffix. Made anew whenever these change: to a batch it is another document."""
 
     def __init__(
-        self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, Noted]
+        self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, NotedEntries]
     ) -> None:
         """seen: what it sees of the document. layers: what the row has of each."""
         super().__init__(document)
@@ -262,7 +262,7 @@ class SuffixReducer(RowHook):
             )
         self._budgets = floored(taken, total, least, total) if policy.bounded else [0]
         """Of each share."""
-        self._layers = {layer: Noted(policy) for layer in layers}
+        self._layers = {layer: NotedEntries(policy) for layer in layers}
         self._own: OwnPrefixes | None = None
 
     @property

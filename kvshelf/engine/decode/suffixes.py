@@ -209,7 +209,7 @@ class EntriesBeside:
         return dense
 
 
-class Noted:
+class NotedEntries:
     """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
     value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
     the caller's, and may be far beyond what the answer will ever have.

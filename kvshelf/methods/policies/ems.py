@@ -14,7 +14,7 @@ from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.kernels.merge import merge_weighted
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.kernels.select import importance_of, select
+from kvshelf.kernels.select import importance_of, of_entries, select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import WindowPolicy, keep, pooling_kernel
@@ -122,8 +122,9 @@ class EMS(KeepsScores, WindowPolicy):
         kept = select(scores, protected, budget.per_head)
         importance = importance_of(scores, protected)
         if not self.merge:
-            columns = {name: own[kept] for name, own in sums.items()}
-            return replace(keep(layer, kept, importance, budget.per_head), columns=columns)
+            record = keep(layer, kept, importance, budget.per_head)
+            at = record.entry_positions
+            return replace(record, columns={name: of_entries(own, at, record.lengths) for name, own in sums.items()})
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
@@ -139,11 +140,11 @@ class EMS(KeepsScores, WindowPolicy):
 def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:
     """Keys `[entries, D]` fp32 and values `[entries, Dv]` of the classes of keys `[kv_heads, N, D]` and values, and the
     scales `[members]` of the lengths of their members' own keys. A class has its members' mean direction."""
-    members, lengths = plan.members, row_norms(keys)  # [kv_heads, N]
+    members, entries, lengths = plan.members, plan.entries, row_norms(keys)  # [kv_heads, N]
     # No weight may be zero: scores can underflow, and a class of zeros has no mean.
     weights = scores[members].clamp_min(1e-30)
     directions, means = merge_weighted(keys[members], values[members], weights, plan.owners, len(plan.sizes))
     # As long as the center, not of length 1: a codec's channel groups would round it away among keys of length 10.
-    as_long = F.normalize(directions, dim=1) * lengths[plan.kept].unsqueeze(1)
-    scales = torch.where(plan.kept[members], 1.0, lengths[members] / lengths[plan.kept][plan.owners])
+    as_long = F.normalize(directions, dim=1) * lengths[entries].unsqueeze(1)
+    scales = torch.where(plan.kept[members], 1.0, lengths[members] / lengths[entries][plan.owners])
     return plan.or_alone(keys.float(), as_long), plan.or_alone(values, means.to(values.dtype)), scales
