@@ -92,7 +92,7 @@ class EMS(PeriodicPolicy):
         weights = of_entries.scatter_add(1, slots.owners.clamp_min(0), of_slots.masked_fill(~slots.there, 0.0))
         keys, values, scales = combined(suffix.keys, suffix.values, weights, plan)
         kept = numbers_of(stays)
-        longer = torch.ones_like(of_entries).masked_scatter_(plan.members, scales)
+        longer = torch.ones_like(of_entries).index_put_(plan.members, scales)
         joined = SlotTable(  # those that lose their entries, and those that had none
             torch.cat([plan.classes.masked_fill(stays, -1), slots.of_owners(plan.classes).where(slots.there, -1)], 1),
             torch.cat([longer, slots.of_owners(longer) * slots.scales], 1),
