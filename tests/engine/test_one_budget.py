@@ -92,7 +92,7 @@ class WholeCache(ByHand):
     def copy(self, layer, head, positions):
         visible, entries = self.prefix.visible[layer][head], self.heads[layer][head]
         record, copied = self.cache.layers[layer], {}
-        tokens = torch.split(*record.tokens)[head].tolist()
+        tokens = sorted(token for part in parts_of(record) for token in torch.split(*part.tokens)[head].tolist())
         places = dict(zip(tokens, visible.nonzero()[:, 0].tolist(), strict=True))
         left = self.left[layer][head] if self.left else {}
         noted = {position: {name: numbers[position] for name, numbers in left.items()} for position in tokens}
