@@ -27,12 +27,13 @@ SMALL = {
     "h2o": {"every": 8},
     "ems": {"every": 8, "window": 8, "tau": 0.1},
     "d2o": {"every": 8},
+    "arkv": {"every": 8, "window": 8},
     "lazy_eviction": {"window": 10, "alpha": 0.01},
     "cam": {"every": 8, "merge": 4},
     "ngc_schedule": {"every": 16, "block": 4, "queries": 3},
 }
 INTERVALS = {"lagkv": 12, "lazy_eviction": 10, "ngc_schedule": 16} | dict.fromkeys(
-    ("window", "h2o", "ems", "d2o", "cam"), 8
+    ("window", "h2o", "ems", "d2o", "arkv", "cam"), 8
 )
 BUDGET = 40
 
@@ -360,6 +361,7 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),
         ({"policy": "h2o", "budget": 26, "params": {"recent": 20}}, "suffix.budget"),
         ({"policy": "ems", "budget": 38}, "suffix.budget"),
+        ({"policy": "arkv", "budget": 38}, "suffix.budget"),
         ({"policy": "ngc_schedule", "budget": 38}, "suffix.budget"),
     ],
 )

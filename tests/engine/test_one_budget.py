@@ -31,6 +31,7 @@ from tests.engine.asking import ids
 from tests.engine.left_by_hand import LeftByHand
 from tests.engine.test_suffix_policies import (
     QUESTION,
+    ARKVLoop,
     ByHand,
     D2OLoop,
     EMSLoop,
@@ -178,6 +179,7 @@ def proportional(weights, total):
 
 KEPT = {"policy": "h2o", "budget_tokens": 48, "keep_scores": True}
 EMS = KEPT | {"policy": "ems", "window": 9, "tau": 0.05}
+ARKV = KEPT | {"policy": "arkv", "window": 9, "tau1": 0.5, "tau2": 0.5, "tau3": 0.5}
 SAGE = {"policy": "sage", "budget_tokens": 48}
 LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
 CASES = {
@@ -231,6 +233,14 @@ CASES = {
         {"every": 8, "recent": 0.3},
         None,
         D2OLoop(8, merges=0, recent=0.3),
+    ),
+    "arkv": (ARKV, "arkv", {"every": 1, "window": 9}, 48, of(ARKVLoop(1, window=9), budget=48)),
+    "arkv, every 4th, no question": (
+        ARKV | {"prefill": "chunked", "chunk": 128},
+        "arkv",
+        {"every": 4, "window": 5, "protect_question": False},
+        48,
+        of(ARKVLoop(4, window=5), budget=48, protected=0),
     ),
     "ems": (
         EMS,
@@ -294,6 +304,7 @@ SMALL = {
     "lazy_eviction": {"window": 8, "alpha": 0.02},
     "h2o": {"every": 8},
     "d2o": {"every": 8},
+    "arkv": {"every": 8, "window": 9},
     "ems": {"every": 8, "window": 9},
     "trimkv": {"every": 8, "gates": "make_each_token_count"},
 }
@@ -304,6 +315,7 @@ MADE = {
     "h2o": KEPT,
     "d2o": KEPT | {"policy": "d2o"},
     "ems": EMS,
+    "arkv": ARKV,
     "trimkv": KEPT | {"policy": "make_each_token_count"},
 }
 SCOPED = list(SMALL)
@@ -380,12 +392,17 @@ def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand, budge
     assert max(errors) < 1e-4, errors
     assert getattr(by_hand.loop, "merges", 1) > 0
     last = 4 * ((len(found) - 1) % loop.interval == 0)  # behind the last token the engine reduces no more
-    assert kept == by_hand.kept[: len(by_hand.kept) - last] != []
+    assert kept == by_hand.kept[: len(kept)] != []
+    assert len(by_hand.kept) - len(kept) in (0, last)
 
 
 def left_of(engine, cache):
     """Of each layer and head, what a document leaves of its tokens by the paper of the cache's policy."""
     by_hand, params = LeftByHand(engine.model, ids(DOCUMENT)), cache.identity.policy_params
+    if cache.identity.policy == "arkv":
+        claims = [by_hand.claim(layer, params) for layer in range(len(cache.layers))]
+        assert len(set(claims)) > 1
+        return [[{"share": [claim / max(claims)] * DOCUMENT}] * 2 for claim in claims]
     left = []
     for layer, record in enumerate(cache.layers):
         heads = []
@@ -551,7 +568,7 @@ def test_a_cache_from_elsewhere_may_say_anything_of_its_sinks(monkeypatch, tmp_p
         begun(engine, cache, policy, {})
 
 
-@pytest.mark.parametrize("policy", ["h2o", "d2o", "ems"])
+@pytest.mark.parametrize("policy", ["h2o", "d2o", "ems", "arkv"])
 def test_without_it_a_cache_is_the_one_of_before(policy):
     """In id and bytes; with it in keys, values and positions."""
     engine = engine_of("llama", 2)
@@ -774,6 +791,39 @@ def test_tokens_that_share_entries_count_in_what_an_answer_takes():
     assert reducer.slot_bytes(100) == 2 * most * 32 > 0
 
 
+def test_entries_in_few_bits_are_copied_as_they_are_stored():
+    """With the share of their layer, from a blob; and an answer goes on with them within the budget."""
+    engine = engine_of("llama", 2)
+    cache = engine.encoded(engine.compress(ids(DOCUMENT), **ARKV), "mixed:high=none,share=policy,group=8")
+    cache = type(cache).from_bytes(cache.to_bytes())
+    tail = engine.bound("arkv", question_tokens=QUESTION, params={"window": 9}, document=engine.attach(cache)).tail
+    shares = set()
+    for layer, record in enumerate(cache.layers):
+        (keys, values), positions, columns, _ = tail.copy(layer)
+        for part in parts_of(record):
+            for head, (own_keys, own_values, at) in enumerate(zip(*part.plain_heads(), part.positions, strict=True)):
+                places = torch.searchsorted(positions[head], at - tail.tokens)
+                assert torch.equal(keys[head, places], own_keys)
+                assert torch.equal(values[head, places], own_values)
+        shares |= {*columns["share"].unique().tolist()}
+    assert len(shares) == 2
+    assert min(len(parts_of(record)) for record in cache.layers) == 1 < max(len(parts_of(own)) for own in cache.layers)
+    answer = begun(engine, cache, "arkv", {"every": 1, "window": 9})
+    stepped(engine, [answer])
+    usage = answer.answer().usage
+    assert usage.read_tokens + usage.suffix_tokens <= 49
+
+
+@pytest.mark.parametrize("share", [-3.0, 9e30])
+def test_a_cache_from_elsewhere_may_say_any_share(share):
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **ARKV)
+    layers = [replace(own, columns={"share": torch.full_like(own.columns["share"], share)}) for own in cache.layers]
+    answer = begun(engine, replace(cache, layers=tuple(layers)), "arkv", {"every": 1, "window": 9})
+    stepped(engine, [answer])
+    assert len(answer.token_ids) == TOKENS
+
+
 PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}
 
 
@@ -819,7 +869,9 @@ def test_what_a_reduction_leaves_is_within_the_budget(scoped_engine, name, prote
         totals.append(answer.row.stored + answer.row.beside + answer.seen.read_tokens)
     interval = next(filter(None, map(params.get, ("lag", "every", "window"))))
     least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
-    assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
+    left = set(totals[2 * interval :: interval])
+    assert max(left) == (48 if name != "lagkv" else least)
+    assert len(left) == 1 or name == "arkv"  # of which a quarter goes each time
 
 
 def test_heads_may_keep_different_tokens_where_few_leave():
@@ -836,7 +888,7 @@ def test_heads_may_keep_different_tokens_where_few_leave():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("made", ["sage", "h2o", "d2o", "ems", "trimkv", "make_each_token_count"])
+@pytest.mark.parametrize("made", ["sage", "h2o", "d2o", "ems", "trimkv", "make_each_token_count", "arkv"])
 def test_over_4000_tokens_the_total_stays_at_the_budget(monkeypatch, tmp_path, made):
     """After each token, over all layers and heads, and in bytes of keys and values that batch and answer hold."""
     engine, budget, every = engine_of("llama", 2), 128, 1 if made == "sage" else 32
@@ -877,7 +929,7 @@ def own_prefixes(answer):
         ("ada", {"policy": "h2o"}, "suffix.scope", "leaves all of them equally many"),
         *(
             ("full", {"policy": name}, "suffix.scope", f"by policy {name} with keep_scores true")
-            for name in ("h2o", "d2o", "ems")
+            for name in ("h2o", "d2o", "ems", "arkv")
         ),
         ("keydiff", {"policy": "lagkv", "params": {"lag": 12}}, "suffix.scope", "not of policy lagkv"),
         ("keydiff", {"policy": "window", "params": {"sink": 900}}, "suffix.scope", "lets no entry of this cache leave"),

@@ -264,6 +264,34 @@ class D2OLoop(H2OLoop):
         return Entry(center.position, key, value, center.noted) if members else center
 
 
+class ARKVLoop(Loop):
+    """After the authors' code, each time for one head: the newest token ranks all before the last `window`."""
+
+    def observe(self, entries, weights, now):  # noqa: ARG002
+        for entry, given in zip(entries, weights, strict=True):
+            entry.noted["weight"] = mean(given)
+
+    def reduce(self, entries, **_):
+        end = len(entries) - self.window
+        past, room = entries[self.protected : end], self.budget - self.protected - self.window
+        share = min(entry.noted.get("share", 1.0) for entry in entries)
+        beside = [0.0, 0.0, *(entry.noted["weight"] for entry in past), 0.0, 0.0]
+        scores = [mean(beside[i : i + 5]) for i in range(len(past))]
+        ranked = sorted(range(len(past)), key=lambda i: (-scores[i], i))[: min(room, 3 * len(past) // 4)]
+        for i in ranked[max(0, round(share * room) - self.window) :]:
+            past[i].key, past[i].value = e4m3(past[i].key), e4m3(past[i].value)
+        for entry in entries:
+            entry.noted["share"] = share
+        return entries[: self.protected] + [past[i] for i in sorted(ranked)] + entries[end:]
+
+
+def e4m3(row):
+    """The nearest numbers of four exponent and three mantissa bits, of which the largest, 448, is the row's."""
+    scale = max(map(abs, row)) / 448
+    steps = [2.0 ** (max(math.floor(math.log2(abs(x) / scale or 1.0)), -6) - 3) for x in row]
+    return [round(x / scale / step) * step * scale for x, step in zip(row, steps, strict=True)]
+
+
 class LazyLoop(Loop):
     def observe(self, entries, weights, now):
         for entry, given in zip(entries, weights, strict=True):
@@ -372,6 +400,8 @@ CASES = {
         EMSLoop(8, window=9, tau=0.05, gamma=1.2, merges=0, losses=0),
     ),
     "d2o": ({"every": 8}, D2OLoop(8, merges=0)),
+    # Nothing is rounded here: a number at a tie is another one in fp32 (tests/engine/test_one_budget.py has none).
+    "arkv": ({"every": 8, "window": 2}, ARKVLoop(8, window=2)),
     "lazy_eviction": ({"window": 14, "alpha": 0.01}, LazyLoop(14, alpha=0.01)),
     "cam": ({"every": 8, "merge": 3, "seed": 5}, CaMLoop(8, merge=3, merges=0)),
     "ngc_schedule": ({"every": 16, "block": 5, "queries": 3, "share": 0.3}, NGCLoop(16, block=5, queries=3, share=0.3)),

@@ -233,7 +233,7 @@ class SuffixPolicy(Method):
         where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
-            "window, lagkv, h2o, lazy_eviction, trimkv, ems or d2o",
+            "window, lagkv, h2o, lazy_eviction, trimkv, ems, d2o or arkv",
             param="suffix.scope",
         )
 
