@@ -56,8 +56,8 @@ class Packed:
     many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
     exist in memory only, not in blobs, and do not count in `nbytes`.
 
-    columns: numbers of each entry by name, `[entries]` fp32 each, with which an answer goes on (`keep_scores` of a
-    policy). No attention reads them, and no codec changes them.
+    columns: numbers of each entry by name, `[entries]` fp32 each (`column_lengths`), with which an answer goes on
+    (`keep_scores` of a policy). No attention reads them, and no codec changes them.
     """
 
     kind: ClassVar[str]
@@ -90,7 +90,7 @@ class Packed:
         assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
         assert self.precise is None or len(self.precise) == self.kv_heads
-        assert all(numbers.shape == (entries,) for numbers in self.columns.values())
+        assert all(numbers.shape == (sum(self.column_lengths),) for numbers in self.columns.values())
 
     @property
     def kv_heads(self) -> int:
@@ -125,6 +125,16 @@ class Packed:
     def row_lengths(self) -> list[int]:
         """How its rows are packed: of those of each head."""
         return self.lengths
+
+    @property
+    def column_lengths(self) -> list[int]:
+        """How its columns are packed: of those of each head."""
+        return self.lengths
+
+    def of_entries(self, column: str) -> list[Tensor]:
+        """The numbers of a column of each entry, head by head, fp32; NaN where there are none."""
+        none = torch.full_like(self.entry_positions, torch.nan, dtype=torch.float32)
+        return list(torch.split(self.columns.get(column, none), self.lengths))
 
     @cached_property
     def uniform(self) -> bool:
@@ -191,7 +201,8 @@ class Packed:
     @property
     def unread_bytes(self) -> int:
         """Bytes of what no attention reads: positions and columns."""
-        return self.entries * (torch.int32.itemsize + torch.float32.itemsize * len(self.columns))
+        numbers = len(self.columns) * sum(self.column_lengths)
+        return self.entries * torch.int32.itemsize + numbers * torch.float32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a

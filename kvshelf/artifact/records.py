@@ -258,7 +258,7 @@ class Merged(Packed):
 
     slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
     `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
-    `slot_offsets[h + 1]`.
+    `slot_offsets[h + 1]`. columns: of each slot.
     """
 
     kind: ClassVar[str] = "merged"
@@ -286,6 +286,34 @@ class Merged(Packed):
     def slot_lengths(self) -> list[int]:
         """Slots of each head."""
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
+
+    @property
+    def column_lengths(self) -> list[int]:
+        return self.slot_lengths
+
+    def of_entries(self, column: str) -> list[Tensor]:
+        """As `Packed.of_entries`: the numbers of centers."""
+        if column not in self.columns:
+            return super().of_entries(column)
+        of_heads = torch.split(self.columns[column], self.slot_lengths)
+        return [numbers[~beside] for numbers, beside in zip(of_heads, self.beside, strict=True)]
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """Which slots of each head are of other tokens than the center of their class: bool."""
+        positions, classes = (
+            torch.split(own, self.slot_lengths) for own in (self.slot_positions, self.slot_classes.long())
+        )
+        heads = zip(positions, classes, self.positions, strict=True)
+        return [own != centers[of_class] for own, of_class, centers in heads]
+
+    @property
+    def centered(self) -> bool:
+        """Whether the center of each class is a token of it, with the class's key."""
+        own = [~beside for beside in self.beside]
+        scales = torch.split(self.slot_scales, self.slot_lengths)
+        whole = all(bool((of_head[mask] == 1).all()) for of_head, mask in zip(scales, own, strict=True))
+        return whole and [int(mask.sum()) for mask in own] == self.lengths
 
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The slots of this layer, as prefixes for attention. See `Packed.prefixes`.
@@ -319,6 +347,7 @@ class Merged(Packed):
         # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
         classes = before[rows] - before[slot_starts]
+        selected["columns"] = {name: numbers[slots] for name, numbers in self.columns.items()}
         return Merged(
             **selected,
             slot_scales=self.slot_scales[slots],

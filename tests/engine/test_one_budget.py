@@ -41,6 +41,7 @@ from tests.engine.test_suffix_policies import (
     H2OLoop,
     LagKVLoop,
     LazyLoop,
+    Member,
     TrimKVLoop,
     WindowLoop,
 )
@@ -86,19 +87,29 @@ class WholeCache(ByHand):
             for layer, record in enumerate(self.cache.layers):
                 for head, positions in enumerate(record.positions):
                     begin = len(positions) - self.tails[layer][head]
-                    self.copy(layer, head, positions.tolist()[begin:], begin)
+                    self.copy(layer, head, positions.tolist()[begin:])
         return super().logits(token)
 
-    def copy(self, layer, head, positions, begin):
+    def copy(self, layer, head, positions):
         visible, entries = self.prefix.visible[layer][head], self.heads[layer][head]
-        places = visible.nonzero()[:, 0].tolist()[begin:]
-        copied = []
-        for position, place in zip(positions, places, strict=True):
-            key, value = (states[head, place].tolist() for states in self.prefix.layers[layer])
-            left = self.left[layer][head].items() if self.left else ()
-            noted = {name: numbers[position] for name, numbers in left}
-            copied.append(Entry(position - self.cache.num_tokens, key, value, noted))
-            visible[place] = False
+        record, copied = self.cache.layers[layer], {}
+        tokens = sorted(token for part in parts_of(record) for token in torch.split(*part.tokens)[head].tolist())
+        places = dict(zip(tokens, visible.nonzero()[:, 0].tolist(), strict=True))
+        left = self.left[layer][head] if self.left else {}
+        noted = {position: {name: numbers[position] for name, numbers in left.items()} for position in tokens}
+        for position in positions:
+            key, value = (states[head, places[position]].tolist() for states in self.prefix.layers[layer])
+            copied[position] = Entry(position - self.cache.num_tokens, key, value, noted[position])
+        if record.kind == "merged":
+            classes = torch.split(record.slot_classes, record.slot_lengths)[head].tolist()
+            centers = record.positions[head].tolist()
+            for position, center in ((p, centers[c]) for p, c in zip(tokens, classes, strict=True)):
+                if position != center:
+                    norm = float(self.prefix.layers[layer][0][head, places[position]].norm())
+                    copied[center].shared.append(Member(copied[center], norm, noted[position]))
+            visible[list(places.values())] = False
+        visible[[places[position] for position in positions]] = False
+        copied = [*copied.values()]
         entries[:] = entries + copied if self.loop.protected else copied + entries
 
 
@@ -167,6 +178,7 @@ def proportional(weights, total):
 
 
 KEPT = {"policy": "h2o", "budget_tokens": 48, "keep_scores": True}
+EMS = KEPT | {"policy": "ems", "window": 9, "tau": 0.05}
 ARKV = KEPT | {"policy": "arkv", "window": 9, "tau1": 0.5, "tau2": 0.5, "tau3": 0.5}
 SAGE = {"policy": "sage", "budget_tokens": 48}
 LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
@@ -230,12 +242,33 @@ CASES = {
         48,
         of(ARKVLoop(4, window=5), budget=48, protected=0),
     ),
-    "ems, evicting alone": (
-        KEPT | {"policy": "ems", "merge": False, "window": 9},
+    "ems": (
+        EMS,
+        "ems",
+        {"every": 1, "window": 9, "tau": 0.05},
+        48,
+        of(EMSLoop(1, window=9, tau=0.05, merges=0, losses=0), budget=48),
+    ),
+    "ems, whose table is full": (
+        EMS,
+        "ems",
+        {"every": 1, "window": 9, "tau": 0.05, "gamma": 1.5},
+        48,
+        of(EMSLoop(1, window=9, tau=0.05, gamma=1.5, merges=0, losses=0), budget=48),
+    ),
+    "ems, no question": (
+        EMS,
+        "ems",
+        {"every": 8, "window": 9, "tau": 0.05, "protect_question": False},
+        48,
+        of(EMSLoop(8, window=9, tau=0.05, merges=0, losses=0), budget=48, protected=0),
+    ),
+    "ems, evicting alone before": (
+        EMS | {"merge": False},
         "ems",
         {"every": 8, "window": 9, "tau": 0.05},
         48,
-        of(EMSLoop(8, window=9, tau=0.05, merges=0), budget=48),
+        of(EMSLoop(8, window=9, tau=0.05, merges=0, losses=0), budget=48),
     ),
     "lazy_eviction": (
         {"policy": "snapkv", "budget_tokens": 48},
@@ -281,8 +314,8 @@ MADE = {
     "lazy_eviction": {"policy": "snapkv", "budget_tokens": 48},
     "h2o": KEPT,
     "d2o": KEPT | {"policy": "d2o"},
+    "ems": EMS,
     "arkv": ARKV,
-    "ems": KEPT | {"policy": "ems", "merge": False},
     "trimkv": KEPT | {"policy": "make_each_token_count"},
 }
 SCOPED = list(SMALL)
@@ -357,6 +390,7 @@ def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand, budge
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors
+    assert getattr(by_hand.loop, "merges", 1) > 0
     last = 4 * ((len(found) - 1) % loop.interval == 0)  # behind the last token the engine reduces no more
     assert kept == by_hand.kept[: len(kept)] != []
     assert len(by_hand.kept) - len(kept) in (0, last)
@@ -482,8 +516,8 @@ def test_gates_that_were_trained_anew_do_not_go_on(monkeypatch, tmp_path):
         ("h2o", {"normalize": "rows"}, '"none"'),
         ("h2o", {"every": 8}, "1"),
         ("cam", {"every": 8}, "1"),
-        ("ems", {"merge": False, "every": 8}, "1"),
-        ("ems", {"merge": True}, "false"),
+        ("ems", {"every": 8}, "1"),
+        ("ems", {"pos": "pre"}, '"post"'),
         ("d2o", {"store": "slots"}, '"means"'),
     ],
 )
@@ -503,7 +537,7 @@ def test_a_policy_around_another_keeps_no_scores(around, base):
 
 
 KEEPING = sorted(name for name, policy in POLICIES.items() if issubclass(policy, KeepsScores))
-READING = [(name, {"merge": False} if name == "ems" else {}) for name in KEEPING] + [
+READING = [(name, {}) for name in KEEPING] + [
     (name, {"prefill": "chunked", "chunk": 64}) for name in KEEPING if issubclass(POLICIES[name], ChunkedPolicy)
 ]
 
@@ -688,6 +722,75 @@ def test_numbers_of_entries_go_with_them(codec):
         assert torch.equal(columns["sum"], (positions + DOCUMENT).float())
 
 
+CLASSES = {
+    "whole": lambda engine: engine.compress(ids(DOCUMENT), **EMS),
+    "protected": lambda engine: engine.compress(ids(DOCUMENT), **EMS, protect=["tokens:50-60"]),
+    "appended": lambda engine: engine.extend(engine.compress(ids(80), **EMS), ids(40, seed=9), **EMS),
+}
+
+
+@pytest.mark.parametrize("stored", CLASSES)
+@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
+    """As above. What stands before protected text is read in place, class and tokens; and each token goes on with its
+    own numbers, here its position."""
+    engine, tokens = engine_of("llama", 2), 12
+    cache = CLASSES[stored](engine)
+    layers = []
+    for own in cache.layers:
+        parts = [replace(part, columns=dict.fromkeys(part.columns, part.tokens[0].float())) for part in parts_of(own)]
+        layers.append(entries_from(parts))
+        assert any(part.tokens[1] != part.lengths for part in parts)
+    cache = engine.encoded(replace(cache, layers=tuple(layers)), codec)
+    cache = type(cache).from_bytes(cache.to_bytes())
+    right = logits_of(engine, engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(tokens)))
+    room = len(engine.decoded(cache).layers[0].positions[0]) + QUESTION + tokens - 2
+    answer = begun(engine, cache, "ems", {"every": tokens - 1, "window": 4}, tokens=tokens, budget=room)
+    logits = logits_of(engine, answer)
+    assert (logits - right).abs().max() < 5e-6 * right.abs().max()
+    tail = engine.bound("ems", question_tokens=QUESTION, params={"window": 4}, document=engine.attach(cache)).tail
+    assert answer.answer().usage.read_tokens == tail.shares[0].in_place
+    assert (tail.shares[0].in_place > 0) == (stored == "protected")
+    for layer, record in enumerate(engine.decoded(cache).layers):
+        _, positions, columns, _ = tail.copy(layer)
+        slots, positions = tail.slots(layer), positions + DOCUMENT
+        assert torch.equal(columns["all"], positions.float())
+        for head, stands in enumerate(slots.there):
+            centers = positions[head, slots.owners[head, stands]].tolist()
+            pairs = [pair for part in parts_of(record) for pair in pairs_of(part, head)]
+            found = zip(slots.columns["past"][head, stands].tolist(), centers, strict=True)
+            assert sorted(found) == sorted((p, c) for p, c in pairs if p != c and c in positions[head])
+
+
+def pairs_of(record, head):
+    """Each token of a head, with the center of its class."""
+    if record.kind == "kept":
+        return [(p, p) for p in record.positions[head].tolist()]
+    tokens = torch.split(record.slot_positions, record.slot_lengths)[head].tolist()
+    classes = torch.split(record.slot_classes, record.slot_lengths)[head].long()
+    return list(zip(tokens, record.positions[head][classes].tolist(), strict=True))
+
+
+def test_classes_without_a_center_do_not_go_on():
+    engine = engine_of("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **EMS)
+    layers = tuple(replace(record, slot_scales=record.slot_scales * 2) for record in cache.layers)
+    with pytest.raises(PolicyUnsupported, match="whose key is that of none of them") as refused:
+        begun(engine, replace(cache, layers=layers), "ems", {})
+    assert refused.value.param == "suffix.scope"
+
+
+def test_tokens_that_share_entries_count_in_what_an_answer_takes():
+    engine = engine_of("llama", 2)
+    reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.5})
+    assert reducer.slot_bytes(100) == 2 * 50 * (8 + 4 + 3 * 4 + 4 + 4)
+    assert engine.bound("h2o", question_tokens=QUESTION).slot_bytes(100) == 0
+    document = engine.attach(engine.compress(ids(DOCUMENT), **EMS))
+    reducer = engine.bound("ems", question_tokens=QUESTION, params={"gamma": 1.0, "window": 4}, document=document)
+    most = max(int(own.sum()) for layer in range(2) for record in document.entries(layer) for own in record.beside)
+    assert reducer.slot_bytes(100) == 2 * most * 32 > 0
+
+
 def test_entries_in_few_bits_are_copied_as_they_are_stored():
     """With the share of their layer, from a blob; and an answer goes on with them within the budget."""
     engine = engine_of("llama", 2)
@@ -793,10 +896,7 @@ def test_over_4000_tokens_the_total_stays_at_the_budget(monkeypatch, tmp_path, m
     params = {"every": every} | ({"gates": made} if name == "trimkv" else {})
     if name == "trimkv":
         gated(engine, made, monkeypatch, tmp_path)
-    kept = {"merge": False} if made == "ems" else {}
-    cache = engine.compress(
-        ids(400), **({} if made == "sage" else KEPT) | {"policy": made, "budget_tokens": budget} | kept
-    )
+    cache = engine.compress(ids(400), **({} if made == "sage" else KEPT) | {"policy": made, "budget_tokens": budget})
     before, answer, batch = bits(cache), begun(engine, cache, name, params, tokens=4000), engine.batch()
     entry, most = 2 * 2 * 2 * engine.model.config.head_dim * 4, 0
     with kvshelf_attention(engine.model):

@@ -51,18 +51,18 @@ class EMS(KeepsScores, WindowPolicy):
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
     tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
-    Suffix policy `ems` goes on while the model answers, with `merge` false and `keep_scores`. kvshelf's own: the mean
-    direction gets the length of the center's key; evicted tokens have no slot, because the key of a "zero class" has
-    logit 0, and so a share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1
-    takes s_glo from every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 %
-    of the entries are those that all rows keep (4k tokens).
+    Suffix policy `ems` goes on while the model answers, with `keep_scores`. kvshelf's own: the mean direction gets the
+    length of the center's key; evicted tokens have no slot, because the key of a "zero class" has logit 0, and so a
+    share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1 takes s_glo from
+    every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 % of the entries are
+    those that all rows keep (4k tokens).
     """
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("all", "past")
-    required: ClassVar[Mapping[str, Any]] = {"every": 1, "merge": False}
+    required: ClassVar[Mapping[str, Any]] = {"every": 1, "pos": "post"}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
         **WindowPolicy.settled,
@@ -133,7 +133,8 @@ class EMS(KeepsScores, WindowPolicy):
         plan = MergePlan.joining(kept, similarity >= self.tau, targets)
         class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
         rope_mode: RopeMode = "pre" if self.unrotated else "baked"
-        return plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
+        merged = plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
+        return replace(merged, columns={name: own[plan.members] for name, own in sums.items()})
 
 
 def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:
