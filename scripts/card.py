@@ -2,7 +2,8 @@
 
 The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
 takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
-tensor of the card and one of the host is refused as a card refuses it. What is copied to the host without a wait is
+tensor of the card and one of the host is refused as a card refuses it, as is a kernel of Triton that starts while
+another card is the current one: this one is the second. What is copied to the host without a wait is
 zeros there until somebody waits: who reads it too early gets wrong numbers, as with a card.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -30,7 +32,7 @@ import kvshelf
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
-CARD: Final = torch.device("cuda", 0)
+CARD: Final = torch.device("cuda", 1)
 
 _PACKAGE: Final = str(Path(kvshelf.__file__).parent) + os.sep
 
@@ -68,6 +70,7 @@ class Card:
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
+        self._current = torch.device("cuda", 0)
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
@@ -75,12 +78,37 @@ class Card:
         stream = _Stream(operations)
         self._within.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _device: _PROPERTIES))
         self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: stream))
+        self._within.enter_context(patch.object(torch.cuda, "device", self._made_current))
+        self._within.enter_context(patch.object(torch.cuda, "device_of", lambda tensor: self._made_current(tensor.device)))
+        if find_spec("triton") is not None:
+            self._within.enter_context(self._starts_watched())
         self._within.enter_context(operations)
         self._within.enter_context(_Lists())
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._within.close()
+
+    @contextmanager
+    def _made_current(self, device: torch.device) -> Iterator[None]:
+        before = self._current
+        self._current = device if device.type == "cuda" else before
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def _starts_watched(self) -> Any:
+        from triton.runtime.interpreter import GridExecutor
+
+        start = GridExecutor.__call__
+
+        def watched(kernel: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            if self._current != CARD and any(isinstance(leaf, _OnCard) for leaf in tree_leaves((args, kwargs))):
+                raise RuntimeError(f"a kernel starts on {self._current}, and its tensors are on {CARD}, at {_place()}")
+            start(kernel, *args, **kwargs)
+
+        return patch.object(GridExecutor, "__call__", watched)
 
     def compression(self, engine: Engine, document: str, policy: str, codecs: Sequence[str]) -> dict[str, Waits]:
         """The waits of a prefill that is compressed by `policy`, under "none", and those of encoding its cache under

@@ -348,11 +348,12 @@ def suffix_variant(name, dim, group, rows):
     tiles = fused.suffix_tiles(dim, dim, {"fp32": 4}.get(name, 2), rows)
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     signature = dict.fromkeys(("queries", "keys", "values", "out"), f"*{name}")
-    signature |= {"rows": "*i32", "tokens": "*i32", "shares": "*i64", "outs": "*fp32", "lses": "*fp32"}
+    signature |= {"united": "*fp32", "rows": "*i32", "tokens": "*i32"}
+    signature |= {"shares": "*i64", "outs": "*fp32", "lses": "*fp32"}
     strides = ("token_stride", "head_stride", "key_row_stride", "key_head_stride", "value_row_stride")
     signature |= dict.fromkeys((*strides, "value_head_stride", "new"), "i32") | {"scale": "fp32"}
     constants = {"DIM": dim, "VALUE_DIM": dim, "HEADS": group, "KEY_STRIDE": dim, "VALUE_STRIDE": dim}
-    constants |= {"ALIGNED": True, "PREFIXED": True, "UPCAST": False}
+    constants |= {"ALIGNED": True, "PREFIXED": True, "TELLING": True, "UPCAST": False}
     return Variant("attend_suffixes", signature, constants | tiles, **options)
 
 

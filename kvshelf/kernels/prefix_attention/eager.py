@@ -163,11 +163,14 @@ def tell_weights(
     lse: Tensor,
     weights: Sequence[Tensor | None],
 ) -> None:
-    """Fill the weights of the rows that ask for theirs. lse: `[N, q_heads]`, of the whole attention."""
-    for rows, (keys, _), into in zip(layout.suffixes, suffixes, weights, strict=False):
-        for row, (token, length, asked) in enumerate(zip(rows.first, rows.lengths, rows.asked, strict=False)):
-            if into is not None and asked:
-                into[row, :, :length] = attention_weights(queries[token], keys[row, :, :length], lse[token], rules)
+    """Fill the weights of the rows that ask for theirs, and of those beside them. lse: `[N, q_heads]`, of the whole
+    attention."""
+    for i, (into, rows, (keys, _)) in enumerate(zip(weights, layout.suffixes, suffixes, strict=False)):
+        if into is not None:
+            own, longest = layout.gathers[i], max(rows.lengths)
+            of_rows = (tensor if own is None else tensor.index_select(0, own) for tensor in (queries, lse))
+            of_queries, of_lse = of_rows
+            into[:, :, :longest] = attention_weights(of_queries, keys[:, :, :longest], of_lse, rules)
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:

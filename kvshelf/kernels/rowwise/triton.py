@@ -57,9 +57,10 @@ class FusedProgram:
         if fusion.scratch:
             tensors.append(torch.empty(rows, fusion.scratch, device=device))
             strides.append(fusion.scratch)
-        carry_out[(rows, fusion.parts)](
-            tuple(tensors), STRIDES=tuple(strides), LIST=fusion.words, WORDS=WORDS, num_warps=warps(fusion.tile)
-        )
+        with torch.cuda.device_of(tensors[0]):  # `dispatch` made the program, and does not run it
+            carry_out[(rows, fusion.parts)](
+                tuple(tensors), STRIDES=tuple(strides), LIST=fusion.words, WORDS=WORDS, num_warps=warps(fusion.tile)
+            )
 
 
 def _multiplied(product: Product, memory: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -12,10 +12,18 @@ from typing import Any, Final
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
 
 from kvshelf.engine.decode.generation import Generation
-from kvshelf.engine.decode.slots.seating import MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.hooks import Wants
+from kvshelf.engine.decode.slots.choices import CHOOSING_BYTES, RuleKind
+from kvshelf.engine.decode.slots.seating import (
+    MOST_SLOTS_A_ROW,
+    PassOutcome,
+    Replay,
+    Seating,
+    SeatingKind,
+    slots_for,
+)
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
@@ -24,20 +32,26 @@ from kvshelf.model.devices import hooked
 _LOG = logging.getLogger(__name__)
 
 _MOST_SEATINGS: Final = 8
-"""A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16. All share the rest."""
+"""A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16, and, where a row draws, a
+number in fp32 beside each. All share the rest."""
+
+_RULE_BYTES: Final = 4 + 1 / 8
+"""Of a token of the vocabulary: what it is drawn by, and whether it may come."""
 
 
-def recorded_bytes(rows: int, logit_bytes: int, token_bytes: int) -> int:
-    """The most bytes that recordings hold beside the weights, for steps of so many rows. logit_bytes: of the logits of
-    a token; token_bytes: that a pass holds for it, which lie in one pool for all recordings."""
+def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: int) -> int:
+    """The most bytes that recordings hold beside the weights, for steps of so many rows, without what suffix policies
+    want of them. logit_bytes: of a logit; token_bytes: that a pass holds for a token, which lie in one pool for all
+    recordings."""
     slots = MOST_SLOTS_A_ROW * rows
-    return int(slots * (_MOST_SEATINGS * logit_bytes + token_bytes))
+    kept = _MOST_SEATINGS * vocabulary * (logit_bytes + _RULE_BYTES)
+    return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary)
 
 
-Forward = Callable[[Checkpoint], Tensor]
-"""A pass over the slots, which gives logits `[slots, vocabulary]`."""
+Forward = Callable[[Checkpoint], PassOutcome]
+"""A pass over the slots."""
 
-Recorder = Callable[[Callable[[], Tensor]], Replay]
+Recorder = Callable[[Callable[[], PassOutcome]], Replay]
 """Records a pass, which need not run meanwhile."""
 
 
@@ -60,42 +74,44 @@ class Slots:
         alone = alone and not passes.facts.one_by_one
         return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
 
-    def seating(self, rows: Sequence[Generation]) -> Seating:
-        """The slots of rows with one pending token each, those of one document side by side, once they sit there."""
+    def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
+        """The slots of rows with one pending token each, those of one document side by side, once they sit there.
+        wants: of their hooks."""
+        kind = SeatingKind(RuleKind.of(rows), wants, vocabulary)
         shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
         slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
         owners = [*(document for document, _ in shares), *slabs]
         sizes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
-        key = tuple((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
+        key = kind, *((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
         seating = self._seatings.pop(key, None)
         if seating is None:
             # What a recording reads must not stay in memory for its sake, and nothing else may be read in its place.
             ends = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
-            seating = Seating(shares, slabs, self._device, ends)
+            seating = Seating(shares, slabs, self._device, kind, ends)
         self._seatings[key] = seating
         for oldest in list(self._seatings)[:-_MOST_SEATINGS]:
             self._seatings.pop(oldest, None)
         seating.enter([count for _, count in shares], rows, slabs)
         return seating
 
-    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> Tensor:
-        """Logits `[slots, vocabulary]`, until the next run. The pass of a seating is recorded behind the second one,
+    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
+        """What the pass gives, until the next run. The pass of a seating is recorded behind the second one,
         because many a seating has no third; and one just before has compiled all kernels and made all memory that a
         recording must find. Where that one waited, none is begun."""
         if seating.replay is not None:
             checkpoint()
             return seating.replay()
         if self._recorder is None or seating.passes != 1:
-            logits = forward(checkpoint)
+            outcome = forward(checkpoint)
         else:
             with Waits(self._device) as waits:
-                logits = forward(checkpoint)
+                outcome = forward(checkpoint)
             if waits.first is None:
                 self._record(self._recorder, seating, forward)
             else:
                 self._warn(f"{waits.first} waits for the device or brings numbers to it")
         seating.passes += 1
-        return logits
+        return outcome
 
     def _record(self, recorder: Recorder, seating: Seating, forward: Forward) -> None:
         try:
@@ -124,7 +140,7 @@ class GraphRecorder:
         """One for all recordings: cuBLAS keeps memory for each stream that it has worked on."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+    def __call__(self, forward: Callable[[], PassOutcome]) -> Replay:
         """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
         living = list(self._graphs)  # whichever other thread drops them meanwhile
         if not living:  # a pool ends with its last graph, and torch takes none that has ended
@@ -137,7 +153,7 @@ class GraphRecorder:
         with torch.cuda.stream(stream):
             graph.capture_begin(self._pool, "thread_local")
             try:
-                logits = forward()
+                outcome = forward()
             except BaseException:
                 with suppress(RuntimeError):  # which says only that there was an error before
                     graph.capture_end()
@@ -146,8 +162,8 @@ class GraphRecorder:
         self._graphs.add(graph)
         current.wait_stream(stream)
 
-        def replay() -> Tensor:
+        def replay() -> PassOutcome:
             graph.replay()
-            return logits
+            return outcome
 
         return replay

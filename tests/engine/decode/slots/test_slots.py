@@ -23,7 +23,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
-from kvshelf.engine.decode.slots.seating import CLASSES, MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.slots.seating import (
+    CLASSES,
+    MOST_SLOTS_A_ROW,
+    SEATED,
+    PassOutcome,
+    Replay,
+    Seating,
+    slots_for,
+)
 from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots, recorded_bytes
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.engine import Engine
@@ -56,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SUFFIXES = (
     {"policy": "window", "params": {"every": 2}},
     {"policy": "lagkv", "params": {"lag": 3}},
-    {"policy": "h2o", "params": {"every": 2}},  # asks what each token gave to the suffix, and so sits in no slot
+    {"policy": "h2o", "params": {"every": 2}},  # asks what each token gave to the suffix
 )
 
 
@@ -98,7 +106,7 @@ class Fillers:
 
     def beside(self, rows: list[Generation]) -> list[Generation]:
         """Those for a step of these rows."""
-        if any(len(row.pending) > 1 or row.wants for row in rows):
+        if any(len(row.pending) > 1 or row.wants not in SEATED for row in rows):
             return []  # such rows sit in no slots
         found = []
         for document, same in groupby(sorted(rows, key=lambda row: row.seen.number), key=lambda row: row.seen):
@@ -123,15 +131,16 @@ class Counted(Slots):
         self.most_kept = 0
         self._kept: WeakKeyDictionary[Seating, int] = WeakKeyDictionary()
 
-    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> torch.Tensor:
+    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
         self.replayed += seating.replay is not None
-        logits = super().run(seating, forward, checkpoint)
+        outcome = super().run(seating, forward, checkpoint)
+        logits = outcome.logits
         if seating.replay is not None:
             self._kept[seating] = logits.nbytes
             self.most_kept = max(self.most_kept, sum(self._kept.values()))
-        self.logits = [seating.of_rows(logits)]
+        self.logits = [logits[[slot for slot, _ in seating.seats]]]
         self.sat.append((len(self.logits[0]), len(logits)))
-        return logits
+        return outcome
 
 
 class Step(NamedTuple):
@@ -193,7 +202,7 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = 0
 
-    def __call__(self, forward: Callable[[], torch.Tensor]) -> Replay:
+    def __call__(self, forward: Callable[[], PassOutcome]) -> Replay:
         calls: list[tuple[Any, Any, Any, Any]] = []
 
         class Watch(TorchDispatchMode):
@@ -206,17 +215,17 @@ class Tape:
                 return out
 
         with Watch():
-            logits = forward()
+            outcome = forward()
         self.recorded += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> PassOutcome:
             with torch.no_grad():
                 for func, args, kwargs, out in calls:
                     again = func(*args, **kwargs)
                     for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                         if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                             old.copy_(new)
-            return logits
+            return outcome
 
         return replay
 
@@ -237,7 +246,7 @@ def test_a_pass_that_is_run_again_is_a_pass_made_anew(family: str, monkeypatch: 
             torch.testing.assert_close(step.logits, anew.logits, atol=5e-6, rtol=1e-5)
     assert tape.recorded > 1
     assert slots.replayed > 2
-    assert 0 < slots.most_kept <= recorded_bytes(12, 512 * torch.float32.itemsize, 0)
+    assert 0 < slots.most_kept <= recorded_bytes(12, 512, torch.float32.itemsize, 0)
 
 
 def test_a_pass_that_cannot_be_recorded_runs_anew_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,9 +311,9 @@ def test_a_card_records_again_once_all_recordings_have_ended() -> None:
     device = torch.device("cuda:0")
     recorder, x = GraphRecorder(device), torch.ones(4, device=device)
     for number in range(3):
-        replay = recorder(lambda: x * 2)
+        replay = recorder(lambda: PassOutcome(x * 2, x.long(), {}, []))
         x.fill_(number)
-        assert replay().tolist() == [2.0 * number] * 4
+        assert replay().logits.tolist() == [2.0 * number] * 4
         del replay
 
 
