@@ -79,7 +79,9 @@ class Card:
         self._within.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _device: _PROPERTIES))
         self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: stream))
         self._within.enter_context(patch.object(torch.cuda, "device", self._made_current))
-        self._within.enter_context(patch.object(torch.cuda, "device_of", lambda tensor: self._made_current(tensor.device)))
+        self._within.enter_context(
+            patch.object(torch.cuda, "device_of", lambda tensor: self._made_current(tensor.device))
+        )
         if find_spec("triton") is not None:
             self._within.enter_context(self._starts_watched())
         self._within.enter_context(operations)

@@ -69,7 +69,8 @@ def _launches() -> None:
             fewer, more = (_step(subject, selector, slots) for subject in subjects)
             launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
             own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
-            print(f"{selector or 'all entries'}{way}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside")
+            name, beside = f"{selector or 'all entries'}{way}", fewer.total - own
+            print(f"{name}: {own} launches and {nbytes} bytes a layer, {beside} beside")
             for counts in (launches, fewer.launches - launches):
                 print("   ", ", ".join(f"{name} {count}" for name, count in counts.most_common() if count))
 
@@ -86,7 +87,7 @@ def _step(subject: Subject, selector: str, slots: Slots | None) -> Counts:
     selections = [selection_of(subject, cache, selector, _TOKENS // 2)] if selector else None
     batch = DecodeBatch(subject.engine.passes, slots)
     with stepping(subject, [cache], selections, batch) as step:
-        for _ in range(2):  # behind which a pass is recorded
+        for _ in range(3):  # behind which a pass is recorded
             step()
         with Counts() as counts:
             step()

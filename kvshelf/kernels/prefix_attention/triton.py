@@ -64,8 +64,8 @@ def prefix_attention(
     weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
-    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits the
-    shared memory; weights are made by them, from the log-sum-exps."""
+    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits
+    the shared memory; weights are made by them, from the log-sum-exps."""
     if not rules.plain or queries.shape[-1] > _WIDEST:
         return eager.prefix_attention(queries, prefixes, suffixes, layout, rules, weights)
     num_tokens, q_heads, _ = queries.shape
@@ -145,7 +145,8 @@ def _attend_suffixes(
     new: int,
     scale: float,
 ) -> None:
-    """Fill results at the tokens of these rows: output, and log-sum-exps if they are wanted. tables: first token and length of each row; the share of each token."""
+    """Fill results at the tokens of these rows: output, and log-sum-exps if they are wanted. tables: first token and
+    length of each row; the share of each token."""
     out, united = results
     kv_heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     heads = queries.shape[1] // kv_heads

@@ -154,7 +154,9 @@ class Choices(NamedTuple):
         return cls.chosen(tokens, range(len(rows)), logits, rows)
 
     @classmethod
-    def chosen(cls, tokens: Sequence[int], places: Sequence[int], logits: Tensor, rows: Sequence[Generation]) -> Choices:
+    def chosen(
+        cls, tokens: Sequence[int], places: Sequence[int], logits: Tensor, rows: Sequence[Generation]
+    ) -> Choices:
         """Of rows whose tokens and logits stand at these places among others."""
         logprobs = {
             row: logits[place].float().log_softmax(dim=-1)

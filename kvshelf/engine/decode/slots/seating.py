@@ -2,14 +2,14 @@
 
 A document has as many slots as rows that read it, rounded up to a class. Which rows sit in them, where the suffix of
 each lies in its slab, how long it is, and what its next token is chosen by stands in one tensor, which every step fills
-by one copy. So rows may come, leave and grow; only other documents, another class, slabs that are new or have grown,
-the first row that draws, and the like make another seating.
+by one copy. So rows may come, leave and grow; only other documents, unless kernels read them by tables, another class,
+slabs that are new or have grown, the first row that draws, and the like make another seating.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -18,14 +18,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import Wants
-from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.slots.choices import RuleKind, TokenRules, choose
+from kvshelf.engine.decode.slots.composition import Composition, Reading, TabledDocuments
 from kvshelf.engine.decode.suffixes import Slab
-from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows
+from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
 
 CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 """Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
@@ -65,21 +64,26 @@ def slots_for(rows: int) -> int:
 
 
 class Seating:
-    """The slots of the documents of a step. Between steps it changes in the numbers of `_numbers` alone.
+    """The slots of the documents of a step. Between steps it changes in numbers alone: in those of `_numbers`, and in
+    the tables by which kernels read documents.
 
     documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
     """
 
     def __init__(
         self,
-        shares: Sequence[tuple[Attached | Selection, int]],
+        composition: Composition,
         slabs: Sequence[Slab],
         device: torch.device,
         kind: SeatingKind,
         ends: Sequence[object],
     ) -> None:
-        """shares: each document with its rows. ends: kept for as long as this is: they call when one of these ends."""
-        self.documents = [SeatedDocument(document) for document, _ in shares]
+        """composition: whose slots these are, or, once its tables are known, the first of its class. ends: kept for as
+        long as this is: they call when what it reads ends."""
+        self._tabled = None if composition.tables is None else TabledDocuments(composition.tables)
+        self._own = composition if self._tabled is None else None
+        self._seen = ref(composition)
+        self.documents = composition.documents if self._tabled is None else [self._tabled]
         self.passes = 0
         self.replay: Replay | None = None
         self._ends = ends
@@ -89,12 +93,9 @@ class Seating:
         self._suffixes = tuple(
             SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, asked=(asked,) * slab.slots) for slab in slabs
         )
-        self._starts = tuple(document.next_position for document, _ in shares)
-        self._shares = tuple(slots_for(count) for _, count in shares)
-        self._of_tokens = BatchLayout(self._shares, (), device).tables[0]
-        of_slots = torch.tensor(self._starts).repeat_interleave(torch.tensor(self._shares))
-        self._begins = of_slots.to(device, torch.int32)
-        slots = sum(self._shares)
+        self._slots = slots = composition.layout.num_tokens
+        self._shares = composition.layout.shares if self._tabled is None else (slots,)
+        self._of_tokens, self._begins = composition.layout.tables[0].clone(), composition.begins.clone()
         self._sizes = [slots] * 4 + [size for slab in slabs for size in (2 * slab.slots, slots, slots, slots)]
         self._of_rules = len(self._sizes)
         self._sizes += kind.rules.sizes(slots, kind.vocabulary)
@@ -102,15 +103,19 @@ class Seating:
         self.seats: list[tuple[int, int]] = []
         """Of each row of this step, its slot and the number of its slab."""
 
-    def enter(self, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]) -> None:
+    def enter(
+        self, composition: Composition, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]
+    ) -> None:
         """Seat rows for a step. counts: how many read each document; its other slots are vacant: token 0 at position 0,
         without a suffix, whose results nobody reads."""
-        slots = sum(self._shares)
+        if self._tabled is not None and self._seen() is not composition:
+            self._take(self._tabled, composition)
+        slots = self._slots
         ids, positions, places, gathered = ([0] * slots for _ in range(4))
         tables = [[-1, 1] * slab.slots for slab in slabs]
         writes: list[list[tuple[int, int, int]]] = [[] for _ in slabs]
         firsts = list(accumulate((slab.slots for slab in slabs), initial=0))
-        begins = accumulate(self._shares, initial=0)
+        begins = accumulate(composition.layout.shares, initial=0)
         taken = (begin + i for begin, count in zip(begins, counts, strict=False) for i in range(count))
         self.seats = []
         for slot, row in zip(taken, rows, strict=True):
@@ -132,8 +137,23 @@ class Seating:
         self._rules_in(fresh).write((slot, row) for (slot, _), row in zip(self.seats, rows, strict=True))
         self._numbers.copy_(fresh, non_blocking=True)
 
+    def ran(self) -> Reading | None:
+        """How a pass that was made anew has read the documents, if by tables."""
+        if self._own is None:
+            return None
+        self._own.ran()
+        return self._own.reading
+
+    def _take(self, tabled: TabledDocuments, composition: Composition) -> None:
+        """Have the slots see other documents of the class."""
+        assert composition.tables is not None, "its class has"
+        tabled.take(composition.tables)
+        self._of_tokens.copy_(composition.layout.tables[0])
+        self._begins.copy_(composition.begins)
+        self._seen = ref(composition)
+
     def _rules_in(self, numbers: Tensor) -> TokenRules:
-        return self._kind.rules.rules(torch.split(numbers, self._sizes)[self._of_rules :], sum(self._shares))
+        return self._kind.rules.rules(torch.split(numbers, self._sizes)[self._of_rules :], self._slots)
 
     def begun(self) -> SlotPass:
         """What one pass reads and writes. What it makes of the numbers is made in the pass."""
@@ -146,7 +166,6 @@ class Seating:
             self._shares,
             self._suffixes,
             self._numbers.device,
-            self._starts,
             of_tokens=self._of_tokens,
             of_rows=[group.table for group in groups],
             places=places,
@@ -187,23 +206,6 @@ class SlotPass:
     def ended(self, logits: Tensor) -> PassOutcome:
         """What the pass gave, with the tokens that follow."""
         return PassOutcome(logits, choose(logits, self.rules), self.weights, self.states)
-
-
-class SeatedDocument:
-    """A document as its slots see it: by prefixes of their own. What a form of attention remembers of a prefix, such as
-    a table of work on the device, is then made for these slots and lives as long as they."""
-
-    def __init__(self, document: Attached | Selection) -> None:
-        self._document = ref(document)
-        self._prefixes: dict[int, tuple[Prefix, ...]] = {}
-
-    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        """Those of the document, without a copy of their tensors."""
-        if layer not in self._prefixes:
-            document = self._document()
-            assert document is not None, "its rows hold it"
-            self._prefixes[layer] = tuple(replace(prefix) for prefix in document.prefixes(layer, wait))
-        return self._prefixes[layer]
 
 
 class SlotGroup:

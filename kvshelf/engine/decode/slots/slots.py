@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakSet, ref
 
 import torch
 
+from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import Wants
+from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.slots.choices import CHOOSING_BYTES, RuleKind
+from kvshelf.engine.decode.slots.composition import Composition, Reading
 from kvshelf.engine.decode.slots.seating import (
     MOST_SLOTS_A_ROW,
     PassOutcome,
@@ -31,9 +34,14 @@ from kvshelf.model.devices import hooked
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MOST_SEATINGS: Final = 8
 """A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16, and, where a row draws, a
 number in fp32 beside each. All share the rest."""
+
+_MOST_COMPOSITIONS: Final = 32
+"""Of each its tables stay, 40 KB a layer on an H100."""
 
 _RULE_BYTES: Final = 4 + 1 / 8
 """Of a token of the vocabulary: what it is drawn by, and whether it may come."""
@@ -64,6 +72,8 @@ class Slots:
         self._recorder = recorder
         self._warned = False
         self._seatings: dict[object, Seating] = {}
+        self._compositions: dict[object, Composition] = {}
+        self._readings: set[Reading] = set()
 
     @classmethod
     def of(cls, passes: Passes) -> Slots | None:
@@ -80,19 +90,31 @@ class Slots:
         kind = SeatingKind(RuleKind.of(rows), wants, vocabulary)
         shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
         slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
-        owners = [*(document for document, _ in shares), *slabs]
-        sizes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
-        key = kind, *((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
+        composition = self._composition([(document, slots_for(count)) for document, count in shares])
+        tables, of_slabs = composition.tables, tuple((ref(slab), slab.slots) for slab in slabs)
+        key: object = kind, composition.key, of_slabs
+        if tables is not None:
+            self._seatings.pop(key, None)  # it ends with its first pass
+            key = kind, tables[:2], of_slabs
         seating = self._seatings.pop(key, None)
         if seating is None:
             # What a recording reads must not stay in memory for its sake, and nothing else may be read in its place.
+            owners = [*(document for document, _ in shares if tables is None), *slabs]
             ends = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
-            seating = Seating(shares, slabs, self._device, kind, ends)
-        self._seatings[key] = seating
-        for oldest in list(self._seatings)[:-_MOST_SEATINGS]:
-            self._seatings.pop(oldest, None)
-        seating.enter([count for _, count in shares], rows, slabs)
+            seating = Seating(composition, slabs, self._device, kind, ends)
+        _keep(self._seatings, key, seating, _MOST_SEATINGS)
+        seating.enter(composition, [count for _, count in shares], rows, slabs)
         return seating
+
+    def _composition(self, shares: Sequence[tuple[Attached | Selection, int]]) -> Composition:
+        """Documents with their slots, as they were seen before."""
+        key = tuple((ref(document), slots) for document, slots in shares)
+        composition = self._compositions.pop(key, None)
+        if composition is None:
+            ends = [ref(document, lambda _: self._compositions.pop(key, None)) for document, _ in shares]
+            composition = Composition(key, shares, self._device, self._readings, ends)
+        _keep(self._compositions, key, composition, _MOST_COMPOSITIONS)
+        return composition
 
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
         """What the pass gives, until the next run. The pass of a seating is recorded behind the second one,
@@ -111,6 +133,8 @@ class Slots:
             else:
                 self._warn(f"{waits.first} waits for the device or brings numbers to it")
         seating.passes += 1
+        if (reading := seating.ran()) is not None:
+            self._readings.add(reading)
         return outcome
 
     def _record(self, recorder: Recorder, seating: Seating, forward: Forward) -> None:
@@ -125,6 +149,13 @@ class Slots:
         if not self._warned:
             _LOG.warning("decode steps run without CUDA graphs, which is slower: %s", reason)
         self._warned = True
+
+
+def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
+    """Put a value behind the others, and drop the oldest."""
+    kept[key] = value
+    for oldest in list(kept)[:-most]:
+        kept.pop(oldest, None)
 
 
 class GraphRecorder:

@@ -47,7 +47,17 @@ def test_a_seed_draws_what_multinomial_draws_whatever_rows_are_beside(dtype: tor
     asks = [
         Ask(temperature=temperature, top_p=top_p, seed=seed)
         for seed, (temperature, top_p) in enumerate(
-            [(1.0, 1.0), (0.7, 0.9), (3.0, 0.5), (1e-40, 1.0), (1.0, 1e-300), (0.2, 1.0), (5.0, 0.99), (1.0, 0.2), (2.0, 1.0)]
+            [
+                (1.0, 1.0),
+                (0.7, 0.9),
+                (3.0, 0.5),
+                (1e-40, 1.0),
+                (1.0, 1e-300),
+                (0.2, 1.0),
+                (5.0, 0.99),
+                (1.0, 0.2),
+                (2.0, 1.0),
+            ]
         )
     ]
     samplers = [Sampler(ask) for ask in asks]
@@ -101,7 +111,7 @@ SAMPLINGS = (
     Sampling(14),
     Sampling(14, DRAWN),
     Sampling(14, Ask(temperature=1.5, top_p=0.8, seed=4), logprobs=2),
-    Sampling(14, DRAWN, Grammar.of({"grammar": 'start: /[0-9 ]{20,30}/'})),
+    Sampling(14, DRAWN, Grammar.of({"grammar": "start: /[0-9 ]{20,30}/"})),
     Sampling(14, Ask(), Grammar.of({"choices": ["the tide turns and the boats wait", "yes"]}), logprobs=1),
     Sampling(14, Ask(temperature=0.5, seed=9)),
 )
