@@ -57,7 +57,8 @@ class FusedProgram:
         if fusion.scratch:
             tensors.append(torch.empty(rows, fusion.scratch, device=device))
             strides.append(fusion.scratch)
-        with torch.cuda.device_of(tensors[0]):  # `dispatch` made the program, and does not run it
+        # `dispatch` has the class made, and does not run it.
+        with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
             carry_out[(rows, fusion.parts)](
                 tuple(tensors), STRIDES=tuple(strides), LIST=fusion.words, WORDS=WORDS, num_warps=warps(fusion.tile)
             )

@@ -20,7 +20,6 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, work
 from kvshelf.kernels.prefix_attention.prefixes import BatchLayout
 from tests.engine.asking import ids
 from tests.engine.forward.test_program import made
-from tests.kernels.tensors import random
 
 CPU = torch.device("cpu")
 LENGTHS = (40, 40, 57, 33, 40, 64)
@@ -82,7 +81,7 @@ def test_a_table_that_is_copied_over_another_of_its_class_is_that_table() -> Non
     setting = work.Setting(kv_heads=2, group=2, itemsize=2, places=264, least_split=64)
     batches = []
     for tokens in (200, 250):
-        prefix = PackedPrefix(random(2 * tokens, 8), random(2 * tokens, 8), (tokens, tokens))
+        prefix = PackedPrefix(*torch.randn(2, 2 * tokens, 8), (tokens, tokens))
         batches.append((prefix, work.work_of([(prefix,)], BatchLayout((3,), (), CPU), setting)))
     (first, one), (second, other) = batches
     assert work.table_of([first]) is one
