@@ -30,6 +30,7 @@ from kvshelf.model.source import bundled_folder
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
+from kvshelf_bench.engines import endless_answers
 from kvshelf_bench.speed.subject import save_random_model
 
 Draw = Callable[[int], list[int]]
@@ -43,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "full, int4": {"policy": "full", "codec": "int4"},
     "keydiff, 75 % removed": {"policy": "keydiff", "compression_ratio": 0.75},
-    "kvzip, 75 % removed": {"policy": "kvzip", "compression_ratio": 0.75},
+    "ada, 75 % removed": {"policy": "ada", "compression_ratio": 0.75},
 }
 
 
@@ -174,7 +175,8 @@ def main() -> None:
             return [drawn.randrange(5, engine.model.config.vocab_size) for _ in range(count)]
 
         if given.documents:
-            questions_at_once(llm, engine, store, ids, given.documents)
+            with endless_answers(engine):
+                questions_at_once(llm, engine, store, ids, given.documents)
         else:
             first_tokens(llm, engine, store, ids, given.tokens)
 

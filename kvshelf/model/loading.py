@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvshelf.artifact.identity import ModelIdentity, canonical_json
-from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.errors import InvalidRequest, OutOfMemory, PolicyUnsupported
 from kvshelf.model.devices import (
     hooked,
     input_device,
@@ -122,10 +122,11 @@ def load(
             whole.to(target).eval()
         return model.to(target).eval(), tokenizer
     except torch.OutOfMemoryError as error:
-        raise PolicyUnsupported(
+        raise OutOfMemory(
             f"the weights of {name!r} do not fit into {target}; take --device spread, which adds other GPUs and the "
             "CPU's memory",
             param="model",
+            fits=False,
         ) from error
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
+from kvshelf.kernels.native import library
 from kvshelf.kernels.prefix_attention import (
     BatchLayout,
     LogitRules,
@@ -24,6 +25,7 @@ from kvshelf.kernels.prefix_attention import (
     attention_by_document,
     causal_attention,
     eager,
+    native,
     prefix_attention,
 )
 from kvshelf.kernels.prefix_attention import attend as attend_module
@@ -188,6 +190,7 @@ def test_streamed_prefix_is_made_in_blocks(dtype, num_rows, dim, value_dim):
             (1, 50, 3, 5),
             (40, 7, 16, 16),
             (12, 12, 8, 24),
+            (130, 700, 64, 64),
             (5, 0, 8, 8),
             (0, 0, 8, 8),
         ],
@@ -206,6 +209,17 @@ def test_merged_prefix_with_a_slot_of_scale_one_per_class_is_packed():
         attend_prefix(q, part, LogitRules(0.3)), attend_prefix(q, whole, LogitRules(0.3)), strict=True
     ):
         assert error(ours, expected) < 2e-6
+
+
+@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.skipif(library() is None, reason="not compiled")
+def test_c_attends_to_classes_by_itself(new, monkeypatch):
+    monkeypatch.setattr(eager, "attend_share", None)
+    layout, part = one_document(new), merged([40, 0, 3], [130, 0, 29], 64, 64)
+    queries, suffixes = random(new, 6, 64, seed=1), states(layout, 3, 64, 64)
+    out = native.prefix_attention(queries, [(part,)], suffixes, layout, LogitRules(0.3, softcap=5.0))
+    expected = reference.prefix_attention(queries, [(part,)], suffixes, layout, LogitRules(0.3, softcap=5.0))
+    assert error(out, expected) < TOLERANCE[torch.float32]
 
 
 def test_merged_prefix_takes_rows_in_blocks(monkeypatch):

@@ -32,12 +32,18 @@ typedef struct {
    `end`. result: the place of row 0 among the results; -1 for a suffix: its rows continue the softmax that stands in
    their place, the same as in the queries, and token t sees the first `visible + t` keys. before: keys before those of
    a suffix that the run counts. chosen: the rows of the head that the run's keys are, ascending; 0: all of them. channels:
-   those of the queries that pruned keys have; 0: all of them. */
+   those of the queries that pruned keys have; 0: all of them. scales: where given, the chosen rows are classes, and their
+   keys stand for several, their slots; [SLOTS, scale_step], the factor of each slot's key, NaN where there is none. */
 typedef struct {
     HeadRows keys, values;
     int64_t first, end, token, head, row, rows, result, visible, before;
     const int32_t *chosen, *channels;
+    const float *scales;
+    int64_t scale_step;
 } Run;
+
+/* Slots of a row; `SLOTS_PER_ROW` of slots.py. */
+enum { SLOTS = 8 };
 
 /* The place of a run's row among the rows of queries, and among results. */
 INLINE int64_t query_of(const Call *a, const Run *run, int64_t r) {
@@ -83,6 +89,39 @@ static __attribute__((noinline)) void cap_logits(Floats *logits, int64_t count, 
     for (int64_t i = 0; i < count; i++) logits[i] = twice / (1 + power_of_2(logits[i] * slope)) - once;
 }
 
+/* log2 of numbers from 1 on: the exponent, and 2 / ln 2 * artanh((m - 1) / (m + 1)) of the mantissa m in seven terms. */
+INLINE Floats log_2(Floats x) {
+    const Ints bits = (Ints)x, exponent = (bits >> 23) - 127;
+    const Floats m = (Floats)((bits & 0x7fffff) | 0x3f800000), t = (m - 1) / (m + 1), square = t * t;
+    Floats sum = spread(1.0f / 13);
+    for (int n = 11; n > 0; n -= 2) sum = sum * square + 1.0f / n;
+    return __builtin_convertvector(exponent, Floats) + 2 * LOG2_E * t * sum;
+}
+
+/* The logits of classes, from those of their keys: log2 of the sum of 2^(logit) over the slots. So a class is one key to
+   what follows, and its value is multiplied once. */
+static __attribute__((noinline)) Floats join_slots(Floats logit, const Floats scales[SLOTS], float cap) {
+    Floats slots[SLOTS], top = spread(-INFINITY), mass = {0};
+    for (int s = 0; s < SLOTS; s++) slots[s] = logit * scales[s];
+    if (cap > 0) cap_logits(slots, SLOTS, cap);
+    for (int s = 0; s < SLOTS; s++) {
+        slots[s] = choose(scales[s] == scales[s], slots[s], spread(-INFINITY));
+        top = larger(slots[s], top);
+    }
+    for (int s = 0; s < SLOTS; s++) mass += power_of_2(slots[s] - top);
+    return choose(top == -INFINITY, top, top + log_2(mass));
+}
+
+/* `join_slots` of a tile's rows; logits: [rows, TILE]. */
+static void join_slots_of_few(const Call *a, const Run *run, int64_t first, int count, Floats *logits, int rows) {
+    Floats scales[TILE / LANES][SLOTS];
+    for (int s = 0; s < SLOTS; s++)
+        for (int j = 0; j < TILE; j++)
+            ((float *)&scales[j / LANES][s])[j % LANES] = j < count ? run->scales[s * run->scale_step + first + j] : NAN;
+    for (int i = 0; i < rows * (TILE / LANES); i++)
+        logits[i] = join_slots(logits[i], scales[i % (TILE / LANES)], a->softcap);
+}
+
 /* The logits of a tile become 2^(logit - shift of its row); their sums. Apart, as `cap_logits`. */
 static __attribute__((noinline)) void raise_logits(Floats *logits, const float *shift, float *sums, int rows) {
     for (int r = 0; r < rows; r++) {
@@ -117,6 +156,12 @@ static void copy_rows(const Call *a, const HeadRows *rows, const Layout *layout,
         memcpy(to, (const char *)rows->data + (first + r) * layout->stride * width, bytes);
         memset(to + bytes, 0, step * width - bytes);
     }
+}
+
+static int are_neighbours(const int32_t *chosen, int count) {
+    for (int j = 1; j < count; j++)
+        if (chosen[j] != chosen[0] + j) return 0;
+    return 1;
 }
 
 /* Rows that lie apart, one behind the other. Neighbours among them are dequantized together. */
@@ -155,7 +200,7 @@ static void ask_for_chosen(const Call *a, const Run *run, int64_t first) {
 INLINE Tile tile_of(const Call *a, const HeadRows *rows, const Layout *layout, const int32_t *chosen, int64_t first,
                     int count, float *made, const int wide) {
     const int64_t width = a->type == FP32 ? 4 : 2;
-    const int together = !chosen || chosen[first + count - 1] - chosen[first] == count - 1;
+    const int together = !chosen || are_neighbours(chosen + first, count);
     if (together && chosen) first = chosen[first];
     if (together && !layout->bits && layout->dim % LANES == 0 && !(wide && width == 2))
         return (Tile){(const char *)rows->data + first * layout->stride * width, layout->stride};
@@ -214,7 +259,10 @@ INLINE void attend_few(const Call *a, const Run *run, const int rows, const int 
         }
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < TILE / LANES; t++) weights[r][t] *= a->scale * LOG2_E;
-        if (a->softcap > 0) cap_logits(weights[0], rows * (TILE / LANES), a->softcap);
+        if (run->scales)
+            join_slots_of_few(a, run, first, count, weights[0], rows);
+        else if (a->softcap > 0)
+            cap_logits(weights[0], rows * (TILE / LANES), a->softcap);
         float shift[FEW_ROWS], fade[FEW_ROWS], tile_mass[FEW_ROWS];
         for (int r = 0; r < rows; r++) {
             float *logits = (float *)weights[r], highest = top[r];
@@ -307,6 +355,15 @@ static void hide(const Call *a, const Run *run, int64_t first, OfRows logits[TIL
     }
 }
 
+/* `join_slots` of a tile's rows. */
+static void join_slots_of_many(const Call *a, const Run *run, int64_t first, int count, OfRows logits[TILE]) {
+    for (int j = 0; j < count; j++) {
+        Floats scales[SLOTS];
+        for (int s = 0; s < SLOTS; s++) scales[s] = spread(run->scales[s * run->scale_step + first + j]);
+        for (int v = 0; v < VECTORS; v++) logits[j][v] = join_slots(logits[j][v], scales, a->softcap);
+    }
+}
+
 /* Up to 32 rows. Those of bf16 become fp32 in the first-level cache; or with PAIRS stay so, and weights are rounded to
    it: half the products, of whose sums these are the only rounding. */
 INLINE void attend_many(const Call *a, const Run *run, const int type) {
@@ -336,7 +393,10 @@ INLINE void attend_many(const Call *a, const Run *run, const int type) {
         ask_for(values.data, values.stride * width, dim * width);
         multiply((const float *)keys.data, keys.stride / in_word, (key_dim + in_word - 1) / in_word, count, query,
                  a->scale * LOG2_E, weights, type);
-        if (a->softcap > 0) cap_logits(weights[0], TILE * VECTORS, a->softcap);
+        if (run->scales)
+            join_slots_of_many(a, run, first, count, weights);
+        else if (a->softcap > 0)
+            cap_logits(weights[0], TILE * VECTORS, a->softcap);
         if (a->since || a->softcap > 0 || limit_of(a, run, 0) < first + count) hide(a, run, first, weights);
         for (int v = 0; v < VECTORS; v++) {
             Floats highest = top[v];
@@ -420,12 +480,13 @@ static void attend(const Call *a, const Run *run, int few) {
 /* Columns of an item; see work.py. */
 enum { TOKEN = 0, ALL_ROWS = 1, FIRST_ROW = 2, HEAD = 3, FIRST = 4, END = 5, RESULT = 6, KEYS = 7, VALUES = 10 };
 enum { CHOSEN = 13, NUMBER = 14, OF_HEAD = 17, CHANNELS = 18 };
+enum { CLASSES = 13, SCALES = 14, SCALE_STEP = 15, BOUNDS = 16 };
 enum { COLUMNS = 19 };
 
-/* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. */
+/* Runs of prefixes that lie alike in memory. items: [count, COLUMNS]. merged: whether rows are classes with slots. */
 typedef struct {
     const int64_t *items;
-    int64_t count;
+    int64_t count, merged;
     Layout key_layout, value_layout;
 } Launch;
 
@@ -492,7 +553,16 @@ static void attend_item(const Attention *a, const Launch *launch, int64_t i) {
         .result = item[RESULT], .before = item[OF_HEAD], .chosen = (const int32_t *)item[CHOSEN],
         .channels = (const int32_t *)item[CHANNELS],
     };
-    if (run.chosen && run.end > *(const int32_t *)item[NUMBER]) run.end = *(const int32_t *)item[NUMBER];
+    int64_t most = run.end;
+    if (launch->merged) {
+        const int64_t *bounds = (const int64_t *)item[BOUNDS];
+        run.chosen = (const int32_t *)item[CLASSES] + bounds[0];
+        run.scales = (const float *)item[SCALES] + bounds[0];
+        run.scale_step = item[SCALE_STEP];
+        most = bounds[1] - bounds[0];
+    } else if (run.chosen)
+        most = *(const int32_t *)item[NUMBER];
+    if (run.end > most) run.end = most;
     const Run seen = seen_of(&call, run);
     attend(&call, &seen, item[ALL_ROWS] <= FEW_ROWS);
 }

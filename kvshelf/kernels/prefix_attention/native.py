@@ -5,8 +5,8 @@ With few rows bandwidth is the limit, and torch's attention reaches half of it o
 documents of 1024 entries, measured): it packs keys into blocks for products of matrices, once for each document. With
 many rows products are the limit; C makes them for all query heads of a KV head together. The softmax over a suffix
 continues that over the prefixes, so that nothing is masked, gathered or combined after. C dequantizes 32 rows at a
-time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. Everything else is computed
-as in `eager`: merged or streamed prefixes.
+time, in the L1 cache; torch's operations write 1,024 dequantized rows several times over. Of a merged prefix a class is
+multiplied once, and its slots make one logit of it. Streamed prefixes are computed as in `eager`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
     LogitRules,
-    PackedPrefix,
     Prefix,
     SelectedPrefix,
-    StackedPrefix,
+    StreamedPrefix,
     SuffixRows,
     channels_of,
     choices_of,
@@ -205,7 +204,7 @@ def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
     if isinstance(prefix, SelectedPrefix):
         chosen = prefix.choice is None or choosing.takes(prefix.choice, queries.dtype)
         return chosen and _is_ours(prefix.base, queries, rows)
-    if not isinstance(prefix, PackedPrefix | StackedPrefix) or type(prefix.keys) is not type(prefix.values):
+    if isinstance(prefix, StreamedPrefix) or type(prefix.keys) is not type(prefix.values):
         return False
     dim = None if channels_of(prefix) is None else queries.shape[-1]  # pruned keys may have fewer
     return _takes(queries, prefix.keys, rows, dim) and _takes(queries, prefix.values, rows)
@@ -229,8 +228,8 @@ class _Launch(ctypes.Structure):
     """See `native.c`, as for the others."""
 
     _fields_ = (
-        ("items", ctypes.c_void_p), ("count", ctypes.c_int64), ("keys", ctypes.c_int64 * 5),
-        ("values", ctypes.c_int64 * 5),
+        ("items", ctypes.c_void_p), ("count", ctypes.c_int64), ("merged", ctypes.c_int64),
+        ("keys", ctypes.c_int64 * 5), ("values", ctypes.c_int64 * 5),
     )  # fmt: skip
 
 
@@ -297,7 +296,7 @@ def _attention(
         found.shares, found.places = table.shares.data_ptr(), layout.tables[0].data_ptr()
         launches = (_Launch * len(table.launches))()
         for launch, (kind, items) in zip(launches, table.launches, strict=True):
-            launch.items, launch.count = items.data_ptr(), len(items)
+            launch.items, launch.count, launch.merged = items.data_ptr(), len(items), kind.merged
             launch.keys[:], launch.values[:] = kind.keys[:5], kind.values[:5]
         found.launches, found.num_launches = ctypes.addressof(launches), len(launches)
         held += [table, launches]
