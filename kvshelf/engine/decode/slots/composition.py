@@ -4,7 +4,6 @@ documents of any composition of its class: their tables are copied to where it r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, cast
 from weakref import ref
@@ -15,7 +14,7 @@ from torch import Tensor
 from kvshelf.engine.attention.attachment import Attached, Wait, block
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.kernels.prefix_attention import BatchLayout, Prefix
-from kvshelf.kernels.prefix_attention.heads import PrefixKind
+from kvshelf.kernels.prefix_attention.heads import PrefixKind, again
 from kvshelf.kernels.prefix_attention.work import Setting, TableClass, TabledPrefix, WorkTable, table_of, work_of
 
 
@@ -108,7 +107,7 @@ class SeatedDocument:
         if layer not in self._prefixes:
             document = self._document()
             assert document is not None, "its rows hold it"
-            self._prefixes[layer] = tuple(replace(prefix) for prefix in document.prefixes(layer, wait))
+            self._prefixes[layer] = tuple(map(again, document.prefixes(layer, wait)))
         return self._prefixes[layer]
 
 
