@@ -65,8 +65,10 @@ def _launches() -> None:
     os.environ["KVSHELF_KERNELS"] = "triton"
     subjects = [_subject(layers) for layers in (1, 3)]
     for selector in ("", "quest"):
-        for way, slots in (("", None), (", in slots", Slots(CPU)), (", recorded", Slots(CPU, _graph))):
-            fewer, more = (_step(subject, selector, slots) for subject in subjects)
+        for way in ("", ", in slots", ", recorded"):
+            # Slots are one model's.
+            slots = [Slots(CPU, _graph if way == ", recorded" else None) if way else None for _ in subjects]
+            fewer, more = map(_step, subjects, [selector] * 2, slots)
             launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
             own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
             name, beside = f"{selector or 'all entries'}{way}", fewer.total - own
