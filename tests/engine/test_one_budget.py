@@ -4,7 +4,9 @@ from its paper, in which every token runs alone; and that no other answer and no
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -17,6 +19,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.suffixes import capacity_for
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.methods.policies.gate_file import Gates, gate_path
@@ -33,6 +36,7 @@ from tests.engine.test_suffix_policies import (
     EMSLoop,
     Entry,
     GatedByHand,
+    GlobalLoop,
     H2OLoop,
     LagKVLoop,
     LazyLoop,
@@ -61,14 +65,15 @@ def engine_of(name, group):
 
 
 class WholeCache(ByHand):
-    """By hand, where behind the question the last `tail` entries of the document become entries as the answer's own:
-    behind those of a question that stays, before those of one that need not."""
+    """By hand, where behind the question the last entries of the document become entries as the answer's own: behind
+    those of a question that stays, before those of one that need not."""
 
-    def __init__(self, model, cache, loop, tail, left=None):
-        """left: of each layer and head, what the document leaves of each token, by name."""
+    def __init__(self, model, cache, loop, tails, left=None):
+        """tails: of each layer and head, how many. left: likewise, what the document leaves of each token, by name."""
         super().__init__(model, Prefix.spelled_out(cache, frequencies(model)), cache.next_position, loop)
-        self.cache, self.tail, self.kept, self.left = cache, tail, [], left
-        self.loop, reduced = copy.copy(loop), loop.reduced
+        self.cache, self.tails, self.kept, self.left = cache, tails, [], left
+        self.loop = copy.copy(loop)
+        reduced = self.loop.reduced
         self.loop.reduced = lambda heads, layer: self.noted(reduced(heads, layer))
 
     def noted(self, heads):
@@ -79,12 +84,13 @@ class WholeCache(ByHand):
         if self.ran == QUESTION:
             for layer, record in enumerate(self.cache.layers):
                 for head, positions in enumerate(record.positions):
-                    self.copy(layer, head, positions.tolist()[-self.tail :])
+                    begin = len(positions) - self.tails[layer][head]
+                    self.copy(layer, head, positions.tolist()[begin:], begin)
         return super().logits(token)
 
-    def copy(self, layer, head, positions):
+    def copy(self, layer, head, positions, begin):
         visible, entries = self.prefix.visible[layer][head], self.heads[layer][head]
-        places = visible.nonzero()[:, 0].tolist()[-self.tail :]
+        places = visible.nonzero()[:, 0].tolist()[begin:]
         copied = []
         for position, place in zip(positions, places, strict=True):
             key, value = (states[head, place].tolist() for states in self.prefix.layers[layer])
@@ -147,6 +153,18 @@ def of(loop, **own):
     return loop
 
 
+def behind(cache, first):
+    """Of each layer and head, how many entries have positions from `first` on."""
+    return [[int((own >= first).sum()) for own in record.positions] for record in cache.layers]
+
+
+def proportional(weights, total):
+    """Whole numbers that add up to the total; the largest remainders are rounded up."""
+    shares = [Fraction(weight * total, sum(weights)) for weight in weights]
+    up = sorted(range(len(shares)), key=lambda i: (math.floor(shares[i]) - shares[i], i))
+    return [math.floor(share) + (i in up[: total - sum(map(math.floor, shares))]) for i, share in enumerate(shares)]
+
+
 KEPT = {"policy": "h2o", "budget_tokens": 48, "keep_scores": True}
 SAGE = {"policy": "sage", "budget_tokens": 48}
 LAG = {"policy": "lagkv", "lag": 12, "sink": 4, "r": 0.25}
@@ -179,7 +197,22 @@ CASES = {
         48,
         of(H2OLoop(4), budget=48, protected=0),
     ),
+    # Each layer goes on with its own share, or with as large a part of the budget.
     "d2o": (KEPT | {"policy": "d2o"}, "d2o", {"every": 1}, None, D2OLoop(1, merges=0)),
+    "d2o, by a budget": (
+        KEPT | {"policy": "d2o", "budget_tokens": 80, "first": 1},
+        "d2o",
+        {"every": 4},
+        None,
+        D2OLoop(4, merges=0, total=71),
+    ),
+    "d2o, no question": (
+        KEPT | {"policy": "d2o", "budget_tokens": 80, "first": 1},
+        "d2o",
+        {"every": 4, "protect_question": False},
+        None,
+        D2OLoop(4, merges=0, protected=0),
+    ),
     "d2o, every 8th": (
         KEPT | {"policy": "d2o", "sink": 0},
         "d2o",
@@ -229,6 +262,7 @@ SMALL = {
     "h2o": {"every": 8},
     "d2o": {"every": 8},
     "ems": {"every": 8, "window": 9},
+    "trimkv": {"every": 8, "gates": "make_each_token_count"},
 }
 MADE = {
     "window": {"policy": "h2o", "budget_tokens": 48},
@@ -237,8 +271,21 @@ MADE = {
     "h2o": KEPT,
     "d2o": KEPT | {"policy": "d2o"},
     "ems": KEPT | {"policy": "ems", "merge": False},
+    "trimkv": KEPT | {"policy": "make_each_token_count"},
 }
 SCOPED = list(SMALL)
+
+
+@pytest.fixture
+def scoped_engine(monkeypatch, tmp_path):
+    """As `engine_of`, with gates."""
+
+    def made(name, group):
+        engine = engine_of(name, group)
+        gated(engine, "make_each_token_count", monkeypatch, tmp_path)
+        return engine
+
+    return made
 
 
 def stepped(engine, answers):
@@ -262,29 +309,36 @@ def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, mo
     made, name, params, tail, loop = CASES[case]
     engine = engine_of(model, group)
     cache = engine.compress(ids(DOCUMENT), **made)
+    tails = [[tail] * record.kv_heads for record in cache.layers]
     if tail is None:
-        tail = min(
-            int((own >= cache.identity.policy_params["sink"]).sum()) for r in cache.layers for own in r.positions
-        )
-        loop = of(copy.copy(loop), budget=tail)
+        sink = cache.identity.policy_params["sink"]
+        tails = behind(cache, sink)
+        shares = [own[0] for own in tails]
+        assert all(len({*own}) == 1 for own in tails)
+        assert len({*shares}) > 1 or "first" not in made, shares
+        total = sum(shares) if "total" not in loop.__dict__ else (loop.total - sink) * len(shares)
+        loop = of(copy.copy(loop), budgets=proportional(shares, total))
     left = made.get("keep_scores") and left_of(engine, cache)
     compared(
-        monkeypatch, engine, cache, name, params, loop, lambda loop: WholeCache(engine.model, cache, loop, tail, left)
+        monkeypatch, engine, cache, name, params, loop,
+        lambda loop: WholeCache(engine.model, cache, loop, tails, left), getattr(loop, "total", None),
     )  # fmt: skip
 
 
-def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand):
+def compared(monkeypatch, engine, cache, name, params, loop, made_by_hand, budget=None):
     """An answer, and the same by hand."""
     found, kept, passed, reduce = [], [], engine.passes.continuing, SUFFIX_POLICIES[name].reduce
 
     def reduced(policy, suffix):
         reduction = reduce(policy, suffix)
-        kept.extend(suffix.positions.gather(1, reduction.kept).tolist())
+        there = torch.ones_like(reduction.kept).bool() if reduction.there is None else reduction.there
+        heads = zip(suffix.positions.gather(1, reduction.kept), there, strict=True)
+        kept.extend(positions[entries].tolist() for positions, entries in heads)
         return reduction
 
     monkeypatch.setattr(SUFFIX_POLICIES[name], "reduce", reduced)
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
-    answer = begun(engine, cache, name, params, budget=getattr(loop, "total", None))
+    answer = begun(engine, cache, name, params, budget=budget)
     stepped(engine, [answer])
     by_hand = made_by_hand(loop)
     right = [by_hand.logits(token) for token in [*ids(QUESTION, seed=2), *answer.token_ids[:-1]]][QUESTION - 1 :]
@@ -306,7 +360,7 @@ def left_of(engine, cache):
             if cache.identity.policy == "ems":
                 past = by_hand.sums(layer, head, params["window"])
                 noted = {"all": noted["sum"], "past": past, "current": [0.0] * DOCUMENT}
-            if cache.identity.policy == "d2o":
+            if cache.identity.policy == "d2o" and record.lengths[head] < DOCUMENT:  # else nothing has left
                 noted["tau"] = [by_hand.threshold(layer, [own.tolist() for own in record.positions])] * DOCUMENT
             heads.append(noted)
         left.append(heads)
@@ -333,15 +387,23 @@ class GatedWholeCache(GatedByHand, WholeCache):
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("made", "every"),
-    [({"budget_tokens": 48}, 1), ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, 8)],
+    ("made", "params", "total"),
+    [
+        ({"budget_tokens": 48}, {"every": 1}, None),
+        ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, {"every": 8}, None),
+        ({"budget_tokens": 60, "protect": ["tokens:20-30"]}, {"every": 4}, 51),
+        ({"budget_tokens": 48}, {"every": 4, "protect_question": False}, None),
+        ({"budget_tokens": 48}, {"every": 1}, 14),  # some heads keep the question alone
+    ],
 )
 @pytest.mark.parametrize("trained", ["trimkv", "make_each_token_count"])
 def test_rates_of_the_document_compete_with_those_of_the_answer(
-    monkeypatch, tmp_path, trained, made, every, model, group
+    monkeypatch, tmp_path, trained, made, params, total, model, group
 ):
-    """By random gates, read whole and in chunks: the logits of each token and what every reduction leaves."""
-    engine, loop = engine_of(model, group), TrimKVLoop(every)
+    """By random gates, read whole and in chunks: the logits of each token and what every reduction leaves. Each head
+    keeps its own best, or with gates of Make Each Token Count all heads of all layers the best of all."""
+    engine = engine_of(model, group)
+    loop = {"trimkv": TrimKVLoop, "make_each_token_count": GlobalLoop}[trained](params["every"])
     gates = gated(engine, trained, monkeypatch, tmp_path)
     cache = engine.compress(ids(DOCUMENT), policy=trained, keep_scores=True, **made)
     of_layers = [
@@ -358,12 +420,20 @@ def test_rates_of_the_document_compete_with_those_of_the_answer(
             [{"rate": dict(zip(own.tolist(), rates.tolist(), strict=True))} for own, rates in heads_of(record)]
             for record in cache.layers
         ]
-    tail = min(int((own >= made.get("sink", 4)).sum()) for record in cache.layers for own in record.positions)
-    loop.budget = tail
-    params = {"every": every, "gates": trained}
+    sizes, tails = behind(cache, 0), behind(cache, 30 if "protect" in made else made.get("sink", 4))
+    if not params.get("protect_question", True):
+        loop.protected = 0
+    if trained == "trimkv":
+        tails = [[min(map(min, tails))] * len(own) for own in tails]
+        loop.budget = tails[0][0] if total is None else total - (sizes[0][0] - tails[0][0])
+        assert len({size for own in sizes for size in own}) == 1
+    else:
+        in_place = sum(map(sum, sizes)) - sum(map(sum, tails))
+        loop.total = sum(map(sum, tails)) if total is None else 4 * total - in_place
+        assert len({count for own in tails for count in own}) > 1, tails
     compared(
-        monkeypatch, engine, cache, "trimkv", params, loop,
-        lambda loop: GatedWholeCache(of_layers, engine.model, cache, loop, tail, left),
+        monkeypatch, engine, cache, "trimkv", params | {"gates": trained}, loop,
+        lambda loop: GatedWholeCache(of_layers, engine.model, cache, loop, tails, left), total,
     )  # fmt: skip
 
 
@@ -474,8 +544,8 @@ def bits(cache):
 
 
 @pytest.mark.parametrize("name", SCOPED)
-def test_a_budget_for_all_changes_no_bit(name):
-    engine = engine_of("llama", 2)
+def test_a_budget_for_all_changes_no_bit(scoped_engine, name):
+    engine = scoped_engine("llama", 2)
     cache = engine.compress(ids(DOCUMENT), **(MADE[name] | ({} if name == "lagkv" else {"budget_tokens": DOCUMENT})))
     room = len(cache.layers[0].positions[0]) + QUESTION + TOKENS
     plain = engine.start(cache, ids(QUESTION, seed=2), Sampling(TOKENS))
@@ -488,9 +558,9 @@ def test_a_budget_for_all_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", SCOPED)
-def test_other_answers_and_what_is_stored_see_nothing_of_it(name):
+def test_other_answers_and_what_is_stored_see_nothing_of_it(scoped_engine, name):
     """In one batch, with and without a scope, streams of steps as they come; the stored cache keeps its bits."""
-    engine = engine_of("qwen2", 4)
+    engine = scoped_engine("qwen2", 4)
     cache = engine.compress(ids(DOCUMENT), **MADE[name])
     before, question = bits(cache), ids(QUESTION + 4, seed=5)
 
@@ -549,6 +619,40 @@ def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
 
 
 @pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+@pytest.mark.parametrize("name", ["d2o", "trimkv"])
+def test_so_are_those_of_heads_with_other_numbers(scoped_engine, codec, name):
+    engine, tokens = scoped_engine("llama", 2), 12
+    cache = engine.encoded(engine.compress(ids(DOCUMENT), **MADE[name]), codec)
+    assert len({len(own) for record in engine.decoded(cache).layers for own in record.positions}) > 1
+    right = logits_of(engine, engine.start(engine.attach(cache), ids(QUESTION, seed=2), Sampling(tokens)))
+    params, room = SMALL[name] | {"every": tokens - 1}, 48 + QUESTION + tokens - 2
+    answer = begun(engine, cache, name, params, tokens=tokens, budget=room)
+    logits = logits_of(engine, answer)
+    assert own_prefixes(answer)
+    assert (logits - right).abs().max() < 5e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("name", ["d2o", "trimkv"])
+def test_what_layers_or_heads_share_is_counted_on_average(scoped_engine, name):
+    engine = scoped_engine("llama", 2)
+    cache = engine.compress(ids(DOCUMENT), **MADE[name])
+    for budget, room in ((None, 0), (60, 12)):
+        given = {"question_tokens": QUESTION, "params": SMALL[name], "budget": budget}
+        reducer = engine.bound(name, document=engine.attach(cache), **given)
+        assert reducer.of_document == 44
+        assert reducer.beside == 44 + room
+        assert reducer.most == max(QUESTION, room) + 8
+    with pytest.raises(InvalidRequest, match="always keeps 12 entries here: 4 of the document, 7 of the") as refused:
+        begun(engine, cache, name, SMALL[name], budget=11)
+    assert refused.value.param == "suffix.budget"
+    answer = begun(engine, cache, name, SMALL[name], budget=12)
+    stepped(engine, [answer])
+    usage = answer.answer().usage
+    assert usage.read_tokens == 4
+    assert usage.suffix_tokens <= 12 - 4 + 8
+
+
+@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
 def test_numbers_of_entries_go_with_them(codec):
     """Beside protected text, too, which has none: a copy has each entry's own, here its position."""
     engine = engine_of("llama", 2)
@@ -562,9 +666,9 @@ def test_numbers_of_entries_go_with_them(codec):
     document = engine.attach(engine.encoded(replace(cache, layers=tuple(layers)), codec))
     tail = engine.bound("h2o", question_tokens=QUESTION, document=document).tail
     for layer in range(len(layers)):
-        _, _, positions, columns = tail.copy(layer)
+        _, positions, columns, _ = tail.copy(layer)
         assert positions.shape[1] > 50
-        assert torch.equal(columns["sum"], positions.float())
+        assert torch.equal(columns["sum"], (positions + DOCUMENT).float())
 
 
 PROTECTED = {"first": (["first:30"], range(30)), "middle": (["tokens:60-80"], range(60, 80))}
@@ -601,15 +705,15 @@ def test_tokens_of_the_chat_template_stay(tiny, name):
 
 @pytest.mark.parametrize("name", SCOPED)
 @pytest.mark.parametrize("protect", [True, False])
-def test_what_a_reduction_leaves_is_within_the_budget(name, protect):
+def test_what_a_reduction_leaves_is_within_the_budget(scoped_engine, name, protect):
     """The default one: as many entries as the document has, or what the policy always keeps."""
-    engine = engine_of("llama", 2)
+    engine = scoped_engine("llama", 2)
     cache = engine.compress(ids(DOCUMENT), **MADE[name])
     params = {**SMALL[name], "protect_question": protect}
     answer, batch, totals = begun(engine, cache, name, params), engine.batch(), []
     while not answer.finished:
         assert isinstance(batch.step([answer])[0], str)
-        totals.append(answer.row.stored + answer.seen.read_tokens)
+        totals.append(answer.row.stored + answer.row.beside + answer.seen.read_tokens)
     interval = next(filter(None, map(params.get, ("lag", "every", "window"))))
     least = 28 + QUESTION + 12 + 8 + 1 if protect else 28 + 24
     assert set(totals[2 * interval :: interval]) == {48 if name != "lagkv" else least}
@@ -629,27 +733,39 @@ def test_heads_may_keep_different_tokens_where_few_leave():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "every"), [("window", 1), *((name, 32) for name in ("h2o", "d2o", "ems", "trimkv"))])
-def test_over_4000_tokens_the_total_stays_at_the_budget(monkeypatch, tmp_path, name, every):
-    """After each token, and in bytes of keys and values that the batch holds."""
-    engine = engine_of("llama", 2)
-    gated(engine, "trimkv", monkeypatch, tmp_path)
-    made = {"policy": "sage"} if name == "window" else KEPT | {"policy": name}
-    cache = engine.compress(ids(400), **made | {"budget_tokens": 128} | ({"merge": False} if name == "ems" else {}))
-    before, budget = bits(cache), max(len(own) for record in cache.layers for own in record.positions)
-    answer, batch, most = begun(engine, cache, name, {"every": every}, tokens=4000), engine.batch(), 0
+@pytest.mark.parametrize("made", ["sage", "h2o", "d2o", "ems", "trimkv", "make_each_token_count"])
+def test_over_4000_tokens_the_total_stays_at_the_budget(monkeypatch, tmp_path, made):
+    """After each token, over all layers and heads, and in bytes of keys and values that batch and answer hold."""
+    engine, budget, every = engine_of("llama", 2), 128, 1 if made == "sage" else 32
+    name = {"sage": "window", "make_each_token_count": "trimkv"}.get(made, made)
+    params = {"every": every} | ({"gates": made} if name == "trimkv" else {})
+    if name == "trimkv":
+        gated(engine, made, monkeypatch, tmp_path)
+    kept = {"merge": False} if made == "ems" else {}
+    cache = engine.compress(
+        ids(400), **({} if made == "sage" else KEPT) | {"policy": made, "budget_tokens": budget} | kept
+    )
+    before, answer, batch = bits(cache), begun(engine, cache, name, params, tokens=4000), engine.batch()
+    entry, most = 2 * 2 * 2 * engine.model.config.head_dim * 4, 0
     with kvshelf_attention(engine.model):
         while not answer.finished:
             batch.step([answer])
-            total = answer.row.stored + answer.seen.read_tokens * (len(answer.token_ids) > 1)
+            read = answer.seen.read_tokens * (len(answer.token_ids) > 1)
             if len(answer.token_ids) > every:
-                assert total <= budget + every - 1 + answer.finished
-            most = max(most, batch.nbytes)
-    entry = 2 * 2 * 2 * engine.model.config.head_dim * 4
+                assert answer.row.stored + answer.row.beside + read <= budget + every - 1 + answer.finished
+            beside = sum(prefix.keys.nbytes + prefix.values.nbytes for prefix in own_prefixes(answer))
+            most = max(most, batch.nbytes + beside)
     assert most <= (budget + 127) // 64 * 64 * entry  # capacities are multiples of 64
     assert batch.nbytes == capacity_for(answer.row.stored, answer.row.most) * entry
     assert all(map(torch.equal, bits(cache), before))
-    assert budget == 128 or name == "d2o"  # whose layers have shares of their own
+
+
+def own_prefixes(answer):
+    """What it reads of its own beside the suffix."""
+    if len(answer.token_ids) < 2:
+        return []
+    prefixes = (prefix for layer in range(2) for prefix in answer.seen.prefixes(layer))
+    return [prefix for prefix in prefixes if isinstance(prefix, PackedPrefix)]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,16 @@ class Loop:
     def observe(self, entries, weights, now):
         """weights: of each entry, those of the group."""
 
+    def after(self, layers):
+        """Reduce what each layer has, a list of entries for each head."""
+        for layer, heads in enumerate(layers):
+            if len(heads[0]) > self.budget_of(layer):
+                heads[:] = self.reduced(heads, layer)
+                assert all(len(entries) <= (self.budget_of(layer) or len(entries)) for entries in heads)
+
+    def budget_of(self, layer):  # noqa: ARG002
+        return self.budget
+
     def reduced(self, heads, layer):
         """What stays of the entries of each head of a layer."""
         return [self.reduce(entries, layer=layer, head=head) for head, entries in enumerate(heads)]
@@ -175,13 +185,17 @@ class EMSLoop(Loop):
 class D2OLoop(H2OLoop):
     """The threshold is the layer's: of all heads, which may drop other tokens."""
 
-    recent = 0.5
+    recent, budgets = 0.5, ()
 
     def reduce(self, entries, **_):
         recent = int(self.recent * (self.budget - self.protected))
         return self.kept_best(entries, [e.noted["sum"] for e in entries], recent)
 
-    def reduced(self, heads, layer):  # noqa: ARG002
+    def budget_of(self, layer):
+        return self.budgets[layer] if self.budgets else self.budget
+
+    def reduced(self, heads, layer):
+        self.budget = self.budget_of(layer)
         kept = [self.reduce(entries) for entries in heads]
         dropped = {}
         for entries, own in zip(heads, kept, strict=True):
@@ -288,10 +302,8 @@ class ByHand:
             ).logits[0, -1]
         self.ran += 1
         answered = self.ran - QUESTION
-        for layer, heads in enumerate(self.heads):
-            if answered > 0 and answered % self.loop.interval == 0 and len(heads[0]) > self.loop.budget:
-                heads[:] = self.loop.reduced(heads, layer)
-                assert all(len(entries) <= (self.loop.budget or len(entries)) for entries in heads)
+        if answered > 0 and answered % self.loop.interval == 0:
+            self.loop.after(self.heads)
         return logits
 
     def attend(self, module, query, key, value, _mask, scaling, **_):
@@ -454,6 +466,25 @@ class TrimKVLoop(Loop):
     def reduce(self, entries, **_):
         now = entries[-1].position + 1
         return self.kept_best(entries, [(now - e.position) * e.noted["rate"] for e in entries], 0)
+
+
+class GlobalLoop(TrimKVLoop):
+    """The entries of all heads and layers compete; `total` stay."""
+
+    def after(self, layers):
+        heads = [entries for of_layer in layers for entries in of_layer]
+        if sum(map(len, heads)) <= self.total:
+            return
+        now = 1 + max(entry.position for entries in heads for entry in entries)
+        compete = [entry for entries in heads for entry in entries[self.protected :]]
+        compete.sort(key=lambda entry: -(now - entry.position) * entry.noted["rate"])
+        self.stay = {id(entry) for entry in compete[: self.total - self.protected * len(heads)]}
+        for layer, of_layer in enumerate(layers):
+            of_layer[:] = self.reduced(of_layer, layer)
+        assert sum(len(entries) for of_layer in layers for entries in of_layer) == self.total
+
+    def reduce(self, entries, **_):
+        return [entry for place, entry in enumerate(entries) if place < self.protected or id(entry) in self.stay]
 
 
 class GatedByHand(ByHand):

@@ -19,6 +19,7 @@ from kvshelf.kernels.prefix_attention import (
     LogitRules,
     MergedPrefix,
     PackedPrefix,
+    PrefixWeights,
     StackedPrefix,
     StreamedPrefix,
     SuffixRows,
@@ -669,3 +670,28 @@ def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
                 logits = torch.cat([rules.sinks[head : head + 1].double(), logits])
             expected = torch.softmax(logits, 0)[-length:]
             assert torch.allclose(weights[row, head, :length].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("form", ["none", "cap", "sinks", "streamed"])
+def test_weights_of_a_prefix_are_those_of_one_softmax(form, dtype):
+    """Of one that the token of one row alone sees, as long as weights are told at all."""
+    rules = rules_of(**{"cap": {"softcap": 0.7}, "sinks": {"sinks": RULES["all"]["sinks"]}}.get(form, {}))
+    shared = (streamed if form == "streamed" else packed)([40, 12], 32, 32, dtype, seed=7)
+    own = replace(packed([33, 33], 32, 32, dtype), weights=PrefixWeights())
+    layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), asked=(False, True)),), CPU)
+    suffixes, queries = states(layout, 2, 32, 32, dtype), random(2, 4, 32, dtype=dtype)
+    given = queries, [[shared, own], [shared]], suffixes, layout, rules
+    out = prefix_attention(*given)
+    assert own.weights.of_token is None
+    assert torch.equal(prefix_attention(*given, [torch.full((2, 4, 43), torch.nan)]), out)
+    for head in range(4):
+        rows = own.heads[head // 2][0].double(), reference.token_states(shared, head // 2)[0]
+        keys = torch.cat([*rows, suffixes[0][0][1, head // 2, :7].double()])
+        logits = rules.scale * keys @ queries[0, head].double()
+        if rules.softcap:
+            logits = rules.softcap * torch.tanh(logits / rules.softcap)
+        if rules.sinks is not None:
+            logits = torch.cat([logits, rules.sinks[head : head + 1].double()])
+        weights = own.weights.of_token[head // 2, head % 2].double()
+        assert torch.allclose(weights, torch.softmax(logits, 0)[:33], rtol=1e-4, atol=1e-7)

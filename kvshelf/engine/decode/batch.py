@@ -301,7 +301,9 @@ class _Step:
     def sits(self) -> bool:
         """Whether its rows can sit in slots."""
         single = all(place.count == 1 and place.complete for place in self.places)
-        return single and self.wants in SEATED and all(document.arrived for document in self.documents)
+        # What entries beside a suffix are given is told by the pass itself, which a replay does not do.
+        beside = Wants.WEIGHTS in self.wants and any(isinstance(document, Selection) for document in self.documents)
+        return single and not beside and self.wants in SEATED and all(document.arrived for document in self.documents)
 
     @cached_property
     def _inputs(self) -> Tensor:

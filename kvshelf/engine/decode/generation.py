@@ -256,7 +256,7 @@ class Generation:
             read_tokens=read,
             prefill_tokens=self._prefill_tokens,
             completion_tokens=decoded,
-            suffix_tokens=self.row.stored,
+            suffix_tokens=self.row.stored + self.row.beside,
             prefill_token_equivalents=cost,
             prefill_token_equivalents_saved=saved,
         )

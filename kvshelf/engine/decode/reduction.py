@@ -4,20 +4,25 @@ the answer has a copy of the document's last entries, which leave as its own do;
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
-from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries
-from kvshelf.engine.decode.suffixes import SuffixRow, capacity_for, insert
+from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries, behind_zeros
+from kvshelf.engine.decode.suffixes import EntriesBeside, Noted, SuffixRow
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
+from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
 from kvshelf.model.rope import Rope
 
@@ -29,10 +34,19 @@ _COPY: Final = EntryReader(
 )
 
 
+class _Share(NamedTuple):
+    """What has a share of the budget: a head, all heads of a layer, or all there are. Of each of its KV heads, the
+    entries that the answer reads in place, at most, and those that are taken from the document to be its own."""
+
+    in_place: int
+    taken: int
+
+
 class DocumentTail(Selection):
     """The document of one answer that has a copy of its last entries: what the answer reads in place are those before.
 
-    entries: of a KV head, at most. copied: of these, in the copy. table_bytes: what says which are read in place.
+    shares: of what. copied: entries of a KV head in the copy, on average. beside: of each layer, where it is no part of
+    the suffix. table_bytes: what says which entries are read in place.
     """
 
     def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int], prefix: int) -> None:
@@ -41,22 +55,28 @@ class DocumentTail(Selection):
         for entries that cannot be copied one by one, and as `SuffixPolicy.tail`."""
         super().__init__(document)
         self.document = document
+        self.tokens = document.num_tokens
+        self.beside: dict[int, EntriesBeside] = {}
         self._carried = policy.carried
         # What is read of all layers is not kept: a question may wait for long before it runs.
-        positions = [own for layer in layers for own in self._entries(layer).positions]
+        of_layers = [self._entries(layer).positions for layer in layers]
+        positions = [own for heads in of_layers for own in heads]
         made = document.identity
         last = max([prefix, *(end for _, end in made.protect)])
-        self.tokens = document.num_tokens
-        self.entries = max(map(len, positions))
-        self.copied = min(policy.tail(positions, made, prefix), *(int((own >= last).sum()) for own in positions))
-        self.table_bytes = torch.int32.itemsize * sum(len(own) - self.copied for own in positions)
-        if not self.copied:
+        heads = zip(policy.tail(positions, made, prefix), positions, strict=True)
+        sizes = iter([(len(own), min(most, int((own >= last).sum()))) for most, own in heads])
+        self.shares, self._taken = _shared([list(islice(sizes, len(own))) for own in of_layers], layers, policy.differ)
+        taken = sum(map(sum, self._taken.values()))
+        self.copied = -(-taken // len(positions))
+        self.table_bytes = torch.int32.itemsize * (sum(map(len, positions)) - taken)
+        if not taken:
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} lets no entry of this cache leave; leave suffix.scope out, or give "
                 "other suffix.params",
                 param="suffix.scope",
             )
-        if any(numbers.isnan().any() for layer in layers for numbers in self._columns(layer).values()):
+        columns = (own for layer in layers for heads in self._columns(layer).values() for own in heads)
+        if not all(own.isfinite().all() for own in columns):
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
                 f"document ({', '.join(sorted(self._carried))}), and entries of this cache have none of it; compress "
@@ -64,42 +84,97 @@ class DocumentTail(Selection):
                 param="suffix.scope",
             )
         self._rest: dict[int, tuple[Prefix, ...]] = {}
+        self._again: Selection | None = None
+
+    @property
+    def seen(self) -> Attached | Selection:
+        return self._again or self
+
+    @property
+    def read_tokens(self) -> int:
+        """Of those that are read in place."""
+        return entries_read(self._rest.values())
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        return self._rest.get(layer, ())
+        beside = self.beside.get(layer)
+        own = (beside.prefix,) if beside is not None and max(beside.prefix.lengths) else ()
+        return self._rest.get(layer, ()) + own
+
+    def changed(self) -> int:
+        """Told that `beside` has changed. Returns how many entries of a KV head it has, on average."""
+        self._again = _Again(self)
+        return entries_read((beside.prefix,) for beside in self.beside.values())
 
     def _entries(self, layer: int) -> StoredEntries:
         return StoredEntries.of(self.document, layer, _COPY)
 
-    def _columns(self, layer: int) -> Columns:
-        """Of each carried column the numbers `[kv_heads, K]` of the tail of a layer; NaN where a record has none."""
+    def _columns(self, layer: int) -> dict[str, list[Tensor]]:
+        """Of each carried column the numbers `[K]` of each head's tail at a layer; NaN where a record has none."""
         if not self._carried:
             return {}
         records, order = self.document.entries(layer), self._entries(layer).order
-        tails: Columns = {}
+        tails: dict[str, list[Tensor]] = {}
         for name in self._carried:
             columns = (
                 record.columns.get(name, torch.full_like(record.entry_positions, torch.nan, dtype=torch.float32))
                 for record in records
             )
             parts = [torch.split(own, record.lengths) for own, record in zip(columns, records, strict=True)]
-            heads = zip(zip(*parts, strict=True), order, strict=True)
-            tails[name] = torch.stack([torch.cat(own)[rows[-self.copied :].to(own[0].device)] for own, rows in heads])
+            heads = zip(zip(*parts, strict=True), order, self._taken[layer], strict=True)
+            tails[name] = [torch.cat(own)[rows[len(rows) - count :].to(own[0].device)] for own, rows, count in heads]
         return tails
 
-    def copy(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Columns]:
-        """Keys `[kv_heads, K, D]`, values, positions `[kv_heads, K]` and carried columns of the tail of a layer, which
-        is no longer read in place."""
-        stored = self._entries(layer)
-        if any(len(own) > self.copied for own in stored.order):
-            kept = [torch.arange(len(own) - self.copied, device=own.device) for own in stored.order]
+    def copy(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor, Columns, Tensor]:
+        """Keys `[kv_heads, K, D]` and values, positions `[kv_heads, K]`, carried columns of the tail of a layer, which
+        is no longer read in place, and which of these are entries: the last ones of each head."""
+        stored, taken = self._entries(layer), self._taken[layer]
+        begins = [len(own) - count for own, count in zip(stored.order, taken, strict=True)]
+        if any(begins):
+            kept = [torch.arange(begin, device=own.device) for own, begin in zip(stored.order, begins, strict=True)]
             self._rest[layer] = stored.selected(kept)
-        positions = torch.stack([own[-self.copied :] for own in stored.positions])
-        return *stored.dense(self.copied), positions, self._columns(layer)
+        keys, values = stored.dense(taken)
+        own = [own[begin:] for own, begin in zip(stored.positions, begins, strict=True)]
+        columns = {name: behind_zeros(heads).to(keys.device) for name, heads in self._columns(layer).items()}
+        there = behind_zeros([torch.ones_like(positions, dtype=torch.bool) for positions in own])
+        return (keys, values), behind_zeros(own).to(keys.device) - self.tokens, columns, there.to(keys.device)
+
+
+class _Again(Selection):
+    """A tail that has changed. To a batch it is another document."""
+
+    def __init__(self, tail: DocumentTail) -> None:
+        super().__init__(tail.document)
+        self._tail = ref(tail)  # in no circle, which would keep the memory of both
+
+    @property
+    def tail(self) -> DocumentTail:
+        tail = self._tail()
+        assert tail is not None, "its answer has it"
+        return tail
+
+    @property
+    def read_tokens(self) -> int:
+        return self.tail.read_tokens
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        return self.tail.prefixes(layer, wait)
+
+
+def _shared(
+    of_layers: Sequence[Sequence[tuple[int, int]]], layers: Sequence[int], differ: str
+) -> tuple[list[_Share], dict[int, list[int]]]:
+    """What shares, and how many entries are taken of each head of each layer. of_layers: of each head, how many there
+    are, and how many may be taken."""
+    heads = [head for layer in of_layers for head in layer]
+    groups = {"none": [heads], "layers": of_layers, "heads": [[head] for head in heads]}[differ]
+    least = [min(taken for _, taken in group) for group in groups]
+    shares = [_Share(max(size for size, _ in own) - taken, taken) for own, taken in zip(groups, least, strict=True)]
+    taken = iter([share.taken for share, group in zip(shares, groups, strict=True) for _ in group])
+    return shares, {layer: list(islice(taken, len(own))) for layer, own in zip(layers, of_layers, strict=True)}
 
 
 class SuffixReducer(RowHook):
-    """One row of a batch uses it. Layers share no state, and rows none.
+    """One row of a batch uses it. Layers share no state but a budget, and rows none.
 
     tail: the document, where the policy chooses among its last entries, too; else None.
     """
@@ -113,28 +188,29 @@ class SuffixReducer(RowHook):
         tail: DocumentTail | None = None,
         gates: tuple[Gates, Rope] | None = None,
     ) -> None:
-        """budget: entries of a KV head (default: `DEFAULT_BUDGET` beside those that are protected; with a tail, as many
-        as the document has, or what is always kept). layers: those that attend. Raises `InvalidRequest` for a budget
-        below what the policy always keeps, and for any where its parameters say how much stays. gates: for a policy
-        that needs them, with what takes the rotation off what they read."""
+        """budget: entries of a KV head, on average where heads or layers have shares of their own (default:
+        `DEFAULT_BUDGET` beside those that are protected; with a tail, as many as the document has, or what is always
+        kept). layers: those that attend. Raises `InvalidRequest` for a budget below what the policy always keeps, and
+        for any where its parameters say how much stays. gates: for a policy that needs them, with what takes the
+        rotation off what they read."""
         self._policy = policy
         self._question = question_tokens
         self._protected = question_tokens if policy.protect_question else 0
         self.tail = tail
         self._gates = gates
-        in_place = 0 if tail is None else tail.entries - tail.copied
         always = policy.least_with(self.of_document)
         least = self._protected + always
+        shares = [_Share(0, self._protected + max(DEFAULT_BUDGET, always))] if tail is None else tail.shares
+        in_place = sum(share.in_place for share in shares)
         if not policy.bounded and budget is not None:
             raise InvalidRequest(
                 f"the parameters of policy {policy.name!r} say how much stays; leave suffix.budget out",
                 param="suffix.budget",
             )
-        if budget is None:
-            budget = self._protected + max(DEFAULT_BUDGET, always) if tail is None else tail.entries
-            budget = max(budget, in_place + least)
-        self._budget = budget - in_place if policy.bounded else 0
-        if policy.bounded and self._budget < least:
+        taken = [share.taken for share in shares]
+        total = max(sum(taken), least * len(shares)) if budget is None else budget * len(shares) - in_place
+        if policy.bounded and total < least * len(shares):
+            in_place = -(-in_place // len(shares))
             of_document = f"{in_place} of the document, " if in_place else ""
             of_question = f"{self._protected} of the question, which stay, and " if self._protected else ""
             raise InvalidRequest(
@@ -142,7 +218,9 @@ class SuffixReducer(RowHook):
                 f"{of_document}{of_question}{always} by its parameters; give more, or change these",
                 param="suffix.budget",
             )
-        self._layers = {layer: _Noted(policy, self.most) for layer in layers}
+        self._budgets = floored(taken, total, least, total) if policy.bounded else [0]
+        """Of each share."""
+        self._layers = {layer: Noted(policy) for layer in layers}
 
     @property
     def of_document(self) -> int:
@@ -155,17 +233,46 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     @property
+    def _uneven(self) -> DocumentTail | None:
+        """The tail, where layers or heads have different numbers of entries."""
+        return None if self._policy.differ == "none" else self.tail
+
+    @property
+    def _compete(self) -> bool:
+        """Whether heads share one budget by what their entries are worth."""
+        return self._uneven is not None and self._policy.differ == "heads"
+
+    @property
+    def beside(self) -> int:
+        """The most entries of a KV head, on average, that the row has in no slab."""
+        if self._uneven is None:
+            return 0
+        taken = sum(share.taken for share in self._uneven.shares)
+        return -(-max(taken, sum(self._budgets)) // len(self._budgets))
+
+    @property
     def most(self) -> int | None:
-        """The most entries of a KV head that the row ever has; None: without a bound."""
+        """The most entries of a KV head that the row ever has in a slab; None: without a bound."""
         if not self._policy.bounded:
             return None
-        return max(self._budget, self._question + self.of_document) + self._policy.interval
+        if self._uneven is None:
+            return max(*self._budgets, self._question + self.of_document) + self._policy.interval
+        room = sum(self._budgets) - sum(share.taken for share in self._uneven.shares)
+        return max(self._question, room // len(self._budgets)) + self._policy.interval
 
     def expect(self, tokens: int) -> None:
         """Told before the row begins that at most so many tokens come behind the document: where the budget has room
         for all, the document is read as by any other answer."""
-        if tokens + self.of_document <= self._budget:
-            self.tail = None
+        if self.tail is not None:
+            grown = [share.taken + tokens for share in self.tail.shares]
+            if not self._exceeded(grown):
+                self.tail, self._budgets = None, [max(self._budgets)]
+
+    def _exceeded(self, entries: Sequence[int]) -> bool:
+        """Whether one of the shares has more than its budget; where heads compete, whether all together have."""
+        if self._compete:
+            return sum(entries) > sum(self._budgets)
+        return any(count > budget for count, budget in zip(entries, self._budgets, strict=True))
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
         if self._gates is not None:
@@ -185,6 +292,9 @@ class SuffixReducer(RowHook):
             positions, columns = self._layers[layer].of(row, heads, weights.device)
             by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
             self._policy.observe(columns, by_group, positions, row.logical - self._question)
+            beside = None if self.tail is None else self.tail.beside.get(layer)
+            if beside is not None and beside.weights is not None:
+                self._policy.observe(beside.columns, beside.weights, beside.positions, row.logical - self._question)
 
     def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
         """place: of the layer, among those that attend."""
@@ -201,40 +311,95 @@ class SuffixReducer(RowHook):
     def copies(self, row: SuffixRow) -> Copied | None:
         if self.tail is None:
             return None
-        return Copied(self._protected, self.tail.copied, self._copied(row, self.tail))
+        if self._uneven is None:
+            return Copied(self._protected, self.tail.copied, self._copied(row, self.tail))
+        for layer in self._layers:
+            states, positions, carried, there = self.tail.copy(layer)
+            noted = self._policy.columns.items()
+            columns = {name: torch.full_like(there, first, dtype=torch.float32) for name, first in noted}
+            self.tail.beside[layer] = EntriesBeside.of(
+                states, positions, columns | carried, there, observed=self._observed
+            )
+        row.beside = self.tail.changed()
+        return None
 
     def _copied(self, row: SuffixRow, tail: DocumentTail) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         for layer, noted in self._layers.items():
-            keys, values, positions, columns = tail.copy(layer)
-            noted.insert(row, self._protected, (positions - tail.tokens).to(keys.device), columns)
-            yield layer, (keys, values)
+            states, positions, columns, _ = tail.copy(layer)
+            noted.insert(row, self._protected, positions, columns)
+            yield layer, states
+
+    @property
+    def _observed(self) -> bool:
+        return Needs.ATTENTION in self._policy.needs
 
     def reduced(self, row: SuffixRow) -> int | None:
-        """Move the entries that stay to the front of the row's slot, if it is time. Returns how many entries it has
-        before the next reduction. If it raises, some layers may be reduced."""
+        """Move the entries that stay to the front of the row's slot, or beside it, if it is time. Returns how many
+        entries of a slot it has before the next reduction. If it raises, some layers may be reduced."""
         answered = row.logical - self._question
-        if answered <= 0 or answered % self._policy.interval or row.stored <= self._budget:
+        if answered <= 0 or answered % self._policy.interval or not self._exceeded(self._stored(row)):
             return None
-        assert row.slab is not None
+        counts: Sequence[Sequence[int] | None] = [None] * len(self._layers)
+        if self._compete:
+            counts = self._policy.counts((self._suffix(row, layer) for layer in self._layers), sum(self._budgets))
         left = row.stored
-        for layer, noted in self._layers.items():
-            keys, values = row.slab.of_row(layer, row)
-            suffix = Suffix(
-                layer,
-                keys[:, : row.stored],
-                values[:, : row.stored],
-                *noted.of(row, len(keys), keys.device),
-                self._protected,
-                row.logical,
-                self._budget,
-                self.of_document,
-            )
-            reduction = self._policy.reduce(suffix)
-            left = reduction.kept.shape[1]
-            keys[:, :left], values[:, :left] = _states(suffix, reduction)
-            noted.reduced(suffix, reduction)
+        for layer, own in zip(self._layers, counts, strict=True):
+            suffix = replace(self._suffix(row, layer), counts=own)
+            reduction = self._policy.reduce(suffix) if own or suffix.stored > suffix.budget else _all_of(suffix)
+            left = self._left(row, suffix, reduction)
         row.stored = left
+        if self._uneven is not None:
+            row.beside = self._uneven.changed()
         return left + self._policy.interval
+
+    def _stored(self, row: SuffixRow) -> list[int]:
+        """The entries of each share."""
+        if self._uneven is None:
+            return [row.stored]
+        lengths = [beside.prefix.lengths for beside in self._uneven.beside.values()]
+        of_shares = [own for of_layer in lengths for own in of_layer] if self._compete else map(max, lengths)
+        return [row.stored + own for own in of_shares]
+
+    def _suffix(self, row: SuffixRow, layer: int) -> Suffix:
+        """All entries of the row at a layer."""
+        assert row.slab is not None
+        keys, values = (entries[:, : row.stored] for entries in row.slab.of_row(layer, row))
+        positions, columns = self._layers[layer].of(row, len(keys), keys.device)
+        there, budget = None, self._budgets[0]
+        if self._uneven is not None:
+            beside, number = self._uneven.beside[layer], list(self._layers).index(layer)
+            budget = sum(self._budgets) // len(self._budgets) if self._compete else self._budgets[number]
+            there = self._with(torch.ones_like(positions, dtype=torch.bool), beside.there)
+            keys, values = (self._with(*both) for both in zip((keys, values), beside.states, strict=True))
+            positions = self._with(positions, beside.positions)
+            columns = {name: self._with(column, beside.columns[name]) for name, column in columns.items()}
+        noted = positions, columns, self._protected, row.logical, budget, self.of_document
+        return Suffix(layer, keys, values, *noted, there)
+
+    def _with(self, own: Tensor, beside: Tensor) -> Tensor:
+        """What entries of a slab have, with what those beside it have in their place, `[kv_heads, S, ...]`."""
+        return torch.cat([own[:, : self._protected], beside, own[:, self._protected :]], dim=1)
+
+    def _left(self, row: SuffixRow, suffix: Suffix, reduction: Reduction) -> int:
+        """Leave what a reduction does of a layer: all in the slab, or the protected entries there and the others beside
+        it. Returns how many are in the slab."""
+        assert row.slab is not None
+        states, (positions, columns) = _states(suffix, reduction), _noted(suffix, reduction)
+        left = reduction.kept.shape[1] if self._uneven is None else self._protected
+        for entries, kept in zip(row.slab.of_row(suffix.layer, row), states, strict=True):
+            entries[:, :left] = kept[:, :left]
+        if self._uneven is not None:
+            there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
+            behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
+            made = EntriesBeside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
+            self._uneven.beside[suffix.layer] = made
+        self._layers[suffix.layer].keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
+        return left
+
+
+def _all_of(suffix: Suffix) -> Reduction:
+    kept = torch.arange(suffix.stored, device=suffix.keys.device).expand(len(suffix.keys), -1)
+    return Reduction(kept, there=suffix.there)
 
 
 def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
@@ -245,56 +410,7 @@ def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class _Noted:
-    """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
-    value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
-    the caller's, and may be far beyond what the answer will ever have."""
-
-    def __init__(self, policy: SuffixPolicy, most: int | None) -> None:
-        self._first = policy.columns
-        self._most = most
-        self._positions = torch.empty(0, 0, dtype=torch.int64)
-        self._columns: Columns = {}
-        self._tokens = 0
-        """How many of the row's tokens it has a position for, or had."""
-
-    def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
-        """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
-        if row.stored > self._positions.shape[1]:
-            self._grow(heads, capacity_for(row.stored, self._most), device)
-        if new := row.logical - self._tokens:
-            places = torch.arange(self._tokens, row.logical, device=device)
-            self._positions[:, row.stored - new : row.stored] = places
-            self._tokens = row.logical
-        columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
-        return self._positions[:, : row.stored], columns
-
-    def insert(self, row: SuffixRow, place: int, positions: Tensor, columns: Columns) -> None:
-        """Put entries before the row's entry `place`. positions, and what is noted of them already: `[kv_heads, K]`."""
-        heads, count = positions.shape
-        self.of(row, heads, positions.device)
-        if row.stored + count > self._positions.shape[1]:
-            self._grow(heads, capacity_for(row.stored + count, self._most), positions.device)
-        insert(self._positions, place, row.stored, positions)
-        for name, column in self._columns.items():
-            first = column.new_full(positions.shape, self._first[name])
-            insert(column, place, row.stored, columns.get(name, first).to(column.device))
-
-    def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
-        had = self._positions.shape[1]
-        positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
-        columns = {name: torch.full((heads, capacity), first, device=device) for name, first in self._first.items()}
-        if had:
-            positions[:, :had] = self._positions
-            for name, column in self._columns.items():
-                columns[name][:, :had] = column
-        self._positions, self._columns = positions, columns
-
-    def reduced(self, suffix: Suffix, reduction: Reduction) -> None:
-        """Keep what was noted of the entries that stay."""
-        left = reduction.kept.shape[1]
-        self._positions[:, :left] = suffix.positions.gather(1, reduction.kept)
-        for name, column in suffix.columns.items():
-            given = None if reduction.columns is None else reduction.columns[name]
-            column[:, :left] = column.gather(1, reduction.kept) if given is None else given
-            column[:, left:] = self._first[name]
+def _noted(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Columns]:
+    """What was noted of the entries that stay."""
+    columns = {name: column.gather(1, reduction.kept) for name, column in suffix.columns.items()}
+    return suffix.positions.gather(1, reduction.kept), columns | (reduction.columns or {})

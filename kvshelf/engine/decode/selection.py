@@ -397,13 +397,13 @@ class StoredEntries(NamedTuple):
                 first[head] += len(ascending.values)
         return cls(prefixes, list(map(torch.cat, orders)), list(map(torch.cat, placed)))
 
-    def dense(self, last: int = 0) -> tuple[Tensor, Tensor]:
+    def dense(self, last: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized. last: of so many last entries of each
-        head; 0: of all, where all heads have equally many."""
-        both = []
-        for kind in (0, 1):
-            both.append(torch.stack([self._rows(head, kind, own[-last:]) for head, own in enumerate(self.order)]))
-        return both[0], both[1]
+        head, `behind_zeros`; None: of all."""
+        counts = map(len, self.order) if last is None else last
+        orders = [order[len(order) - count :] for order, count in zip(self.order, counts, strict=True)]
+        keys, values = ([self._rows(head, kind, order) for head, order in enumerate(orders)] for kind in (0, 1))
+        return behind_zeros(keys), behind_zeros(values)
 
     def _rows(self, head: int, kind: int, order: Tensor) -> Tensor:
         """Keys (kind 0) or values of a head, in this order; no other rows are dequantized."""
@@ -415,6 +415,8 @@ class StoredEntries(NamedTuple):
                 found.append(prefix.heads[head][kind][order[own] - begin])
                 places.append(own)
             begin = end
+        if not found:
+            return self.prefixes[0].heads[head][kind][order]
         return torch.cat(found)[torch.cat(places).argsort()]
 
     def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
@@ -431,6 +433,12 @@ class StoredEntries(NamedTuple):
             found.append(SelectedPrefix(prefix, _fixed(own)))
             begins = ends
         return tuple(found)
+
+
+def behind_zeros(heads: Sequence[Tensor]) -> Tensor:
+    """What each head has, `[K, ...]`, as `[kv_heads, most, ...]`: heads with fewer begin with zeros."""
+    most = max(map(len, heads))
+    return torch.stack([torch.cat([own.new_zeros(most - len(own), *own.shape[1:]), own]) for own in heads])
 
 
 def _alike(document: Attached, layer: int) -> StoredEntries:

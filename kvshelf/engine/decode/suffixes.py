@@ -4,15 +4,21 @@ Rows of similar length share one pair of tensors per layer, a slab, so that a de
 operation. Slabs have capacities of 64, 128, 256 ... entries: a row costs at most twice its length or 64 entries, and a
 long question never makes its neighbours read its padding. One slab for all rows would have both costs; a tensor per row
 would cost a call per row, layer and step. A row that a suffix policy bounds has a capacity of that bound at most.
+Where a policy gives heads different numbers of entries, a row has these in a prefix of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvshelf.artifact.records import State
+from kvshelf.kernels.prefix_attention import PackedPrefix, PrefixWeights
+from kvshelf.kernels.select import pack
+from kvshelf.methods.suffixes.base import Columns, SuffixPolicy
 
 _FIRST_CAPACITY = 64
 
@@ -22,8 +28,9 @@ class SuffixRow:
     models without states.
 
     logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
-    them, fewer where a suffix policy has reduced them. most: the most entries that there will be; None: any number.
-    first: the position of its first token.
+    them, fewer where a suffix policy has reduced them. beside: entries that the row alone has in no slab, as heads have
+    different numbers of them: of a KV head on average. most: the most entries in a slab that there will be; None: any
+    number. first: the position of its first token.
     """
 
     def __init__(self, most: int | None = None, first: int = 0) -> None:
@@ -31,6 +38,7 @@ class SuffixRow:
         self.slot = -1
         self.logical = 0
         self.stored = 0
+        self.beside = 0
         self.most = most
         self.first = first
         self.states: list[tuple[State, ...]] | None = None
@@ -157,6 +165,101 @@ class SuffixPool:
 
     def _drop_empty(self, kept: int | None) -> None:
         self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+
+
+@dataclass(frozen=True, eq=False)
+class EntriesBeside:
+    """An answer's entries of one layer that no slab can hold, as heads or layers have different numbers of them. They
+    are read as a prefix, between the entries of a protected question and those that ran since the last reduction.
+
+    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: `[kv_heads, M]` bool, which of these are entries,
+    the last ones of each head.
+    """
+
+    prefix: PackedPrefix
+    positions: Tensor
+    columns: Columns
+    there: Tensor
+
+    @classmethod
+    def of(
+        cls, states: Sequence[Tensor], positions: Tensor, columns: Columns, there: Tensor, *, observed: bool
+    ) -> EntriesBeside:
+        """states: keys `[kv_heads, M, D]` and values. observed: whether attention is to tell their `weights`."""
+        keys, values, _, lengths = pack(states[0], states[1], there)
+        weights = PrefixWeights() if observed else None
+        return cls(PackedPrefix(keys, values, tuple(lengths), weights=weights), positions, columns, there)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """What the newest token gave to each, `[kv_heads, group, M]` fp32, where that is told, of heads with equally
+        many."""
+        return None if self.prefix.weights is None else self.prefix.weights.of_token
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Keys `[kv_heads, M, D]` and values, zeros where no entry is."""
+        if self.prefix.stacked is not None:
+            return [self.prefix.stacked.keys, self.prefix.stacked.values]
+        dense = []
+        for rows in (self.prefix.keys, self.prefix.values):
+            assert isinstance(rows, Tensor)
+            dense.append(rows.new_zeros(*self.there.shape, rows.shape[1]))
+            dense[-1][self.there] = rows
+        return dense
+
+
+class Noted:
+    """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
+    value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
+    the caller's, and may be far beyond what the answer will ever have."""
+
+    def __init__(self, policy: SuffixPolicy) -> None:
+        self._first = policy.columns
+        self._positions = torch.empty(0, 0, dtype=torch.int64)
+        self._columns: Columns = {}
+        self._tokens = 0
+        """How many of the row's tokens it has a position for, or had."""
+
+    def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
+        """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
+        if row.stored > self._positions.shape[1]:
+            self._grow(heads, capacity_for(row.stored, row.most), device)
+        if new := row.logical - self._tokens:
+            places = torch.arange(self._tokens, row.logical, device=device)
+            self._positions[:, row.stored - new : row.stored] = places
+            self._tokens = row.logical
+        columns = {name: column[:, : row.stored] for name, column in self._columns.items()}
+        return self._positions[:, : row.stored], columns
+
+    def insert(self, row: SuffixRow, place: int, positions: Tensor, columns: Columns) -> None:
+        """Put entries before the row's entry `place`. positions, and what is noted of them already: `[kv_heads, K]`."""
+        heads, count = positions.shape
+        self.of(row, heads, positions.device)
+        if row.stored + count > self._positions.shape[1]:
+            self._grow(heads, capacity_for(row.stored + count, row.most), positions.device)
+        insert(self._positions, place, row.stored, positions)
+        for name, column in self._columns.items():
+            first = column.new_full(positions.shape, self._first[name])
+            insert(column, place, row.stored, columns.get(name, first).to(column.device))
+
+    def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
+        had = self._positions.shape[1]
+        positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
+        columns = {name: torch.full((heads, capacity), first, device=device) for name, first in self._first.items()}
+        if had:
+            positions[:, :had] = self._positions
+            for name, column in self._columns.items():
+                columns[name][:, :had] = column
+        self._positions, self._columns = positions, columns
+
+    def keep(self, positions: Tensor, columns: Columns) -> None:
+        """Hold this of the entries that stay, and nothing of others."""
+        left = positions.shape[1]
+        self._positions[:, :left] = positions
+        for name, column in columns.items():
+            self._columns[name][:, :left] = column
+            self._columns[name][:, left:] = self._first[name]
 
 
 def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:

@@ -33,6 +33,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     SuffixRows,
     channels_of,
     choices_of,
+    telling,
 )
 from kvshelf.kernels.quantize.rows import HeadRows
 
@@ -151,12 +152,13 @@ def prefix_attention(
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`."""
     out, lse = attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
-    tell_weights(queries, suffixes, layout, rules, lse, weights)
+    tell_weights(queries, prefixes, suffixes, layout, rules, lse, weights)
     return out
 
 
 def tell_weights(
     queries: Tensor,
+    prefixes: Sequence[Sequence[Prefix]],
     suffixes: Sequence[tuple[Tensor, Tensor]],
     layout: BatchLayout,
     rules: LogitRules,
@@ -171,6 +173,21 @@ def tell_weights(
             of_rows = (tensor if own is None else tensor.index_select(0, own) for tensor in (queries, lse))
             of_queries, of_lse = of_rows
             into[:, :, :longest] = attention_weights(of_queries, keys[:, :, :longest], of_lse, rules)
+    if weights:
+        tell_prefixes(queries, prefixes, layout, rules, lse)
+
+
+def tell_prefixes(
+    queries: Tensor, prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, rules: LogitRules, lse: Tensor
+) -> None:
+    """Tell the weights of the prefixes that have a place for theirs. lse: `[N, q_heads]`, of the whole attention."""
+    for parts, end in zip(prefixes, layout.share_ends, strict=True):
+        for part in telling(parts):
+            assert part.weights is not None
+            assert part.stacked is not None, "as many in each head"
+            own = slice(end - 1, end)
+            (by_head,) = attention_weights(queries[own], part.stacked.keys[None], lse[own], rules)
+            part.weights.of_token = by_head.view(len(part.lengths), -1, by_head.shape[1])
 
 
 def attend_share(queries: Tensor, parts: Sequence[Prefix], value_dim: int, rules: LogitRules) -> tuple[Tensor, Tensor]:

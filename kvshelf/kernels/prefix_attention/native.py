@@ -41,6 +41,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     SuffixRows,
     channels_of,
     choices_of,
+    telling,
 )
 from kvshelf.kernels.prefix_attention.work import Setting, TabledPrefix, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
@@ -69,7 +70,7 @@ def prefix_attention(
     grouped = queries.reshape(num_tokens, suffixes[0][0].shape[1], -1, dim)  # [N, kv_heads, group, D]
     if not _takes_all(grouped, suffixes, layout):
         made, lse = eager.attend_both(attend_shares, queries, prefixes, suffixes, layout, rules)
-        eager.tell_weights(queries, suffixes, layout, rules, lse, weights)
+        eager.tell_weights(queries, prefixes, suffixes, layout, rules, lse, weights)
         return made
     grouped = grouped.contiguous()
     if all(_ours(grouped, prefixes, layout)):
@@ -77,8 +78,10 @@ def prefix_attention(
         run_parts([_part(grouped, prefixes, suffixes, layout, rules, (out, lse), weights)])
     else:
         out, lse = attend_shares(grouped, prefixes, dim, layout, rules)
-        out = out.float().contiguous()
-        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse.contiguous()), weights)])
+        out, lse = out.float().contiguous(), lse.contiguous()
+        run_parts([_part(grouped, (), suffixes, layout, rules, (out, lse), weights)])
+    if weights:
+        eager.tell_prefixes(queries, prefixes, layout, rules, lse.view(num_tokens, q_heads))
     return out.to(queries.dtype).view(num_tokens, q_heads, dim)
 
 
@@ -97,8 +100,10 @@ def attention_part(
     states: queries `[1, q_heads, N, D]`, keys and values `[1, kv_heads, N, D]`, in fp32 or bf16, the heads of a
     token side by side, and those of all queries. out: `[N, q_heads, D]` fp32 contiguous. The rest as in
     `prefix_attention`, but that the new tokens only have room in the suffixes. Until it has run, the caller keeps
-    all these tensors. None where C cannot attend to some of them.
+    all these tensors. None where C cannot attend to some of them, or tell the weights of a prefix.
     """
+    if weights and any(map(telling, prefixes)):
+        return None
     queries, keys, values = (each[0].transpose(0, 1) for each in states)  # [N, heads, D]
     if not (queries.is_contiguous() and all(x[0].is_contiguous() and x.dtype == queries.dtype for x in (keys, values))):
         return None

@@ -19,20 +19,30 @@ Block = Callable[[int, int, int], tuple[Tensor, Tensor]]
 head, in the dtype and on the device of the queries. It is called at every attention; its results are not kept."""
 
 
+@dataclass(eq=False)
+class PrefixWeights:
+    """What the one token of a share gave to each of the K entries of a prefix that only this share has: `of_token`
+    `[kv_heads, group, K]` fp32, of the last attention that told any."""
+
+    of_token: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class PackedPrefix:
     """Entries packed by KV head: keys `[entries, D]`, values `[entries, Dv]`, head h owning `lengths[h]` rows.
 
     Plain tensors are read in place, in the dtype of the queries; quantized rows are dequantized where they are used.
     channels: where keys are pruned to D' of the D channels of a query, those of each head, `[kv_heads, D']` int32; the
-    scale of logits stays the one of D channels. Bytes: every key and value once per share, whatever the number of
-    queries. FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
+    scale of logits stays the one of D channels. weights: of plain entries, equally many a head, where an attention
+    that tells weights tells those of these. Bytes: every key and value once per share, whatever the number of queries.
+    FLOPs: 2 * R * K * (D + Dv) for R queries of a KV head with K entries.
     """
 
     keys: Rows
     values: Rows
     lengths: tuple[int, ...]
     channels: Tensor | None = None
+    weights: PrefixWeights | None = None
 
     @cached_property
     def heads(self) -> list[tuple[Tensor | HeadRows, Tensor | HeadRows]]:
@@ -150,6 +160,11 @@ def channels_of(prefix: Prefix) -> Tensor | None:
     """The channels of the queries that the keys of a prefix have; None: all."""
     base = prefix.base if isinstance(prefix, SelectedPrefix) else prefix
     return base.channels if isinstance(base, PackedPrefix) else None
+
+
+def telling(prefixes: Sequence[Prefix]) -> list[PackedPrefix]:
+    """Those whose weights are to be told."""
+    return [prefix for prefix in prefixes if isinstance(prefix, PackedPrefix) and prefix.weights is not None]
 
 
 def choices_of(prefixes: Sequence[Prefix]) -> list[Choice]:

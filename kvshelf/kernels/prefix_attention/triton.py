@@ -84,7 +84,7 @@ def prefix_attention(
     for rows, shares, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
         _attend_suffixes(queries, keys, values, (out, united), (shares, tokens), found, rows.new, rules.scale)
     if united is not None:
-        eager.tell_weights(queries, suffixes, layout, rules, united, weights)
+        eager.tell_weights(queries, prefixes, suffixes, layout, rules, united, weights)
     return out
 
 

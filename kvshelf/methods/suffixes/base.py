@@ -10,9 +10,9 @@ fields are its parameters, as those of a policy.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +38,10 @@ class Suffix:
     keys: `[kv_heads, S, D]`, values: `[kv_heads, S, Dv]`. positions: `[kv_heads, S]` int64, the place of each entry
     among all tokens behind the document; below 0 it is one of the document's, whose last token is -1. columns: what the
     policy noted of each entry. protected: so many first entries stay. tokens: behind the document, stored or not.
-    budget: entries that may stay, protected ones included. copied: entries of the document that were there before the
-    first reduction.
+    budget: entries of a KV head that may stay, protected ones included; on average where there are `counts`. copied:
+    entries of the document that were there before the first reduction. there: `[kv_heads, S]` bool, which of S are
+    entries, where heads have different numbers: the protected ones, and the last; None: all. counts: entries of each
+    head that stay, where the policy has shared them out.
     """
 
     layer: int
@@ -51,6 +53,8 @@ class Suffix:
     tokens: int
     budget: int
     copied: int = 0
+    there: Tensor | None = None
+    counts: Sequence[int] | None = None
 
     @property
     def stored(self) -> int:
@@ -60,13 +64,26 @@ class Suffix:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The entries that stay, equally many in every head: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs
-    where they change, `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change."""
+    """The entries that stay: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs where they change,
+    `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change. there: `[kv_heads, m]` bool, which of
+    `kept` stay, where heads keep different numbers: the protected ones, and the last; None: all."""
 
     kept: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
     columns: Columns | None = None
+    there: Tensor | None = None
+
+    @classmethod
+    def of(cls, stays: Tensor, protected: int) -> Reduction:
+        """Those of a mask `[kv_heads, S]`, in which the first `protected` are set. Heads may keep different numbers."""
+        rank = stays.int() + 1
+        rank[:, :protected] = 0
+        behind = rank.argsort(dim=1, stable=True)[:, protected:]  # what goes, and what stays
+        most = int(stays.sum(dim=1).max()) - protected
+        first = torch.arange(protected, device=stays.device).expand(len(stays), -1)
+        kept = torch.cat([first, behind[:, behind.shape[1] - most :]], dim=1)
+        return cls(kept, there=stays.gather(1, kept))
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,12 @@ class SuffixPolicy(Method):
     """The columns that entries of a document begin with, which its cache must have (`keep_scores` of a policy)."""
 
     protect_question: bool = parameter(True, "keep all entries of the question")
+
+    @property
+    def differ(self) -> Literal["none", "layers", "heads"]:
+        """What may hold different numbers of entries under scope "cache". Where heads may, `counts` shares them out.
+        `observe` then sees the entries in two parts, of which the second one begins behind a reduction."""
+        return "none"
 
     @property
     def document_policy(self) -> str:
@@ -114,11 +137,12 @@ class SuffixPolicy(Method):
         """Whether a budget says how much stays, and not its parameters."""
         return True
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         """Of how many last entries of each KV head an answer has a copy under scope "cache", to choose among them;
-        those that are behind the last token which no policy may lose, whatever this says. positions: of the document's
-        entries, ascending, of each head of each layer. made: how. prefix: first tokens, which the chat template wrote.
-        Raises `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
+        those that are behind the last token which no policy may lose, whatever this says, and of heads or layers that
+        may not `differ` as many as of the one with the fewest. positions: of the document's entries, ascending, of each
+        head of each layer. made: how. prefix: first tokens, which the chat template wrote. Raises `PolicyUnsupported`
+        where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
             "window, lagkv, h2o, lazy_eviction, trimkv, ems or d2o",
@@ -143,6 +167,10 @@ class SuffixPolicy(Method):
         of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
         the answer, counted from 1. Changes `columns` in place."""
 
+    def counts(self, layers: Iterable[Suffix], total: int) -> Sequence[Sequence[int]]:
+        """Of one whose heads `differ`, how many entries each head of each layer keeps: `total` together."""
+        raise NotImplementedError
+
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:
         """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
@@ -160,34 +188,35 @@ class PeriodicPolicy(SuffixPolicy):
         return self.every
 
 
-def whole_heads(positions: Sequence[Tensor], policy: str) -> int:
-    """The entries of a KV head, all of which may leave. Raises `PolicyUnsupported` where heads or layers differ."""
-    lengths = {len(own) for own in positions}
-    if len(lengths) > 1:
+def whole_heads(positions: Sequence[Tensor], policy: str) -> Sequence[int]:
+    """The entries of each KV head, all of which may leave. Raises `PolicyUnsupported` where heads or layers differ."""
+    lengths = [len(own) for own in positions]
+    if len({*lengths}) > 1:
         raise PolicyUnsupported(
             f"the KV heads of this cache keep {min(lengths)} to {max(lengths)} entries, and under scope cache suffix "
             f"policy {policy!r} leaves all of them equally many; leave suffix.scope out, or compress by a policy that "
             "gives each head and layer the same",
             param="suffix.scope",
         )
-    return lengths.pop()
+    return lengths
 
 
-def behind_sinks(positions: Sequence[Tensor], made: Identity) -> int:
-    """The entries of a KV head that are behind the sinks of the cache's policy, in each as many as in the one with the
-    fewest."""
+def behind_sinks(positions: Sequence[Tensor], made: Identity) -> Sequence[int]:
+    """The entries of each KV head that are behind the sinks of the cache's policy."""
     sink = made.policy_params.get("sink")  # of a cache from elsewhere any value
     first = min(max(sink, 0), made.num_tokens) if isinstance(sink, int) else 0
-    return min(int((own >= first).sum()) for own in positions)
+    return [int((own >= first).sum()) for own in positions]
 
 
 def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:
-    """Which entries stay, as many as the budget has room for: the protected ones, the `recent` last, and the best of
-    the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+    """Which entries stay, as many as the budget has room for, or as `counts` says: the protected ones, the `recent`
+    last, and the best of the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+    if suffix.there is not None:
+        scores = scores.masked_fill(~suffix.there, torch.finfo(scores.dtype).min)
     stays = torch.zeros(suffix.stored, dtype=torch.bool, device=scores.device)
     stays[: suffix.protected] = True
     stays[suffix.stored - recent :] = True
-    return select(scores, stays, [suffix.budget] * len(scores))
+    return select(scores, stays, suffix.counts or [suffix.budget] * len(scores))
 
 
 def numbers_of(mask: Tensor) -> Tensor:

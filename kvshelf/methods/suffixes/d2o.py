@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +17,17 @@ from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Su
 
 @dataclass(frozen=True)
 class D2O(PeriodicPolicy):
-    """In part, as what a layer has beyond the least of all layers stays: keep the entries to which all tokens together
-    attended most, and the most recent ones; one that leaves merges into the entry whose key is most like its own, if it
-    is like enough.
+    """Keep the entries to which all tokens together attended most, and the most recent ones; one that leaves merges
+    into the entry whose key is most like its own, if it is like enough.
 
     Scores, weights and threshold are those of policy `d2o`. At each reduction the threshold becomes the mean of the one
-    before and the mean cosine of what leaves, or `tau`. Under scope "cache" the document's entries
-    behind its sinks compete and take members, with the sums and the threshold of the layer that its policy left
-    (`keep_scores`).
+    before and the mean cosine of what leaves, or `tau`. Under scope "cache" each layer goes on with the share of the
+    budget that its policy gave it: the document's entries behind its sinks compete and take members, with the sums and
+    the threshold of the layer that were left (`keep_scores`).
 
-    Departures: all layers shrink by as many entries, so that of one with a larger share the first stay and take no
-    members, nor does a protected question; its rows add nothing; the mean over a GQA group; a reduction after every
-    32nd token, not after each, unless `every` is 1.
+    Departures: a protected question takes no members, and its rows add nothing; layers that the policy left whole
+    (`first`, `last`) keep that share and no more; the mean over a GQA group; a reduction after every 32nd token, not
+    after each, unless `every` is 1.
     """
 
     name: ClassVar[str] = "d2o"
@@ -41,7 +40,11 @@ class D2O(PeriodicPolicy):
     recent: float = parameter(0.5, "part of what the question leaves for the last entries", minimum=0, maximum=1)
     tau: float | None = parameter(None, "least cosine at which an entry merges; above 1 none do; null: the mean")
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    @property
+    def differ(self) -> Literal["layers"]:
+        return "layers"
+
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return behind_sinks(positions, made)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002

@@ -38,7 +38,7 @@ class H2O(PeriodicPolicy):
     def least(self) -> int:
         return max(1, self.recent or 0)
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002

@@ -62,7 +62,7 @@ class LagKV(SuffixPolicy):
     def bounded(self) -> bool:
         return self.r is None
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:
         own = made.policy_params
         sink = max(own.get("sink", 0), prefix)
         refusals = (
@@ -81,7 +81,7 @@ class LagKV(SuffixPolicy):
                 param="suffix.scope",
             )
         count = self.lag + (made.num_tokens - sink) % self.lag
-        return count if made.num_tokens - sink >= self.lag else 0
+        return [count if made.num_tokens - sink >= self.lag else 0] * len(positions)
 
     def reduce(self, suffix: Suffix) -> Reduction:
         cut = PartitionCut(suffix.copied + suffix.tokens, suffix.protected, self.lag)

@@ -53,7 +53,7 @@ class LazyEviction(SuffixPolicy):
     def least(self) -> int:
         return self.window
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import islice
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.gate_file import Gates, Geometry
 from kvshelf.methods.policies.gates.make_each_token_count import MakeEachTokenCount
 from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best, numbers_of
+from kvshelf.methods.policies.sharing import flat_counts
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best
 
 _TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
 
@@ -28,10 +30,11 @@ class TrimKV(PeriodicPolicy):
     Gates and rates are those of policy `trimkv`: a gate reads a token's query, key and value as the token is made, the
     question's, too, and nothing later. Whenever there are more entries than the budget, those of the least beta^(T - p)
     go. Under scope "cache" those of the document compete, behind its sinks, by the rates that policy `trimkv` gave
-    them (`keep_scores`). With `gates` "make_each_token_count" the rates are of that policy's gates, and each head keeps
-    its own best: heads and layers share no budget here, so of a head with more entries than the least the first stay.
+    them (`keep_scores`). With `gates` "make_each_token_count" the rates are of that policy's gates, and under scope
+    "cache" the entries of all heads and layers compete with each other for one budget.
 
-    Departures: as for policy `trimkv`; a reduction after every 32nd token, not after each, unless `every` is 1.
+    Departures: as for policy `trimkv`; a reduction after every 32nd token, not after each, unless `every` is 1; under
+    scope "suffix" each head keeps its own best, whatever the gates; a cache's `floor` is of the document alone.
     """
 
     name: ClassVar[str] = "trimkv"
@@ -44,13 +47,17 @@ class TrimKV(PeriodicPolicy):
     gates: str = parameter("trimkv", "the policy whose gates are read", choices=(*_TRAINED,))
 
     @property
+    def differ(self) -> Literal["none", "heads"]:
+        return "heads" if self.gates == MakeEachTokenCount.name else "none"
+
+    @property
     def document_policy(self) -> str:
         return self.gates
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         return _TRAINED[self.gates]().gate_file(model, folder, geometry)
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         if made.policy in _TRAINED and made.policy != self.gates:
             raise PolicyUnsupported(
                 f"the rates of this cache are of policy {made.policy}, whose gates suffix.params.gates has to name",
@@ -61,6 +68,22 @@ class TrimKV(PeriodicPolicy):
     def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
         return {"rate": torch.nn.functional.logsigmoid(_TRAINED[self.gates].gated(gate, rows)).T}
 
+    def counts(self, layers: Iterable[Suffix], total: int) -> Sequence[Sequence[int]]:
+        of_layers = [self._importance(suffix) for suffix in layers]
+        heads = [head for layer in of_layers for head in layer]
+        counts = iter(flat_counts(heads, total, [0] * len(heads)))
+        return [list(islice(counts, len(layer))) for layer in of_layers]
+
+    def _importance(self, suffix: Suffix) -> Sequence[Tensor]:
+        """Of the entries of each head, infinite where they stay."""
+        scores = self._scores(suffix).cpu()  # layers may be on several devices
+        scores[:, : suffix.protected] = torch.inf
+        if suffix.there is None:
+            return list(scores)
+        return [own[there] for own, there in zip(scores, suffix.there.cpu(), strict=True)]
+
     def reduce(self, suffix: Suffix) -> Reduction:
-        scores = (suffix.tokens - suffix.positions) * suffix.columns["rate"]
-        return Reduction(numbers_of(best(suffix, scores, 0)))
+        return Reduction.of(best(suffix, self._scores(suffix), 0), suffix.protected)
+
+    def _scores(self, suffix: Suffix) -> Tensor:
+        return (suffix.tokens - suffix.positions) * suffix.columns["rate"]

@@ -38,8 +38,8 @@ class Window(PeriodicPolicy):
     )
     sink: int = parameter(4, "first tokens of the document, which never leave", minimum=0)
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> int:  # noqa: ARG002
-        return min(self._leaving(own) for own in positions)
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
+        return list(map(self._leaving, positions))
 
     def _leaving(self, positions: Tensor) -> int:
         leaves = positions >= self.sink

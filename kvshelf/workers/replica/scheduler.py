@@ -158,10 +158,11 @@ class Scheduler:
     def _suffix_bytes(self, tokens: int, reducer: SuffixReducer | None) -> int:
         """tokens: of question and answer."""
         most = None if reducer is None else reducer.most
-        entries = min(tokens, self._engine.max_tokens) + (0 if reducer is None else reducer.of_document)
+        beside, tables = (0, 0) if reducer is None else (reducer.beside, reducer.table_bytes)
+        copied = 0 if reducer is None or beside else reducer.of_document  # what is beside a slab is not in it
+        entries = min(tokens, self._engine.max_tokens) + copied
         entries = min(entries, most or entries)
-        needed = capacity_for(entries, most) * self._engine.kv_bytes_per_token
-        needed += 0 if reducer is None else reducer.table_bytes
+        needed = (capacity_for(entries, most) + beside) * self._engine.kv_bytes_per_token + tables
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes and reducer is not None and reducer.of_document:
             raise InvalidRequest(
@@ -356,8 +357,9 @@ class Scheduler:
         self._end(work, None)
 
     def _end(self, work: Answering, error: Exception | None) -> None:
+        beside = sum(answering.generation.row.beside for answering in self.open) * self._engine.kv_bytes_per_token
+        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes + beside, work.generation.turn
         self.open.remove(work)
-        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes, work.generation.turn
         self.batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)
 

@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ref
 
 import pytest
 
@@ -477,6 +478,32 @@ def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: Compress
     finally:
         scheduler.stop()
     assert scheduler.batch.nbytes == 0
+
+
+def test_what_an_answer_has_beside_its_suffix_counts_and_goes_with_it(engine: Engine) -> None:
+    """Of layers with numbers of their own: before it runs, at its end, and no longer."""
+    document = engine.attach(engine.compress(DOCUMENT, policy="d2o", budget_tokens=40, keep_scores=True))
+    query, sampling = engine.encode_query(document, "Who?"), Sampling(max_tokens=30)
+
+    def bound() -> SuffixReducer:
+        return engine.bound("d2o", question_tokens=len(query), params={"every": 64}, document=document)
+
+    reducer, slab = bound(), 64 * engine.kv_bytes_per_token
+    tail, needed = ref(reducer.tail), slab + reducer.beside * engine.kv_bytes_per_token + reducer.table_bytes
+    with pytest.raises(InvalidRequest, match="copy of 36 entries of the document"):
+        Scheduler(engine, SchedulerLimits(max_suffix_bytes=needed - 1)).generate(
+            document, query, sampling, reducer=bound()
+        )
+    scheduler = Scheduler(engine, SchedulerLimits(max_suffix_bytes=needed))
+    scheduler.start()
+    try:
+        ticket = scheduler.generate(document, query, sampling, reducer=reducer)
+        ticket.future.result(WAIT_S)
+        assert slab < ticket.suffix_bytes <= needed
+        del reducer
+    finally:
+        scheduler.stop()
+    assert tail() is None
 
 
 @pytest.mark.slow

@@ -51,6 +51,8 @@ class Composition:
         """key: what other compositions have not. readings: by earlier passes. ends: as of a `Seating`."""
         self.key = key
         self._ends = ends
+        # What one answer alone reads may have entries in other layers than documents have, and weights to be told.
+        self._selected = any(isinstance(document, Selection) for document, _ in shares)
         self.documents = [SeatedDocument(document) for document, _ in shares]
         self.layout = BatchLayout(tuple(slots for _, slots in shares), (), device)
         starts = torch.tensor([document.next_position for document, _ in shares])
@@ -77,7 +79,9 @@ class Composition:
             self._compose(layers, plain)
 
     def _compose(self, layers: tuple[int, ...], tables: Sequence[WorkTable]) -> None:
-        of = TableClass.of(tables, self.layout.num_tokens) if len(tables) == len(layers) else None
+        if self._selected or len(tables) != len(layers):
+            return
+        of = TableClass.of(tables, self.layout.num_tokens)
         if of is not None:
             self.tables = ComposedTables(of, layers, torch.cat([of.numbers(table) for table in tables]))
 
