@@ -3,22 +3,24 @@
 The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
 takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
 tensor of the card and one of the host is refused as a card refuses it, as is a kernel of Triton that starts while
-another card is the current one: this one is the second. What is copied to the host without a wait is
-zeros there until somebody waits: who reads it too early gets wrong numbers, as with a card.
+another card is the current one: this one is the second. What is copied to the host without a wait is zeros there until
+somebody waits: who reads it too early gets wrong numbers, as with a card. Work on streams that is not behind what it
+needs is an error (`scripts/card_order.py`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 from unittest.mock import patch
 
 import torch
@@ -28,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kvshelf
+from kvshelf.kernels import staging
+from scripts import card_order
+from scripts.card_order import Order, Stream
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
@@ -61,7 +66,8 @@ class Waits(NamedTuple):
 
 
 class Card:
-    """`with Card() as card:` a card, and how often the host waits for it inside. Models are loaded before.
+    """`with Card() as card:` a card, and how often this thread waits for it inside. Models are loaded before. What
+    pools of threads are given inside uses it, too; their waits are not counted.
 
     waits: by the operation and the line of kvshelf's code, or of what called it where no line is kvshelf's. A copy
     between host and card waits unless it is `non_blocking` and the host's memory is pinned: CUDA may wait for a copy
@@ -70,22 +76,30 @@ class Card:
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
-        self._current = torch.device("cuda", 0)
+        self._order = Order(self._noted)
+        self._local = threading.local()
+        self._pinned: dict[int, Tensor] = {}
         self._within = ExitStack()
 
     def __enter__(self) -> Self:
-        operations = _Operations(self.waits)
-        stream = _Stream(operations)
-        self._within.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _device: _PROPERTIES))
-        self._within.enter_context(patch.object(torch.cuda, "current_stream", lambda _device=None: stream))
-        self._within.enter_context(patch.object(torch.cuda, "device", self._made_current))
-        self._within.enter_context(
-            patch.object(torch.cuda, "device_of", lambda tensor: self._made_current(tensor.device))
-        )
+        self._thread = threading.get_ident()
+        for name, form in (
+            ("get_device_properties", lambda _device: _PROPERTIES),
+            ("current_stream", self._order.current),
+            ("stream", self._order.on),
+            ("Stream", lambda _device: Stream(self._order)),
+            ("device", self._made_current),
+            ("device_of", lambda tensor: self._made_current(tensor.device)),
+        ):
+            self._within.enter_context(patch.object(torch.cuda, name, form))
+        self._within.enter_context(patch.object(ThreadPoolExecutor, "submit", self._submitting()))
+        self._within.enter_context(patch.object(_OnCard, "order", self._order))
         if find_spec("triton") is not None:
             self._within.enter_context(self._starts_watched())
-        self._within.enter_context(operations)
-        self._within.enter_context(_Lists())
+        for kept in (staging.arriving, staging.leaving, staging.decoding):  # of another card
+            kept.cache_clear()
+            self._within.callback(kept.cache_clear)
+        self._using(self._within)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -94,11 +108,17 @@ class Card:
     @contextmanager
     def _made_current(self, device: torch.device) -> Iterator[None]:
         before = self._current
-        self._current = device if device.type == "cuda" else before
+        self._local.current = device if device.type == "cuda" else before
         try:
             yield
         finally:
-            self._current = before
+            self._local.current = before
+
+    @property
+    def _current(self) -> torch.device:
+        """The one that this thread gives kernels to: the first, as long as nobody said another."""
+        current: torch.device = getattr(self._local, "current", torch.device("cuda", 0))
+        return current
 
     def _starts_watched(self) -> Any:
         from triton.runtime.interpreter import GridExecutor
@@ -111,6 +131,28 @@ class Card:
             start(kernel, *args, **kwargs)
 
         return patch.object(GridExecutor, "__call__", watched)
+
+    def _using(self, within: ExitStack) -> None:
+        """Have this thread's operations be the card's."""
+        within.enter_context(_Operations(self._order, self._pinned))
+        within.enter_context(_Lists())
+
+    def _submitting(self) -> Callable[..., Future[Any]]:
+        submit = ThreadPoolExecutor.submit
+
+        def submitted(pool: ThreadPoolExecutor, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            def on_the_card() -> Any:
+                with ExitStack() as within:
+                    self._using(within)
+                    return run(*args, **kwargs)
+
+            return submit(pool, on_the_card)
+
+        return submitted
+
+    def _noted(self, name: str) -> None:
+        if threading.get_ident() == self._thread:
+            self.waits[f"{name} at {_place()}"] += 1
 
     def compression(self, engine: Engine, document: str, policy: str, codecs: Sequence[str]) -> dict[str, Waits]:
         """The waits of a prefill that is compressed by `policy`, under "none", and those of encoding its cache under
@@ -134,18 +176,11 @@ class Card:
                 module._buffers[name] = None if buffer is None else _OnCard(buffer)
 
 
-@dataclass
-class _Stream:
-    operations: _Operations
-
-    def synchronize(self) -> None:
-        self.operations.wait("synchronize")
-
-
 class _OnCard(Tensor):
     """host: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
 
     host: Tensor
+    order: ClassVar[Order | None] = None
     device = property(lambda _: CARD)
     is_cuda = property(lambda _: True)
     is_meta = property(lambda _: False)
@@ -163,7 +198,12 @@ class _OnCard(Tensor):
         return self.cpu().tolist()
 
     def data_ptr(self) -> int:  # Triton's interpreter asks for it, and for the storage
+        if self.order is not None:
+            self.order.require_behind(self.host)
         return self.host.data_ptr()
+
+    def record_stream(self, s: Any) -> None:
+        """Nothing: memory of this card is not given out again while anybody has it."""
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.host.untyped_storage()
@@ -176,12 +216,12 @@ class _OnCard(Tensor):
 class _Operations(TorchDispatchMode):
     """Runs each operation on the CPU, and wraps what is then on the card."""
 
-    def __init__(self, waits: Counter[str]) -> None:
+    def __init__(self, order: Order, pinned: dict[int, Tensor]) -> None:
+        """pinned: memory of the host, by where it begins."""
         super().__init__()
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE  # then torch does not look for a driver
-        self._waits = waits
-        self._pinned: dict[int, Tensor] = {}
-        self._queued: list[tuple[Tensor, Tensor]] = []
+        self._order = order
+        self._pinned = pinned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
@@ -196,12 +236,12 @@ class _Operations(TorchDispatchMode):
         if pinned and name == "_pin_memory":
             result = args[0].clone()
         else:
-            self._look(func, name, args, kwargs, on_card, to_card)
+            wait, queued = self._look(func, name, args, kwargs, on_card, to_card)
             own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.host, (args, kwargs))
             result = func(*own_args, **own_kwargs)
-            if name == "_to_copy" and on_card and not to_card and kwargs.get("non_blocking"):
-                self._queued.append((result, result.clone()))
-                result.zero_()
+            self._note(func, (args, kwargs), result, queued=queued, to_card=to_card)
+            if wait:
+                self._order.wait(wait)
             if func._schema.is_mutable:  # it returns what it changed
                 same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
                 changed = [leaf for own, leaf in same if own is result]
@@ -210,37 +250,51 @@ class _Operations(TorchDispatchMode):
             self._pinned[result.untyped_storage().data_ptr()] = result
         return tree_map_only(Tensor, _OnCard, result) if to_card else result
 
-    def _look(self, func: Any, name: str, args: Any, kwargs: Any, on_card: bool, to_card: bool) -> None:
+    def _note(self, func: Any, args: Any, result: Any, *, queued: bool, to_card: bool) -> None:
+        """Tell the order what was done. queued: it is a copy that nobody waited for."""
+        there = [leaf.host for leaf in tree_leaves(args) if isinstance(leaf, _OnCard)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if there or to_card:
+            memory = {tensor.untyped_storage().data_ptr() for tensor in there}
+            changed = [leaf for leaf in made if any(leaf is own for own in there)]
+            new = [leaf for leaf in made if to_card and leaf.untyped_storage().data_ptr() not in memory]
+            self._order.done(there, changed if func._schema.is_mutable else new)
+        if not queued:
+            return
+        source = args[0][1] if func._schema.is_mutable else args[0][0]
+        if isinstance(source, _OnCard):
+            self._order.copies(result, result.clone())
+            result.zero_()
+        else:
+            self._order.copies(source)
+
+    def _look(self, func: Any, name: str, args: Any, kwargs: Any, on_card: bool, to_card: bool) -> tuple[str, bool]:
+        """For what an operation waits, and whether it is a copy between the host and the card that is only queued."""
         host = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, _OnCard)
         ]
+        if func._schema.is_mutable and any(args[0] is tensor for tensor in host):
+            self._order.require_free(args[0])
         if name in ("_to_copy", "copy_"):
             crosses = on_card != to_card if name == "_to_copy" else on_card and bool(host)
             blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
             other = any(tensor.untyped_storage().data_ptr() not in self._pinned for tensor in host)
-            if crosses and (blocks or other):
-                self.wait(
-                    "copy to the card" if isinstance(args[0], _OnCard) == (name == "copy_") else "copy to the host"
-                )
-        elif not on_card:
-            return
-        elif name in _READING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
-            self.wait(name)
-        elif name.removesuffix("_") in ("index", "index_put", "_index_put_impl", "_unsafe_index"):
+            where = "card" if isinstance(args[0], _OnCard) == (name == "copy_") else "host"
+            waits = crosses and (blocks or other)
+            return f"copy to the {where}" if waits else "", crosses and not waits
+        if not on_card:
+            return "", False
+        if name in _READING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            return name, False
+        if name.removesuffix("_") in ("index", "index_put", "_index_put_impl", "_unsafe_index"):
             chosen = [index for index in args[1] if index is not None]
             if any(index.dtype == torch.bool for index in chosen) and not _fills(args):
-                self.wait(f"{name} by a mask")
-            elif not all(isinstance(index, _OnCard) for index in chosen):
-                self.wait(f"{name} from the host")
+                return f"{name} by a mask", False
+            if not all(isinstance(index, _OnCard) for index in chosen):
+                return f"{name} from the host", False
         elif any(tensor.dim() for tensor in host):
             raise RuntimeError(f"{func} was given tensors of the host and of the card")
-
-    def wait(self, name: str) -> None:
-        """Count one, here, and have arrived what was queued."""
-        for there, copied in self._queued:
-            there.copy_(copied)
-        self._queued.clear()
-        self._waits[f"{name} at {_place()}"] += 1
+        return "", False
 
 
 class _Lists(TorchFunctionMode):
@@ -269,7 +323,7 @@ def _place() -> str:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
             return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if not outside and "/torch/" not in path and path != __file__:
+        if not outside and "/torch/" not in path and path not in (__file__, card_order.__file__):
             outside = f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return outside

@@ -5,8 +5,9 @@ A `CompressedCache` is immutable and knows no tenant and no store. Its layers ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvshelf.artifact.encoding import Refusals, apart, classes_of, encode
 from kvshelf.artifact.exported import split
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.shape import LayerShape, Shape
-from kvshelf.kernels.transfer import settle
+from kvshelf.kernels.staging import carried, events_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +124,23 @@ class CompressedCache:
         return Shape(tuple(map(_layer_shape, self.layers)), self.num_tokens, self.next_position)
 
     def to(self, device: torch.device | str | Sequence[torch.device]) -> CompressedCache:
-        """The same cache on another device, or on one for each layer. The copies to the CPU are waited for together."""
-        devices = [device] * len(self.layers) if isinstance(device, torch.device | str) else device
-        layers = [layer.to(to, non_blocking=True) for layer, to in zip(self.layers, devices, strict=True)]
-        settle(part.keys.device for entries in self._with_entries for part in records.parts_of(entries))
-        settle(state.tensor.device for layer in self.layers for state in records.states_of(layer))
+        """The same cache on another device, or on one for each layer. To the CPU and to a card it goes through pinned
+        memory; a copy to the CPU waits for nothing that a card was given behind `events`."""
+        devices = [torch.device(device)] * len(self.layers) if isinstance(device, torch.device | str) else device
+        layers = list(self.layers)
+        for to in dict.fromkeys(devices):
+            away = [at for at, own in enumerate(devices) if own == to and records.devices_of(layers[at]) != {to}]
+            sent = [layers[at] for at in away]
+            there = carried(records.tensors_of(sent), to, self.events)
+            for at, layer in zip(away, records.with_tensors(sent, there), strict=True):
+                layers[at] = layer
         return replace(self, layers=tuple(layers))
+
+    @cached_property
+    def events(self) -> Mapping[torch.device, torch.cuda.Event]:
+        """Of each card that holds layers, the event behind which they are there: all that it was given when this was
+        first asked for. Who makes a cache asks at once."""
+        return events_of(device for layer in self.layers for device in records.devices_of(layer))
 
     def encoded(self, codec: str, coder: Coder | None = None, *, whole_groups: bool = False) -> CompressedCache:
         """The cache under a codec (see `kvshelf.artifact.codecs`); itself if nothing changes. Only `klt` needs a
@@ -142,11 +154,8 @@ class CompressedCache:
             return self
         layers = list((self.to("cpu") if wanted.coded else self).layers)  # the CPU codes them
         found = ((index, records.entries_of(layer)) for index, layer in enumerate(layers))
-        parted = {
-            index: apart(each, self.identity.protect)
-            for index, each in found
-            if each is not None and not isinstance(each, records.Recent)
-        }
+        whole = {index: each for index, each in found if each is not None and not isinstance(each, records.Recent)}
+        parted = dict(zip(whole, apart(list(whole.values()), self.identity.protect), strict=True))
         chosen = {index: records.entries_from(left) for index, (_, left) in parted.items() if left}
         classes: Sequence[Tensor | None] = [None] * len(chosen)
         if wanted.classes:

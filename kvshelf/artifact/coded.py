@@ -32,6 +32,7 @@ from kvshelf.artifact.codecs import RUN_ROWS
 from kvshelf.artifact.transforms import STEP_PARTS, RowTransform
 from kvshelf.errors import BlobError
 from kvshelf.kernels import ans
+from kvshelf.kernels.quantize.rows import Move
 from kvshelf.kernels.rates import CPU
 
 FIRST_TOKENS: Final = 4
@@ -115,7 +116,7 @@ class ByteRows:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:  # noqa: ARG002
+    def moved(self, move: Move) -> Self:  # noqa: ARG002
         """Itself: its parts are found by the CPU, whatever decodes them."""
         return self
 

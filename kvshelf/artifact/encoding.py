@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import Any, Final
 
 import torch
@@ -88,17 +88,34 @@ def encode(
     return entries_from(pieces)
 
 
-def apart(entries: Entries, spans: Sequence[tuple[int, int]]) -> tuple[list[PackedRecord], list[PackedRecord]]:
-    """The records of a layer that no codec touches, of the entries in protected `spans`, and those of its others."""
+def apart(
+    layers: Sequence[Entries], spans: Sequence[tuple[int, int]]
+) -> list[tuple[list[PackedRecord], list[PackedRecord]]]:
+    """Of each layer the records that no codec touches, of the entries in protected `spans`, and those of its others.
+    How many they are is asked once, for all layers."""
     if not spans:
-        return [], list(parts_of(entries))
+        return [([], list(parts_of(entries))) for entries in layers]
+    parts = [part for entries in layers for part in parts_of(entries)]
+    inside = [in_spans(part.entry_positions, spans) for part in parts]
+    counts = [
+        torch.stack([head.sum() for head in torch.split(own, part.lengths)])
+        for own, part in zip(inside, parts, strict=True)
+    ]
+    counted = zip(parts, inside, [own.tolist() for own in download(counts)], strict=True)
+    return [_parted(list(islice(counted, len(parts_of(entries))))) for entries in layers]
+
+
+def _parted(
+    parts: Sequence[tuple[PackedRecord, Tensor, list[int]]],
+) -> tuple[list[PackedRecord], list[PackedRecord]]:
+    """Of the parts of a layer, which of their entries are in spans, and how many of each head."""
     aside, left = [], []
-    for part in parts_of(entries):
-        inside = in_spans(part.entry_positions, spans)
-        if inside.any():
-            aside.append(replace(part.select(inside), importance=None, precise=None))
-        if not inside.all():
-            left.append(replace(part.select(~inside), precise=part.precise) if inside.any() else part)
+    for part, inside, counts in parts:
+        others = _others(part, counts)
+        if any(counts):
+            aside.append(replace(part.select(inside, counts), importance=None, precise=None))
+        if any(others):
+            left.append(replace(part.select(~inside, others), precise=part.precise) if any(counts) else part)
     return aside, left
 
 

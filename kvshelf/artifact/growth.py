@@ -100,7 +100,7 @@ def plain_again(layer: LayerRecord, spans: Sequence[tuple[int, int]]) -> LayerRe
     entries = entries_of(layer)
     if entries is None or isinstance(entries, Recent):
         return layer
-    aside, left = apart(entries, spans)
+    ((aside, left),) = apart([entries], spans)
     rows = [replace(part, keys=plain(part.rows[0]), values=plain(part.rows[1])) for part in left]
     if len(rows) > 1:
         if not all(part.continues and _alike(rows[0], part) for part in rows):

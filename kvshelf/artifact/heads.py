@@ -30,7 +30,7 @@ def joined(parts: Sequence[Entries]) -> Entries:
 
 def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
     keys, values = record.rows
-    rows = slice(record.offsets[first], record.offsets[last])
+    rows, ends = slice(record.offsets[first], record.offsets[last]), offsets_of(record.column_lengths)
     fields: dict[str, Any] = {
         "keys": _rows_cut(keys, rows, first, last),
         "values": _rows_cut(values, rows, first, last),
@@ -38,7 +38,7 @@ def _cut(record: PackedRecord, first: int, last: int) -> PackedRecord:
         "offsets": offsets_of(record.lengths[first:last]),
         "importance": None if record.importance is None else record.importance[rows].clone(),
         "precise": None if record.precise is None else record.precise[first:last],
-        "columns": {name: numbers[rows].clone() for name, numbers in record.columns.items()},
+        "columns": {name: numbers[ends[first] : ends[last]].clone() for name, numbers in record.columns.items()},
     }
     return replace(record, **fields, **record.own_cut(first, last))
 

@@ -19,7 +19,8 @@ from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.planes import PlaneRows
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.kernels.quantize.rows import HeadRows, QuantizedRows, Rows, by_head, plain
+from kvshelf.kernels.quantize.rows import HeadRows, Move, QuantizedRows, Rows, by_head, plain
+from kvshelf.kernels.transfer import upload_numbers
 
 Stored = Rows | CodedRows | PlaneRows
 """Rows as a record holds them. The last two are decoded before attention reads them (`coder.plain_layer`)."""
@@ -55,8 +56,8 @@ class Packed:
     many entries of each head, the most important ones, are to have more bits (`mixed:share=policy`), or None. Both
     exist in memory only, not in blobs, and do not count in `nbytes`.
 
-    columns: numbers of each entry by name, `[entries]` fp32 each, with which an answer goes on (`keep_scores` of a
-    policy). No attention reads them, and no codec changes them.
+    columns: numbers of each entry by name, `[entries]` fp32 each (`column_lengths`), with which an answer goes on
+    (`keep_scores` of a policy). No attention reads them, and no codec changes them.
     """
 
     kind: ClassVar[str]
@@ -89,7 +90,7 @@ class Packed:
         assert not isinstance(self.entries_at, Tensor) or self.entries_at.shape[0] == entries
         assert self.importance is None or self.importance.shape == (entries,)
         assert self.precise is None or len(self.precise) == self.kv_heads
-        assert all(numbers.shape == (entries,) for numbers in self.columns.values())
+        assert all(numbers.shape == (sum(self.column_lengths),) for numbers in self.columns.values())
 
     @property
     def kv_heads(self) -> int:
@@ -124,6 +125,16 @@ class Packed:
     def row_lengths(self) -> list[int]:
         """How its rows are packed: of those of each head."""
         return self.lengths
+
+    @property
+    def column_lengths(self) -> list[int]:
+        """How its columns are packed: of those of each head."""
+        return self.lengths
+
+    def of_entries(self, column: str) -> list[Tensor]:
+        """The numbers of a column of each entry, head by head, fp32; NaN where there are none."""
+        none = torch.full_like(self.entry_positions, torch.nan, dtype=torch.float32)
+        return list(torch.split(self.columns.get(column, none), self.lengths))
 
     @cached_property
     def uniform(self) -> bool:
@@ -190,7 +201,8 @@ class Packed:
     @property
     def unread_bytes(self) -> int:
         """Bytes of what no attention reads: positions and columns."""
-        return self.entries * (torch.int32.itemsize + torch.float32.itemsize * len(self.columns))
+        numbers = len(self.columns) * sum(self.column_lengths)
+        return self.entries * torch.int32.itemsize + numbers * torch.float32.itemsize
 
     def heads(self) -> list[tuple[Tensor, Tensor]]:
         """Keys `[kept_h, D]` and values `[kept_h, Dv]` of each KV head, as views. Raises `StateConflict` for a
@@ -277,23 +289,25 @@ class Packed:
         """The same for a record whose heads are those of `records`, one after the other."""
         return {name: torch.cat([getattr(record, name) for record in records]) for name in cls.own_tensors}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """The same record on another device; itself when it is there already. non_blocking: as of `Tensor.to`."""
-        if self.keys.device == torch.device(device):
-            return self
+    def to(self, device: torch.device | str) -> Self:
+        """The same record on another device; itself when it is there already."""
+        return self if self.keys.device == torch.device(device) else self.moved(lambda tensor: tensor.to(device))
+
+    def moved(self, move: Move) -> Self:
+        """The same record with what `move` makes of each of its tensors, in order."""
 
         def there(rows: Any) -> Any:
-            return rows.to(device, non_blocking=non_blocking)
+            return move(rows) if isinstance(rows, Tensor) else rows.moved(move)
 
         moved = {name: there(getattr(self, name)) for name in ("keys", "values", *self.own_tensors)}
-        importance = None if self.importance is None else there(self.importance)
-        columns = {name: there(numbers) for name, numbers in self.columns.items()}
-        return replace(self, **moved, entries_at=there(self.entry_positions), importance=importance, columns=columns)
+        importance = None if self.importance is None else move(self.importance)
+        columns = {name: move(numbers) for name, numbers in self.columns.items()}
+        return replace(self, **moved, entries_at=move(self.entry_positions), importance=importance, columns=columns)
 
 
 def in_spans(positions: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Which positions lie in one of these spans, ascending and apart: bool, of the same shape."""
-    edges = torch.tensor([edge for span in spans for edge in span], dtype=positions.dtype, device=positions.device)
+    edges = upload_numbers([edge for span in spans for edge in span], positions.device).to(positions.dtype)
     return torch.bucketize(positions.contiguous(), edges, right=True) % 2 == 1
 
 

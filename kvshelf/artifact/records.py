@@ -11,14 +11,14 @@
 `Parts`    several of these at once, their entries disjoint: mixed precision, a residual in full precision
 `States`   the recurrent and convolution states of a layer, beside its entries or without any
 
-Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes` and `to(device)`, and those of
+Keys and values are tensors or `QuantizedRows`. All kinds have `nbytes`, `to(device)` and `moved(move)`, and those of
 entries `kv_heads`, `entries`, `uniform`, `positions`, `dense()` and `prefixes(rotate)`. What a blob has of a kind is in
 its file of `kvshelf.artifact.blob.kinds`, which needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final, NamedTuple
@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec
-from kvshelf.artifact.packed import HeadView, Packed, Rotate, moved, offsets_of, padded, rotation
+from kvshelf.artifact.packed import HeadView, Packed, Rotate, marked, moved, offsets_of, padded, rotation
 from kvshelf.artifact.shape import StateRole, StateShape, tokens_seen
 from kvshelf.errors import StateConflict
 from kvshelf.kernels.prefix_attention.prefixes import MergedPrefix, PackedPrefix, Prefix, StreamedPrefix
-from kvshelf.kernels.quantize.rows import Rows, plain
+from kvshelf.kernels.quantize.rows import Move, Rows, plain
+from kvshelf.kernels.transfer import upload_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +258,7 @@ class Merged(Packed):
 
     slot_scales: `[slots]` fp32. slot_classes: `[slots]` int32, the class's index within its head. slot_positions:
     `[slots]` int32, ascending within a head. slot_offsets: head h owns slots `slot_offsets[h]` to
-    `slot_offsets[h + 1]`.
+    `slot_offsets[h + 1]`. columns: of each slot.
     """
 
     kind: ClassVar[str] = "merged"
@@ -286,6 +287,34 @@ class Merged(Packed):
         """Slots of each head."""
         return [end - start for start, end in zip(self.slot_offsets, self.slot_offsets[1:], strict=False)]
 
+    @property
+    def column_lengths(self) -> list[int]:
+        return self.slot_lengths
+
+    def of_entries(self, column: str) -> list[Tensor]:
+        """As `Packed.of_entries`: the numbers of centers."""
+        if column not in self.columns:
+            return super().of_entries(column)
+        of_heads = torch.split(self.columns[column], self.slot_lengths)
+        return [numbers[~beside] for numbers, beside in zip(of_heads, self.beside, strict=True)]
+
+    @property
+    def beside(self) -> list[Tensor]:
+        """Which slots of each head are of other tokens than the center of their class: bool."""
+        positions, classes = (
+            torch.split(own, self.slot_lengths) for own in (self.slot_positions, self.slot_classes.long())
+        )
+        heads = zip(positions, classes, self.positions, strict=True)
+        return [own != centers[of_class] for own, of_class, centers in heads]
+
+    @property
+    def centered(self) -> bool:
+        """Whether the center of each class is a token of it, with the class's key."""
+        own = [~beside for beside in self.beside]
+        scales = torch.split(self.slot_scales, self.slot_lengths)
+        whole = all(bool((of_head[mask] == 1).all()) for of_head, mask in zip(scales, own, strict=True))
+        return whole and [int(mask.sum()) for mask in own] == self.lengths
+
     def prefixes(self, rotate: Rotate | None = None) -> tuple[Prefix, ...]:
         """The slots of this layer, as prefixes for attention. See `Packed.prefixes`.
 
@@ -308,22 +337,23 @@ class Merged(Packed):
     def select(self, chosen: Tensor, lengths: Sequence[int] | None = None) -> Merged:
         """The classes that `chosen` `[entries]` bool marks, and their slots, whose number waits for the device. For
         records that are not quantized."""
-        slot_heads = torch.repeat_interleave(
-            torch.arange(self.kv_heads, device=chosen.device), torch.tensor(self.slot_lengths, device=chosen.device)
-        )
-        starts = torch.tensor(self.offsets[:-1], device=chosen.device)
-        rows = starts[slot_heads] + self.slot_classes  # each slot's class as a row of `keys`
-        slots = chosen[rows]
+        starts, slot_lengths = (upload_numbers(own, chosen.device) for own in (self.offsets[:-1], self.slot_lengths))
+        slot_starts = starts.repeat_interleave(slot_lengths, output_size=self.slots)
+        rows = slot_starts + self.slot_classes  # each slot's class as a row of `keys`
+        of_chosen = chosen[rows]
+        counts = torch.stack([own.sum() for own in torch.split(of_chosen, self.slot_lengths)]).tolist()
+        slots = marked(of_chosen, sum(counts))
         selected = self.selected(chosen, lengths)
         # A class's new index within its head: the chosen rows before it, minus those before its head.
         before = torch.cat([chosen.new_zeros(1, dtype=torch.int64), chosen.cumsum(0)])
-        classes = before[rows] - before[starts][slot_heads]
+        classes = before[rows] - before[slot_starts]
+        selected["columns"] = {name: numbers[slots] for name, numbers in self.columns.items()}
         return Merged(
             **selected,
             slot_scales=self.slot_scales[slots],
             slot_classes=classes[slots].to(torch.int32),
             slot_positions=self.slot_positions[slots],
-            slot_offsets=offsets_of(torch.bincount(slot_heads[slots], minlength=self.kv_heads).tolist()),
+            slot_offsets=offsets_of(counts),
         )
 
     @property
@@ -494,10 +524,14 @@ class Parts:
         """The prefixes of all parts, for attention. See `Packed.prefixes`."""
         return tuple(prefix for part in self.parts for prefix in part.prefixes(rotate))
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Parts:
+    def to(self, device: torch.device | str) -> Parts:
         """As `Packed.to`."""
-        moved = tuple(part.to(device, non_blocking=non_blocking) for part in self.parts)
+        moved = tuple(part.to(device) for part in self.parts)
         return self if all(a is b for a, b in zip(moved, self.parts, strict=True)) else Parts(moved)
+
+    def moved(self, move: Move) -> Parts:
+        """As `Packed.moved`."""
+        return Parts(tuple(part.moved(move) for part in self.parts))
 
     @staticmethod
     def _together(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -546,10 +580,15 @@ class States:
         """Bytes of the states alone."""
         return sum(state.tensor.nbytes for state in self.states)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> States:
-        """The same record on another device. non_blocking: as of `Tensor.to`."""
-        there = (state._replace(tensor=state.tensor.to(device, non_blocking=non_blocking)) for state in self.states)
-        return States(tuple(there), None if self.beside is None else self.beside.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str) -> States:
+        """The same record on another device."""
+        there = (state._replace(tensor=state.tensor.to(device)) for state in self.states)
+        return States(tuple(there), None if self.beside is None else self.beside.to(device))
+
+    def moved(self, move: Move) -> States:
+        """As `Packed.moved`."""
+        there = (state._replace(tensor=move(state.tensor)) for state in self.states)
+        return States(tuple(there), None if self.beside is None else self.beside.moved(move))
 
 
 LayerRecord = Entries | States
@@ -579,6 +618,33 @@ def is_latent(entries: Entries) -> bool:
 def states_of(record: LayerRecord) -> tuple[State, ...]:
     """The states of a layer."""
     return record.states if isinstance(record, States) else ()
+
+
+def devices_of(record: LayerRecord) -> set[torch.device]:
+    """Where a layer is: coded rows stay on the CPU, wherever their positions are."""
+    entries = entries_of(record)
+    parts = () if entries is None else parts_of(entries)
+    rows = {own.device for part in parts for own in (part.keys, part.entries_at) if not callable(own)}
+    return rows | {state.tensor.device for state in states_of(record)}
+
+
+def tensors_of(layers: Iterable[LayerRecord]) -> list[Tensor]:
+    """All tensors of the layers, in the order of `moved`."""
+    tensors: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    for layer in layers:
+        layer.moved(noted)
+    return tensors
+
+
+def with_tensors(layers: Iterable[LayerRecord], tensors: Iterable[Tensor]) -> list[LayerRecord]:
+    """The layers with these in place of `tensors_of` them."""
+    others = iter(tensors)
+    return [layer.moved(lambda _: next(others)) for layer in layers]
 
 
 def with_entries(record: LayerRecord, entries: Entries) -> LayerRecord:

@@ -59,7 +59,7 @@ class Attachments:
         `CompressedCache` stays in memory beside what is made of it for as long as its caller has it; an `ArrivingCache`
         does not. Raises as `require_readable` and `Coders.decoder_of` do."""
         found = self._of_caches.get(cache)
-        if found is None:
+        if found is None or found.failed:
             self.require_readable(cache)
             coder, ranks = self._coders.decoder_of(cache), self._facts.ranks
             if cache.made_at_steps:

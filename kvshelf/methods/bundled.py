@@ -74,6 +74,7 @@ BUNDLED: Final = {
         "h2o": "kvshelf.methods.suffixes.h2o:H2O",
         "ems": "kvshelf.methods.suffixes.ems:EMS",
         "d2o": "kvshelf.methods.suffixes.d2o:D2O",
+        "arkv": "kvshelf.methods.suffixes.arkv:ARKV",
         "lazy_eviction": "kvshelf.methods.suffixes.lazy_eviction:LazyEviction",
         "cam": "kvshelf.methods.suffixes.cam:CaM",
         "ngc_schedule": "kvshelf.methods.suffixes.ngc_schedule:NGCSchedule",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.encoding import encode
+from kvshelf.artifact.heads import cut, joined
 from kvshelf.artifact.packed import Rotate
 from kvshelf.artifact.records import Kept, LayerRecord, Merged, Parts
 from kvshelf.errors import StateConflict
@@ -189,6 +190,22 @@ def test_a_merged_record_keeps_the_slots_of_the_classes_that_are_chosen() -> Non
         mine = slice(part.slot_offsets[head], part.slot_offsets[head + 1])
         new = zip(*(t[mine].tolist() for t in (part.slot_positions, part.slot_classes, part.slot_scales)), strict=True)
         assert list(new) == expected
+
+
+def test_the_columns_of_a_merged_record_are_of_its_slots() -> None:
+    """And go with them; those of entries are the centers' own."""
+    record = make_merged(LENGTHS, 100, generator=torch.Generator().manual_seed(11))
+    record = replace(record, columns={"place": record.slot_positions.float()})
+    chosen = torch.arange(record.entries) % 3 != 1
+    heads = [cut(record, first, last) for first, last in ((0, 1), (1, 3), (3, 4))]
+    for one in (record, record.select(chosen), record.select(chosen, [30, 0, 1, 22]), *heads, joined(heads)):
+        assert isinstance(one, Merged)
+        assert torch.equal(one.columns["place"], one.slot_positions.float())
+        assert all(map(torch.equal, one.of_entries("place"), [own.float() for own in one.positions]))
+        assert one.centered
+    assert all(own.isnan().all() for own in record.of_entries("other"))
+    assert not replace(record, slot_scales=record.slot_scales * 2).centered
+    assert not replace(record, entries_at=record.entry_positions + 1).centered
 
 
 def test_moving_to_another_device_moves_all_of_a_record() -> None:

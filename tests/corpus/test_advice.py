@@ -121,7 +121,7 @@ def test_advice_follows_the_measured_rows_and_no_name(monkeypatch):
 def test_a_suffix_policy_is_advised_where_an_answer_does_not_fit():
     token = LLAMA.full_bytes(1)
     whole, *bounded = suffix_rows()
-    unmeasured = {"trimkv", "d2o"}  # without gates for answers in the model of the rows; newer than the rows
+    unmeasured = {"trimkv", "d2o", "arkv"}  # without gates for answers in the model of the rows; newer than the rows
     assert {row["policy"] for row in bounded} == {each.name for each in catalog(SUFFIX_POLICY)} - unmeasured
     (line,) = (line for line in lines("one-long") if line.option.name == "full + fasa")
     assert (line.suffix, line.tier) == (None, "memory")

@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from tests.by_hand import frequencies, turned
+from tests.methods.policies.test_precision import claim_in_lists
 
 
 class LeftByHand:
@@ -35,6 +36,11 @@ class LeftByHand:
         weights, _, keys, _ = self.layers[layer]
         group = len(weights) // len(keys)
         return weights[head * group : (head + 1) * group, -(rows or 0) :].sum(1).mean(0).tolist()
+
+    def claim(self, layer, params):
+        """Of policy `arkv`."""
+        weights, rows = self.layers[layer][0], params["window"]
+        return claim_in_lists(weights[:, -rows:, :-rows].tolist(), [params[f"tau{i}"] for i in (1, 2, 3)])
 
     def rates(self, layer, head, gate):
         """log beta of each token by a gate, fp64 by name."""

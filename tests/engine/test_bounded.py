@@ -27,12 +27,13 @@ SMALL = {
     "h2o": {"every": 8},
     "ems": {"every": 8, "window": 8, "tau": 0.1},
     "d2o": {"every": 8},
+    "arkv": {"every": 8, "window": 8},
     "lazy_eviction": {"window": 10, "alpha": 0.01},
     "cam": {"every": 8, "merge": 4},
     "ngc_schedule": {"every": 16, "block": 4, "queries": 3},
 }
 INTERVALS = {"lagkv": 12, "lazy_eviction": 10, "ngc_schedule": 16} | dict.fromkeys(
-    ("window", "h2o", "ems", "d2o", "cam"), 8
+    ("window", "h2o", "ems", "d2o", "arkv", "cam"), 8
 )
 BUDGET = 40
 
@@ -207,8 +208,9 @@ def recorded():
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
 def test_planned_steps(recorded, monkeypatch):
-    """Every step of every policy is planned, also those that ask for weights, and says what it says without; rows in
-    one batch are those that they are alone; a step that is abandoned behind its only call changes nothing."""
+    """Every step of every policy is planned until tokens share entries, also those that ask for weights, and says what
+    it says without; rows in one batch are those that they are alone; a step that is abandoned behind its only call
+    changes nothing."""
     monkeypatch.setattr(recorded.facts, "end_ids", frozenset)
     monkeypatch.setattr(recorded.passes, "_by_layer", None)
     cache, question = recorded.compress(ids(60), policy="full"), ids(7, seed=2)
@@ -217,9 +219,10 @@ def test_planned_steps(recorded, monkeypatch):
     for name in NAMES:
         suffix = {"policy": name, "budget": 66, "params": SMALL[name]}
         assert recorded.answer(cache, question, max_new_tokens=60, suffix=suffix) == plain
-        bounded[name] = recorded.answer(cache, question, max_new_tokens=60, suffix=suffix | {"budget": BUDGET})
+        if not SUFFIX_POLICIES[name].slotted:
+            bounded[name] = recorded.answer(cache, question, max_new_tokens=60, suffix=suffix | {"budget": BUDGET})
     batch = recorded.batch()
-    together = {name: begun(recorded, cache, question, 60, (name, BUDGET)) for name in NAMES}
+    together = {name: begun(recorded, cache, question, 60, (name, BUDGET)) for name in bounded}
     together["none"] = begun(recorded, cache, question, 60)
     steps = 0
 
@@ -233,6 +236,22 @@ def test_planned_steps(recorded, monkeypatch):
                 batch.step(open_ones, abandon)
         batch.step(open_ones)
     assert {name: answer.answer() for name, answer in together.items()} == bounded | {"none": plain}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
+def test_steps_are_not_planned_once_tokens_share_entries(recorded, monkeypatch):
+    """Their weights are made by torch, from the queries of each layer."""
+    monkeypatch.setattr(recorded.facts, "end_ids", frozenset)
+    run, planned, expected = recorded.passes.program.run_planned, [], 0
+    monkeypatch.setattr(recorded.passes.program, "run_planned", lambda *args: planned.append(1) or run(*args))
+    cache, batch = recorded.compress(ids(60), policy="full"), recorded.batch()
+    answer = begun(recorded, cache, ids(7, seed=2), 60, ("ems", BUDGET))
+    while not answer.finished:
+        expected += answer.seen is answer.document
+        batch.step([answer])
+        assert len(planned) == expected
+    assert 0 < expected < 59
 
 
 @pytest.mark.slow
@@ -296,7 +315,7 @@ def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch, 
     assert len(together[0].token_ids) == 59
 
 
-@pytest.mark.parametrize("name", ["window", "h2o"])
+@pytest.mark.parametrize("name", ["window", "h2o", "ems"])
 def test_with_a_selector(llama, caches, followed, name):
     """A selector chooses what is read of the document, the policy what stays behind it."""
     question = llama.ids[3:12]
@@ -314,7 +333,7 @@ def test_with_a_selector(llama, caches, followed, name):
     assert bounded.usage.read_tokens <= 80
 
 
-@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction"])
+@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction", "ems"])
 def test_several_documents(llama, caches, monkeypatch, name):
     monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     plain = llama.engine.answer(caches[:2], llama.ids[3:10], max_new_tokens=60)
@@ -342,6 +361,7 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),
         ({"policy": "h2o", "budget": 26, "params": {"recent": 20}}, "suffix.budget"),
         ({"policy": "ems", "budget": 38}, "suffix.budget"),
+        ({"policy": "arkv", "budget": 38}, "suffix.budget"),
         ({"policy": "ngc_schedule", "budget": 38}, "suffix.budget"),
     ],
 )
@@ -362,7 +382,7 @@ def test_the_default_budget_has_room_for_any_question_and_parameters(llama, cach
 @pytest.mark.slow
 @pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for each of these models")
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("name", ["lagkv", "h2o"])
+@pytest.mark.parametrize("name", ["lagkv", "h2o", "ems"])
 def test_models_with_states(monkeypatch, family, name):
     """Their states go on; the layers that attend store what the policy keeps."""
     engine = Engine(small_model(family), name="m")

@@ -72,6 +72,37 @@ def test_a_kernel_starts_on_the_card_of_its_tensors():
             fused.row_norms(states)
 
 
+def test_work_on_streams_that_is_not_behind_what_it_needs_is_refused():
+    with Card() as card:
+        rows, side = torch.ones(3, device=CARD), torch.cuda.Stream(CARD)
+        with torch.cuda.stream(side), pytest.raises(RuntimeError, match="before the event"):
+            rows + 1
+        side.wait_event(torch.cuda.current_stream(CARD).record_event())
+        with torch.cuda.stream(side):
+            more = rows + 1
+        with pytest.raises(RuntimeError, match="before the event"):
+            more.sum()
+        torch.cuda.current_stream(CARD).wait_stream(side)
+        assert card.waits.total() == 0
+        assert more.tolist() == [2, 2, 2]
+
+
+def test_pinned_memory_is_not_written_to_while_a_copy_needs_it():
+    with Card():
+        pinned = torch.ones(4, pin_memory=True)
+        there = torch.empty(2, device=CARD)
+        there.copy_(pinned[:2], non_blocking=True)
+        pinned[2:] = 2
+        with pytest.raises(RuntimeError, match="before a copy that needs it"):
+            pinned[:2] = 3
+        event = torch.cuda.current_stream(CARD).record_event()
+        event.synchronize()
+        pinned[:2].copy_(there * 5, non_blocking=True)
+        assert pinned.tolist() == [0, 0, 2, 2], "nobody has waited for it"
+        settle([CARD])
+        assert pinned.tolist() == [5, 5, 2, 2]
+
+
 def test_waits_of_a_layer_are_those_of_lines_that_wait_once_for_each():
     assert Waits.of(Counter({"a": 9, "b": 4, "c": 1}), 4) == (3, 2)
 
@@ -152,7 +183,7 @@ def test_a_step_in_slots_waits_once_for_the_tokens_of_all_rows(engine, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip"])
+@pytest.mark.parametrize("policy", ["sage", "sablock", "kvzip", "cam", "kvmerger"])
 def test_no_layer_of_a_longer_prefill_waits(engine, policy):
     card, tiny = engine
     counts = card.compression(tiny, TEXT, policy, ["int4", "klt"])

@@ -231,10 +231,10 @@ def residuals_blob() -> bytes:
 
 
 def columns_blob() -> bytes:
-    # One layer of merged records with the columns "all" and "past": [8, 5] classes under int4 and [4, 4] of the
-    # residual.
+    # One layer of merged records with the columns "all" and "past" of their slots: [8, 5] classes under int4 and [4, 4]
+    # of the residual.
     layer = make_merged((12, 9), 40, dims=(3, 5), generator=torch.Generator().manual_seed(4))
-    columns = {"past": torch.arange(21.0), "all": -torch.arange(21.0)}
+    columns = {"past": torch.arange(float(layer.slots)), "all": -torch.arange(float(layer.slots))}
     return replace(make_cache(), layers=(replace(layer, columns=columns),)).to_bytes("int4:group=8,residual=4")
 
 

@@ -250,7 +250,7 @@ class _Reader:
     def _columns(self, names: list[str]) -> dict[str, Tensor]:
         if not names:
             return {}
-        rows = self.tensor("columns", "float32", len(names), sum(self.header.lengths))
+        rows = self.tensor("columns", "float32", len(names), sum(self.header.column_lengths))
         return dict(zip(names, rows, strict=True))
 
     @property

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coder import CacheDecoder, Coder, codes_bytes, plain_layer, plain_layers
-from kvshelf.artifact.heads import cut
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.artifact.opened.partial import PartialCache, PartialLayer
 from kvshelf.artifact.packed import Rotate
@@ -25,14 +24,18 @@ from kvshelf.artifact.records import (
     LayerRecord,
     PackedRecord,
     State,
+    devices_of,
     entries_of,
     parts_of,
     states_of,
+    tensors_of,
 )
+from kvshelf.engine.attention.sending import Sending, reading
 from kvshelf.errors import BlobError, KvshelfError
 from kvshelf.kernels import ans
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix
+from kvshelf.kernels.staging import beside
 from kvshelf.methods.method import Needs
 from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 
@@ -103,6 +106,8 @@ class Attachment:
         self._coded = cache.coded
         # What other processes read of a document is sent from the host's memory, so that no card holds it whole.
         self._records = _records_of(cache, coder, devices[0] if heads is None and len(set(devices)) == 1 else None)
+        self._sending = Sending(self._records, devices, heads) if _is_sent(cache, devices) else None
+        self._receiving = Lock()
         self._prefixes: dict[int, tuple[Prefix, ...]] = {}
         self._states: dict[int, tuple[State, ...]] = {}
         self._units: dict[UnitSelector, dict[int, list[tuple[PackedPrefix, Units]]]] = {}
@@ -125,14 +130,19 @@ class Attachment:
 
     @property
     def arrived(self) -> bool:
-        """Whether every layer has arrived or failed."""
-        self._arrived = self._arrived or all(record.done() for record in self._records)  # asked before every step
+        """Whether every layer has arrived, on a card is on its way to it, or has failed."""
+        self._arrived = self._arrived or all(layer.done() for layer in self._awaited)  # asked before every step
         return self._arrived
 
     @property
     def failed(self) -> bool:
         """Whether a layer could not be read."""
-        return any(record.done() and record.exception() is not None for record in self._records)
+        return any(layer.done() and layer.exception() is not None for layer in self._awaited)
+
+    @property
+    def _awaited(self) -> Sequence[Future[Any]]:
+        """Of each layer what is done once attention can read it."""
+        return self._records if self._sending is None else self._sending.sent
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
         """The prefixes of the document at this layer, which every token of a question sees.
@@ -140,12 +150,9 @@ class Attachment:
         Until the layer arrives, `wait` is called repeatedly with the layer's future, and may do other work. Raises the
         error of a layer that could not be read.
         """
-        made = self._prefixes.get(layer)
-        if made is None:
-            entries = entries_of(self._record(layer, wait))
-            made = () if entries is None else self._read(entries).to(self._devices[layer]).prefixes(self._rotate)
-            self._prefixes[layer] = made
-        return made
+        if layer not in self._prefixes:
+            self._receive(layer, wait)
+        return self._prefixes[layer]
 
     def outlines(self, layer: int) -> tuple[Prefix, ...]:
         """The same prefixes; of a cache that is read in part, with rows that may not be here: see `bring`."""
@@ -160,8 +167,8 @@ class Attachment:
     def entries(self, layer: int) -> tuple[PackedRecord, ...]:
         """The records of this layer's entries that attention reads here, as many as there are `prefixes`. Waits until
         it has arrived, with errors as for these."""
-        found = entries_of(self._record(layer, block))
-        return () if found is None else parts_of(self._read(found))
+        found = entries_of(reading(self._record(layer, block), self._heads))
+        return () if found is None else parts_of(found)
 
     def units(self, selector: UnitSelector, layer: int) -> list[tuple[PackedPrefix, Units]]:
         """The prefixes of this layer, which are packed, each with the units that a selector chooses from. Made once for
@@ -206,12 +213,9 @@ class Attachment:
     def states(self, layer: int, wait: Wait = block) -> tuple[State, ...]:
         """The states of this layer behind the document's last token. They must not be changed. `wait` and errors as for
         `prefixes`."""
-        made = self._states.get(layer)
-        if made is None:
-            found = states_of(self._record(layer, wait))
-            made = tuple(state._replace(tensor=state.tensor.to(self._devices[layer])) for state in found)
-            self._states[layer] = made
-        return made
+        if layer not in self._states:
+            self._receive(layer, wait)
+        return self._states[layer]
 
     def layers(self, wait: Wait = block) -> list[Entries]:
         """The entries of all layers and heads, once they have arrived, of a model whose every layer has some. `wait`
@@ -219,13 +223,25 @@ class Attachment:
         found = (entries_of(self._record(layer, wait)) for layer in range(self.num_layers))
         return [entries for entries in found if entries is not None]
 
-    def _read(self, entries: Entries) -> Entries:
-        """What attention reads here of a layer's entries."""
-        return entries if self._heads is None else cut(entries, *self._heads)
+    def _receive(self, layer: int, wait: Wait) -> None:
+        """Have the layer for attention, once it can read it."""
+        if self._sending is None:
+            self._take(layer, reading(self._record(layer, wait), self._heads).to(self._devices[layer]))
+            return
+        _wait_for(self._sending.sent[layer], wait)
+        with self._receiving:
+            if layer not in self._prefixes:
+                self._take(layer, self._sending.received(layer))
+                self._sending.release(layer)
+
+    def _take(self, layer: int, record: LayerRecord) -> None:
+        """Have a layer for attention, which is there."""
+        entries = entries_of(record)
+        self._states[layer] = states_of(record)
+        self._prefixes[layer] = () if entries is None else entries.prefixes(self._rotate)
 
     def _record(self, layer: int, wait: Wait) -> LayerRecord:
-        while not self._records[layer].done():
-            wait(self._records[layer])
+        _wait_for(self._records[layer], wait)
         return self._records[layer].result()
 
 
@@ -299,6 +315,11 @@ class PartialAttachment(Attachment):
         reading.result()
 
 
+def _wait_for(layer: Future[Any], wait: Wait) -> None:
+    while not layer.done():
+        wait(layer)
+
+
 class JointAttachment:
     """Several documents that one question sees: to a batch they are one, whose prefixes are those of all.
 
@@ -363,13 +384,25 @@ Attached = Attachment | JointAttachment
 """What the tokens of a question see before their own."""
 
 
+def _is_sent(cache: CompressedCache | ArrivingCache | PartialCache, devices: Sequence[torch.device]) -> bool:
+    """Whether layers are to be copied to a card."""
+    if all(device.type != "cuda" for device in devices):
+        return False
+    layers = cache.layers if isinstance(cache, CompressedCache) else ()
+    return not layers or any(devices_of(layer) - {own} for layer, own in zip(layers, devices, strict=True))
+
+
 def _records_of(
     cache: CompressedCache | ArrivingCache | PartialCache, coder: CacheDecoder | None, device: torch.device | None
 ) -> Records:
     """The layers once they have arrived, with plain rows. device: of all layers, whose rows may be decoded there."""
     if isinstance(cache, PartialCache):
         return ()  # `PartialAttachment` has its own
-    records = _arrived(cache.layers) if isinstance(cache, CompressedCache) else cache.layers
+    if isinstance(cache, CompressedCache):
+        # Streams are there, and the work that decodes them beside a card's other work is behind none of it.
+        records = _arrived((cache.to("cpu") if cache.coded else cache).layers)
+    else:
+        records = cache.layers
     if not cache.coded:
         return records
 
@@ -377,7 +410,14 @@ def _records_of(
         return plain_layer(record, coder, index, cache.repositioned)
 
     if isinstance(coder, Coder) and device is not None and ans.side_by_side(device):
-        return _decoded_together(records, lambda layers: plain_layers(layers, coder, cache.repositioned, device), alone)
+
+        def together(layers: dict[int, LayerRecord]) -> dict[int, LayerRecord]:
+            with beside(device) as lend:
+                made = plain_layers(layers, coder, cache.repositioned, device)
+                lend(tensors_of(made.values()))
+            return made
+
+        return _decoded_together(records, together, alone)
     # A product of matrices has all threads of the processor for itself.
     return _decoded(records, alone, 1 if cache.projected else torch.get_num_threads())
 

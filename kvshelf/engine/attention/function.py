@@ -50,7 +50,7 @@ class Attended:
     where the attention function in use does not return them. `module` is the model's attention module. window, chunk:
     what a query sees: see `LogitRules`. latents: where a module with latents was given a cache, `[B, 1, T, rank]` and
     the rotated parts `[B, 1, T, rope]`, of which the module made keys and values. call: that of the module, and inputs:
-    those of the layer `[B, T, width]`, where a policy needs them.
+    those of the layer `[B, T, width]`, where a policy needs them. softcap: of logits, as of `LogitRules`.
     """
 
     module: nn.Module
@@ -64,6 +64,7 @@ class Attended:
     latents: tuple[Tensor, Tensor] | None = None
     call: Call | None = None
     inputs: Tensor | None = None
+    softcap: float = 0.0
 
     @property
     def layer_idx(self) -> int:
@@ -178,7 +179,8 @@ def attention(
     if context is not None:
         cached = None if latents is None else (latents.latents, latents.rotated)
         sees = rules.window, rules.chunk
-        context.after_attention(Attended(module, query, new_keys, new_values, rules.scale, lse, *sees, cached))
+        states = query, new_keys, new_values, rules.scale, lse
+        context.after_attention(Attended(module, *states, *sees, cached, softcap=rules.softcap))
     return out.contiguous(), None
 
 

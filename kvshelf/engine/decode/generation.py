@@ -89,6 +89,7 @@ class Generation:
             reducer.expect(len(query) + self._room)
             selection = selection or reducer.tail
         self._copied = 0 if reducer is None else reducer.of_document
+        self._reducer = reducer
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
@@ -138,9 +139,9 @@ class Generation:
     @property
     def seen(self) -> Attached | Selection:
         """What its pending tokens see before their own."""
-        if self._selection is None or not (self.token_ids or self._selects_question):
-            return self.document
-        return self._selection.seen
+        chosen = self._selection is not None and (bool(self.token_ids) or self._selects_question)
+        seen = self._selection.seen if self._selection is not None and chosen else self.document
+        return seen if self._reducer is None else self._reducer.seen(self.document, seen, self.row)
 
     @property
     def _selects_question(self) -> bool:

@@ -3,27 +3,27 @@ the answer has a copy of the document's last entries, which leave as its own do;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.records import Merged
 from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read
 from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
 from kvshelf.engine.decode.selection import EntryReader, Selection, StoredEntries, behind_zeros
-from kvshelf.engine.decode.suffixes import EntriesBeside, Noted, SuffixRow
+from kvshelf.engine.decode.suffixes import EntriesBeside, NotedEntries, SuffixRow
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.prefix_attention import Prefix
+from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.gate_file import Gates
 from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.policies.sharing import floored
-from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, Suffix, SuffixPolicy
+from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, SlotTable, Suffix, SuffixPolicy
 from kvshelf.model.rope import Rope
 
 _COPY: Final = EntryReader(
@@ -45,8 +45,8 @@ class _Share(NamedTuple):
 class DocumentTail(Selection):
     """The document of one answer that has a copy of its last entries: what the answer reads in place are those before.
 
-    shares: of what. copied: entries of a KV head in the copy, on average. beside: of each layer, where it is no part of
-    the suffix. table_bytes: what says which entries are read in place.
+    shares: of what. copied: entries of a KV head in the copy, on average. sharing: tokens that share the entries of a
+    KV head, at most. table_bytes: what says which entries are read in place.
     """
 
     def __init__(self, document: Attached, policy: SuffixPolicy, layers: Sequence[int], prefix: int) -> None:
@@ -56,7 +56,7 @@ class DocumentTail(Selection):
         super().__init__(document)
         self.document = document
         self.tokens = document.num_tokens
-        self.beside: dict[int, EntriesBeside] = {}
+        self._reader = _COPY._replace(centers=policy.slotted)
         self._carried = policy.carried
         # What is read of all layers is not kept: a question may wait for long before it runs.
         of_layers = [self._entries(layer).positions for layer in layers]
@@ -75,6 +75,15 @@ class DocumentTail(Selection):
                 "other suffix.params",
                 param="suffix.scope",
             )
+        merged = [[own for own in document.entries(layer) if isinstance(own, Merged)] for layer in layers]
+        beside = (of_head for records in merged for of_head in zip(*(own.beside for own in records), strict=True))
+        self.sharing = max((sum(int(own.sum()) for own in of_head) for of_head in beside), default=0)
+        if not all(record.centered for records in merged for record in records):
+            raise PolicyUnsupported(
+                "the cache has merged tokens in classes whose key is that of none of them, and suffix policy "
+                f"{policy.name!r} goes on with centers; leave suffix.scope out, or compress the document here",
+                param="suffix.scope",
+            )
         columns = (own for layer in layers for heads in self._columns(layer).values() for own in heads)
         if not all(own.isfinite().all() for own in columns):
             raise PolicyUnsupported(
@@ -84,29 +93,22 @@ class DocumentTail(Selection):
                 param="suffix.scope",
             )
         self._rest: dict[int, tuple[Prefix, ...]] = {}
-        self._again: Selection | None = None
+        self._sharing: dict[int, tuple[Prefix, ...]] = {}
+        """Of the entries in `_rest`, the tokens that share them."""
 
-    @property
-    def seen(self) -> Attached | Selection:
-        return self._again or self
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
+        return self._rest.get(layer, ()) + self._sharing.get(layer, ())
+
+    def counted(self, layer: int) -> tuple[Prefix, ...]:
+        return self._rest.get(layer, ())
 
     @property
     def read_tokens(self) -> int:
-        """Of those that are read in place."""
+        """Tokens that share entries are none."""
         return entries_read(self._rest.values())
 
-    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        beside = self.beside.get(layer)
-        own = (beside.prefix,) if beside is not None and max(beside.prefix.lengths) else ()
-        return self._rest.get(layer, ()) + own
-
-    def changed(self) -> int:
-        """Told that `beside` has changed. Returns how many entries of a KV head it has, on average."""
-        self._again = _Again(self)
-        return entries_read((beside.prefix,) for beside in self.beside.values())
-
     def _entries(self, layer: int) -> StoredEntries:
-        return StoredEntries.of(self.document, layer, _COPY)
+        return StoredEntries.of(self.document, layer, self._reader)
 
     def _columns(self, layer: int) -> dict[str, list[Tensor]]:
         """Of each carried column the numbers `[K]` of each head's tail at a layer; NaN where a record has none."""
@@ -115,12 +117,8 @@ class DocumentTail(Selection):
         records, order = self.document.entries(layer), self._entries(layer).order
         tails: dict[str, list[Tensor]] = {}
         for name in self._carried:
-            columns = (
-                record.columns.get(name, torch.full_like(record.entry_positions, torch.nan, dtype=torch.float32))
-                for record in records
-            )
-            parts = [torch.split(own, record.lengths) for own, record in zip(columns, records, strict=True)]
-            heads = zip(zip(*parts, strict=True), order, self._taken[layer], strict=True)
+            parts = zip(*(record.of_entries(name) for record in records), strict=True)
+            heads = zip(parts, order, self._taken[layer], strict=True)
             tails[name] = [torch.cat(own)[rows[len(rows) - count :].to(own[0].device)] for own, rows, count in heads]
         return tails
 
@@ -138,26 +136,70 @@ class DocumentTail(Selection):
         there = behind_zeros([torch.ones_like(positions, dtype=torch.bool) for positions in own])
         return (keys, values), behind_zeros(own).to(keys.device) - self.tokens, columns, there.to(keys.device)
 
+    def slots(self, layer: int) -> SlotTable | None:
+        """The tokens that share entries of the tail of a layer, with their carried columns, once it is copied. Those
+        that share entries before it are read in place, as these are."""
+        # Of each head's rows their places in the tail, below 0 before it.
+        heads_taken = zip(self._entries(layer).order, self._taken[layer], strict=True)
+        places = [order.argsort() - (len(order) - count) for order, count in heads_taken]
+        names, shared = sorted(self._carried), list[list[Tensor]]()
+        for prefix, record in zip(self.document.prefixes(layer), self.document.entries(layer), strict=True):
+            own = [rows[:length] for rows, length in zip(places, prefix.lengths, strict=True)]
+            places = [rows[length:] for rows, length in zip(places, prefix.lengths, strict=True)]
+            if not isinstance(prefix, MergedPrefix) or not isinstance(record, Merged):
+                continue
+            device, lengths = prefix.slot_scales.device, torch.tensor(prefix.slot_lengths)
+            heads = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+            owners = torch.cat([rows[classes] for rows, (*_, classes) in zip(own, prefix.heads, strict=True)])
+            beside = torch.cat(record.beside).to(device)
+            leaving, staying = beside & (owners >= 0), beside & (owners < 0)
+            columns = (record.columns[name].to(device) for name in names)
+            shared.append([own[leaving] for own in (heads, owners, prefix.slot_scales, *columns)])
+            if bool(staying.any()):
+                scales, classes = prefix.slot_scales[staying], prefix.slot_classes[staying]
+                counts = tuple(heads[staying].bincount(minlength=len(lengths)).tolist())
+                in_place = replace(prefix, slot_scales=scales, slot_classes=classes, slot_lengths=counts)
+                self._sharing[layer] = (*self._sharing.get(layer, ()), in_place)
+        if not any(len(heads) for heads, *_ in shared):
+            return None
+        heads, owners, scales, *noted = map(torch.cat, zip(*shared, strict=True))
+        return SlotTable.of(heads, len(places), owners, scales, dict(zip(names, noted, strict=True)))
 
-class _Again(Selection):
-    """A tail that has changed. To a batch it is another document."""
 
-    def __init__(self, tail: DocumentTail) -> None:
-        super().__init__(tail.document)
-        self._tail = ref(tail)  # in no circle, which would keep the memory of both
+class OwnPrefixes(Selection):
+    """What an answer sees before its suffix, and what it has of its own beside the slab: entries of an uneven number,
+    and tokens that share entries of the suffix. Made anew whenever these change: to a batch it is another document."""
 
-    @property
-    def tail(self) -> DocumentTail:
-        tail = self._tail()
-        assert tail is not None, "its answer has it"
-        return tail
+    def __init__(
+        self, document: Attached, seen: Attached | Selection, row: SuffixRow, layers: Mapping[int, NotedEntries]
+    ) -> None:
+        """seen: what it sees of the document. layers: what the row has of each."""
+        super().__init__(document)
+        self.visible = seen
+        self._row = row
+        self._layers = layers
+        self._sharing: dict[int, tuple[int, MergedPrefix]] = {}
+        """Of each layer with slots, for the address where the suffix's keys were."""
+
+    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
+        noted, prefixes = self._layers.get(layer), list(self.visible.prefixes(layer, wait))
+        if noted is not None and noted.beside is not None and max(noted.beside.prefix.lengths):
+            prefixes.append(noted.beside.prefix)
+        if noted is not None and noted.slots is not None:
+            prefixes.append(self._sharing_entries(layer, noted.slots))
+        return tuple(prefixes)
+
+    def _sharing_entries(self, layer: int, slots: SlotTable) -> MergedPrefix:
+        assert self._row.slab is not None
+        keys, values = self._row.slab.of_row(layer, self._row)
+        address = keys.data_ptr()
+        if layer not in self._sharing or self._sharing[layer][0] != address:
+            self._sharing[layer] = address, slots.prefix(keys, values)
+        return self._sharing[layer][1]
 
     @property
     def read_tokens(self) -> int:
-        return self.tail.read_tokens
-
-    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        return self.tail.prefixes(layer, wait)
+        return self.visible.read_tokens
 
 
 def _shared(
@@ -220,7 +262,8 @@ class SuffixReducer(RowHook):
             )
         self._budgets = floored(taken, total, least, total) if policy.bounded else [0]
         """Of each share."""
-        self._layers = {layer: Noted(policy) for layer in layers}
+        self._layers = {layer: NotedEntries(policy) for layer in layers}
+        self._own: OwnPrefixes | None = None
 
     @property
     def of_document(self) -> int:
@@ -231,6 +274,14 @@ class SuffixReducer(RowHook):
     def table_bytes(self) -> int:
         """Bytes that say which of the document's entries the answer reads in place."""
         return 0 if self.tail is None else self.tail.table_bytes
+
+    def slot_bytes(self, entries: int) -> int:
+        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted and what attention
+        reads."""
+        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        token = noted + torch.int32.itemsize + torch.float32.itemsize
+        first = 0 if self.tail is None else self.tail.sharing
+        return len(self._layers) * token * max(first, self._policy.most_slots(entries))
 
     @property
     def _uneven(self) -> DocumentTail | None:
@@ -277,8 +328,19 @@ class SuffixReducer(RowHook):
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:
         if self._gates is not None:
             return Wants.STATES
-        observes = answering and self._policy.observes_at(row.logical + 1 - self._question)
-        return Wants.WEIGHTS if observes else Wants.NOTHING
+        if not answering or not self._policy.observes_at(row.logical + 1 - self._question):
+            return Wants.NOTHING
+        slotted = any(noted.slots is not None for noted in self._layers.values())
+        return Wants.WEIGHTS | Wants.STATES if slotted else Wants.WEIGHTS
+
+    def seen(self, document: Attached, seen: Attached | Selection, row: SuffixRow) -> Attached | Selection:
+        """What the row sees before its suffix, which would be `seen` if it had nothing of its own beside it. The same
+        object as long as both are the same."""
+        if all(noted.beside is None and noted.slots is None for noted in self._layers.values()):
+            return seen
+        if self._own is None or self._own.visible is not seen:
+            self._own = OwnPrefixes(document, seen, row, self._layers)
+        return self._own
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
         """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
@@ -288,13 +350,18 @@ class SuffixReducer(RowHook):
                 self._note_gated(row, place, shown.states[layer])
         for layer, weights in shown.weights.items():
             assert row.slab is not None
-            heads = row.slab.of_row(layer, row)[0].shape[0]
-            positions, columns = self._layers[layer].of(row, heads, weights.device)
-            by_group = weights.view(heads, -1, row.stored)  # [kv_heads, group, S]
-            self._policy.observe(columns, by_group, positions, row.logical - self._question)
-            beside = None if self.tail is None else self.tail.beside.get(layer)
-            if beside is not None and beside.weights is not None:
-                self._policy.observe(beside.columns, beside.weights, beside.positions, row.logical - self._question)
+            keys, answered, noted = row.slab.of_row(layer, row)[0], row.logical - self._question, self._layers[layer]
+            positions, columns = noted.of(row, len(keys), weights.device)
+            by_group = weights.view(len(keys), -1, row.stored)  # [kv_heads, group, S]
+            self._policy.observe(columns, by_group, positions, answered)
+            if (beside := noted.beside) is not None and beside.weights is not None:
+                self._policy.observe(beside.columns, beside.weights, beside.positions, answered)
+            if (slots := noted.slots) is not None:
+                states = shown.states[layer]
+                queries = states.queries[0, :, -1].view(*by_group.shape[:2], -1)
+                rules = LogitRules(states.scaling, states.softcap)
+                weights = slots.weights(by_group, queries, keys[:, : row.stored], rules)
+                self._policy.observe(slots.columns, weights, slots.of_owners(positions), answered)
 
     def _note_gated(self, row: SuffixRow, place: int, states: Attended) -> None:
         """place: of the layer, among those that attend."""
@@ -313,21 +380,31 @@ class SuffixReducer(RowHook):
             return None
         if self._uneven is None:
             return Copied(self._protected, self.tail.copied, self._copied(row, self.tail))
-        for layer in self._layers:
+        for layer, noted in self._layers.items():
             states, positions, carried, there = self.tail.copy(layer)
-            noted = self._policy.columns.items()
-            columns = {name: torch.full_like(there, first, dtype=torch.float32) for name, first in noted}
-            self.tail.beside[layer] = EntriesBeside.of(
-                states, positions, columns | carried, there, observed=self._observed
-            )
-        row.beside = self.tail.changed()
+            first = self._policy.columns.items()
+            columns = {name: torch.full_like(there, value, dtype=torch.float32) for name, value in first}
+            noted.beside = EntriesBeside.of(states, positions, columns | carried, there, observed=self._observed)
+        self._changed(row)
         return None
 
     def _copied(self, row: SuffixRow, tail: DocumentTail) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         for layer, noted in self._layers.items():
             states, positions, columns, _ = tail.copy(layer)
             noted.insert(row, self._protected, positions, columns)
+            if self._policy.slotted:
+                noted.begin(tail.slots(layer), self._protected)
             yield layer, states
+
+    def _changed(self, row: SuffixRow) -> None:
+        """What it has beside the slab has changed."""
+        self._own = None
+        row.beside = entries_read([beside.prefix] for beside in self._beside)
+
+    @property
+    def _beside(self) -> list[EntriesBeside]:
+        """Of each layer, where it has some."""
+        return [noted.beside for noted in self._layers.values() if noted.beside is not None]
 
     @property
     def _observed(self) -> bool:
@@ -348,15 +425,14 @@ class SuffixReducer(RowHook):
             reduction = self._policy.reduce(suffix) if own or suffix.stored > suffix.budget else _all_of(suffix)
             left = self._left(row, suffix, reduction)
         row.stored = left
-        if self._uneven is not None:
-            row.beside = self._uneven.changed()
+        self._changed(row)
         return left + self._policy.interval
 
     def _stored(self, row: SuffixRow) -> list[int]:
         """The entries of each share."""
         if self._uneven is None:
             return [row.stored]
-        lengths = [beside.prefix.lengths for beside in self._uneven.beside.values()]
+        lengths = [beside.prefix.lengths for beside in self._beside]
         of_shares = [own for of_layer in lengths for own in of_layer] if self._compete else map(max, lengths)
         return [row.stored + own for own in of_shares]
 
@@ -364,17 +440,18 @@ class SuffixReducer(RowHook):
         """All entries of the row at a layer."""
         assert row.slab is not None
         keys, values = (entries[:, : row.stored] for entries in row.slab.of_row(layer, row))
-        positions, columns = self._layers[layer].of(row, len(keys), keys.device)
-        there, budget = None, self._budgets[0]
-        if self._uneven is not None:
-            beside, number = self._uneven.beside[layer], list(self._layers).index(layer)
+        noted, there, budget = self._layers[layer], None, self._budgets[0]
+        positions, columns = noted.of(row, len(keys), keys.device)
+        if (beside := noted.beside) is not None:
+            number = list(self._layers).index(layer)
             budget = sum(self._budgets) // len(self._budgets) if self._compete else self._budgets[number]
             there = self._with(torch.ones_like(positions, dtype=torch.bool), beside.there)
             keys, values = (self._with(*both) for both in zip((keys, values), beside.states, strict=True))
             positions = self._with(positions, beside.positions)
             columns = {name: self._with(column, beside.columns[name]) for name, column in columns.items()}
-        noted = positions, columns, self._protected, row.logical, budget, self.of_document
-        return Suffix(layer, keys, values, *noted, there)
+        entries = layer, keys, values, positions, columns
+        numbers = self._protected, row.logical, budget, self.of_document
+        return Suffix(*entries, *numbers, there, slots=noted.slots)
 
     def _with(self, own: Tensor, beside: Tensor) -> Tensor:
         """What entries of a slab have, with what those beside it have in their place, `[kv_heads, S, ...]`."""
@@ -384,22 +461,23 @@ class SuffixReducer(RowHook):
         """Leave what a reduction does of a layer: all in the slab, or the protected entries there and the others beside
         it. Returns how many are in the slab."""
         assert row.slab is not None
-        states, (positions, columns) = _states(suffix, reduction), _noted(suffix, reduction)
+        states, (positions, columns) = _states(suffix, reduction), _columns(suffix, reduction)
+        noted = self._layers[suffix.layer]
         left = reduction.kept.shape[1] if self._uneven is None else self._protected
         for entries, kept in zip(row.slab.of_row(suffix.layer, row), states, strict=True):
             entries[:, :left] = kept[:, :left]
         if self._uneven is not None:
             there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
             behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
-            made = EntriesBeside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
-            self._uneven.beside[suffix.layer] = made
-        self._layers[suffix.layer].keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
+            noted.beside = EntriesBeside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
+        noted.keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
+        noted.slots = reduction.slots
         return left
 
 
 def _all_of(suffix: Suffix) -> Reduction:
     kept = torch.arange(suffix.stored, device=suffix.keys.device).expand(len(suffix.keys), -1)
-    return Reduction(kept, there=suffix.there)
+    return Reduction(kept, there=suffix.there, slots=suffix.slots)
 
 
 def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
@@ -410,7 +488,7 @@ def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _noted(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Columns]:
+def _columns(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Columns]:
     """What was noted of the entries that stay."""
     columns = {name: column.gather(1, reduction.kept) for name, column in suffix.columns.items()}
     return suffix.positions.gather(1, reduction.kept), columns | (reduction.columns or {})

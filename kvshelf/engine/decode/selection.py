@@ -23,7 +23,7 @@ from kvshelf.engine.decode.suffixes import SuffixRow
 from kvshelf.engine.prefill.reducing import LayerReducer
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.choose import Choice, Chosen, choose
-from kvshelf.kernels.prefix_attention import PackedPrefix, Prefix, SelectedPrefix, channels_of
+from kvshelf.kernels.prefix_attention import MergedPrefix, PackedPrefix, Prefix, SelectedPrefix, channels_of
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
@@ -497,6 +497,8 @@ class EntryReader(NamedTuple):
     of_channels: str
     of_entries: str
     instead: str
+    centers: bool = False
+    """Whether it takes classes of merged tokens, by the centers."""
 
 
 SELECTOR: Final = EntryReader(
@@ -517,11 +519,12 @@ def require_packed(prefixes: Sequence[Prefix], reader: EntryReader = SELECTOR) -
                 f"{reader.instead}, or compress by another policy",
                 param=reader.param,
             )
-        if not isinstance(prefix, PackedPrefix):
+        if not isinstance(prefix, PackedPrefix) and not (reader.centers and isinstance(prefix, MergedPrefix)):
             raise PolicyUnsupported(
                 "the cache has merged tokens or keys without their rotation, or makes its keys at every step (policy "
                 f"kvdirect, made=step), and {reader.of_entries}; {reader.instead}, or compress by a policy that keeps "
                 "tokens as they are",
                 param=reader.param,
             )
-    return tuple(prefix for prefix in prefixes if isinstance(prefix, PackedPrefix))
+    of_centers = (PackedPrefix(p.keys, p.values, p.lengths) if isinstance(p, MergedPrefix) else p for p in prefixes)
+    return tuple(prefix for prefix in of_centers if isinstance(prefix, PackedPrefix))

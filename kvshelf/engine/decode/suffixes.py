@@ -18,7 +18,7 @@ from torch import Tensor
 from kvshelf.artifact.records import State
 from kvshelf.kernels.prefix_attention import PackedPrefix, PrefixWeights
 from kvshelf.kernels.select import pack
-from kvshelf.methods.suffixes.base import Columns, SuffixPolicy
+from kvshelf.methods.suffixes.base import Columns, SlotTable, SuffixPolicy
 
 _FIRST_CAPACITY = 64
 
@@ -209,10 +209,13 @@ class EntriesBeside:
         return dense
 
 
-class Noted:
+class NotedEntries:
     """Of one layer, the place of each stored entry among all tokens, and the policy's columns. A column has its first
     value where no entry is yet. Their memory grows with the row, by the capacities of slabs: budget and interval are
-    the caller's, and may be far beyond what the answer will ever have."""
+    the caller's, and may be far beyond what the answer will ever have.
+
+    beside: the row's entries that are in no slab. slots: the tokens that share those in one.
+    """
 
     def __init__(self, policy: SuffixPolicy) -> None:
         self._first = policy.columns
@@ -220,6 +223,8 @@ class Noted:
         self._columns: Columns = {}
         self._tokens = 0
         """How many of the row's tokens it has a position for, or had."""
+        self.beside: EntriesBeside | None = None
+        self.slots: SlotTable | None = None
 
     def of(self, row: SuffixRow, heads: int, device: torch.device) -> tuple[Tensor, Columns]:
         """Positions `[kv_heads, S]` int64 and columns of the row's entries, not copies."""
@@ -242,6 +247,14 @@ class Noted:
         for name, column in self._columns.items():
             first = column.new_full(positions.shape, self._first[name])
             insert(column, place, row.stored, columns.get(name, first).to(column.device))
+
+    def begin(self, slots: SlotTable | None, place: int) -> None:
+        """Take the tokens that share entries which were put before the row's entry `place`, with what is noted of them
+        already."""
+        if slots is not None:
+            first = {name: torch.full_like(slots.scales, value) for name, value in self._first.items()}
+            owners = torch.where(slots.there, slots.owners + place, -1)
+            self.slots = SlotTable(owners, slots.scales, first | slots.columns)
 
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
         had = self._positions.shape[1]

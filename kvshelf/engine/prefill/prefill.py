@@ -134,6 +134,7 @@ def _finished(level: Level, compression: Compression, encode: Encode) -> Compres
         cache = encode(compression.cache, level.codec)
     else:
         cache = continued(level.job.parent, compression.cache, level.identity, level.job.budget.tokens)
+    cache.events  # noqa: B018 - recorded before the card is given other work
     return replace(compression, cache=cache, compress_s=compression.compress_s + time.perf_counter() - started)
 
 

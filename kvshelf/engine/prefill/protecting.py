@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Entries, Kept, entries_from, parts_of
+from kvshelf.kernels.transfer import upload, upload_numbers
 from kvshelf.methods.policies.view import LayerView
+
+_BEYOND: Final = 1 << 31
+"""More than any position."""
 
 
 def aside(layer: LayerView) -> Kept:
     """The entries of a layer's protected tokens. layer: as it is stored."""
-    rows = layer.document.protected.nonzero()[:, 0].to(layer.keys.device)
+    rows = upload([layer.document.protected.nonzero()[:, 0]], layer.keys.device)[0]
     return protected_entries(layer.keys[:, rows], layer.values[:, rows], rows)
 
 
@@ -34,7 +39,7 @@ def protected_entries(keys: Tensor, values: Tensor, places: Tensor) -> Kept:
 def put_back(chosen: Entries, protected: Kept, places: Sequence[int]) -> Entries:
     """What a policy chose among the tokens at these places of the document, and the protected entries. In one record
     where entries are tokens as they are, so that a cache under codec none has the records of any other."""
-    at = torch.tensor(places)
+    at = upload_numbers(places, protected.entry_positions.device)
     parts = [part.at(at) for part in parts_of(chosen)]
     if (
         len(parts) == 1
@@ -51,7 +56,7 @@ def _one(chosen: Kept, protected: Kept) -> Kept:
     records = (chosen, protected)
     positions = torch.cat([record.entry_positions for record in records])
     heads = torch.cat([_heads(record) for record in records])
-    order = (heads * (int(positions.max()) + 1) + positions).argsort()
+    order = (heads * _BEYOND + positions).argsort()
 
     def together(name: str) -> Tensor:
         rows: Tensor = torch.cat([getattr(record, name) for record in records])[order]
@@ -71,4 +76,5 @@ def _one(chosen: Kept, protected: Kept) -> Kept:
 def _heads(record: Kept) -> Tensor:
     """The head of each entry, `[entries]` int64."""
     device = record.entry_positions.device
-    return torch.arange(record.kv_heads, device=device).repeat_interleave(torch.tensor(record.lengths, device=device))
+    lengths = upload_numbers(record.lengths, device)
+    return torch.arange(record.kv_heads, device=device).repeat_interleave(lengths, output_size=record.entries)

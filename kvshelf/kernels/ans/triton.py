@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.ans.tables import ENTRIES, Runs, Tables
+from kvshelf.kernels.staging import carried
 
 _LANES = 32
 _OF_A_RUN = 7
@@ -37,12 +38,13 @@ def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> 
     runs, lanes = _laid_out(arrays, places)
     bad = torch.zeros(len(runs), dtype=torch.int32, device=device)
     if len(lanes):
-        data = torch.cat([array.data for array in arrays]).to(device)
-        orders = torch.tensor([table for array in arrays for table in array.order], dtype=torch.int32, device=device)
+        streams = torch.cat([array.data for array in arrays])
+        tables_of = torch.tensor([table for array in arrays for table in array.order], dtype=torch.int32)
+        here = [streams, tables_of, torch.from_numpy(runs), torch.from_numpy(lanes)]
+        data, orders, of_runs, of_lanes = carried(here, device, {})
         _decode[(triton.cdiv(len(lanes), _LANES),)](
             data.view(torch.int32), data, orders, tables.slots_on(device).view(torch.int64),
-            torch.from_numpy(runs).to(device), torch.from_numpy(lanes).to(device), len(lanes), out, bad,
-            FIELDS=_OF_A_RUN, LANES=_LANES, num_warps=1,
+            of_runs, of_lanes, len(lanes), out, bad, FIELDS=_OF_A_RUN, LANES=_LANES, num_warps=1,
         )  # fmt: skip
     sound = [not wrong for wrong in bad.tolist()]
     ends = accumulate((len(array.sizes) for array in arrays), initial=0)

@@ -6,7 +6,7 @@ because a few channels of the keys are large at every token; values per token in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from kvshelf.kernels.groups import Axis, scales_shape
 from kvshelf.kernels.quantize import dequantize, quantize
+
+Move = Callable[[Tensor], Tensor]
+"""A tensor to the same one elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +114,9 @@ class QuantizedRows(_Coded):
     def device(self) -> torch.device:
         return self.codes.device
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> QuantizedRows:
-        """The same rows on another device. non_blocking: as of `Tensor.to`."""
-        tensors = {name: getattr(self, name) for name in ("codes", "scales", "zeros")}
-        return replace(self, **{name: own.to(device, non_blocking=non_blocking) for name, own in tensors.items()})
+    def moved(self, move: Move) -> QuantizedRows:
+        """The same rows with what `move` makes of each tensor."""
+        return replace(self, codes=move(self.codes), scales=move(self.scales), zeros=move(self.zeros))
 
     def head(self, index: int) -> HeadRows:
         """The rows of one KV head, as views."""

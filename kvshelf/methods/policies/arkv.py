@@ -16,30 +16,35 @@ from kvshelf.methods.policies.base import pooling_kernel
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.cake import indicators, variance
 from kvshelf.methods.policies.chunked import ChunkedTail
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.policies.view import LayerView
 
 
 @dataclass(frozen=True)
-class ARKV(ChunkedTail):
-    """In part, as states are not set while it answers: keep what the window attends to steadily or in bursts,
-    and give layers whose attention is spread out, shifting and peaked more entries in many bits; the others have few.
+class ARKV(KeepsScores, ChunkedTail):
+    """Keep what the window attends to steadily or in bursts, and give layers whose attention is spread out, shifting
+    and peaked more entries in many bits; the others have few.
 
-    It takes effect under the codec `mixed:share=policy`: the paper's low precision is fp8, here int2, int3 or int4. The
-    score is that of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the
-    GQA group and pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query
-    heads: E is their entropy, V the variance over rows, K the kurtosis of each row, all summed. Of the entries that are
-    not always kept, a layer has the best in many bits, as large a part as its claim is of the largest claim.
+    A stored cache has both under the codec `mixed:share=policy`, few bits being int2, int3 or int4. The score is that
+    of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA group and
+    pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query heads: E is their
+    entropy, V the variance and K the kurtosis of each token's weights over the rows, as in the authors' code, all
+    summed. Of the entries that are not always kept, a layer has the best in many bits, as large a part as its claim is
+    of the largest claim: its share.
 
-    All three states are decided when the document has been read; with `prefill` "chunked" behind each chunk, whose last
-    tokens are the window, over all that is left. An entry in few bits is read as it was until the cache is stored. The
-    authors' code decides again whenever an answer exceeds the budget, drops a quarter each time and subtracts the
-    window twice; here an answer's own cache is not touched. With a budget of the whole document nothing is dropped.
+    The authors' code decides the shares when the prompt has been read, keeps what stays of it whole, and sets states
+    while the model answers, in fp8: so does suffix policy `arkv`, by the shares, which the cache has with
+    `keep_scores`. Here the document's states are set, too, once it has been read; with `prefill` "chunked" behind each
+    chunk, whose last tokens are the window, over all that is left. An entry in few bits is read as it was until the
+    cache is stored. With a budget of the whole document nothing is dropped.
     """
 
     name: ClassVar[str] = "arkv"
     source: ClassVar[str] = "ARKV, arXiv 2603.08727"
     advice: ClassVar[str] = "with codec mixed:share=policy, where layers differ in how widely they attend."
+    version: ClassVar[int] = 2
     sets_precision: ClassVar[bool] = True
+    left: ClassVar[tuple[str, ...]] = ("share",)
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
@@ -72,15 +77,16 @@ class ARKV(ChunkedTail):
             claim, always = notes[layer]
             # Claims are all 0 where a window of one row has no variance: then all layers are alike.
             part = claim / largest if largest > 0 else 1.0
-            said[layer] = replace(record, precise=tuple(always + round(part * (n - always)) for n in record.lengths))
+            counts = tuple(always + round(part * (n - always)) for n in record.lengths)
+            share = torch.full_like(record.entry_positions, part, dtype=torch.float32)
+            said[layer] = self.keeping(replace(record, precise=counts), share=share)
         return said
 
 
 def _statistics(weights: Tensor) -> Tensor:
-    """Entropy, variance over the rows and kurtosis of the rows, summed over a GQA group: `[3]` fp64, of weights
+    """Entropy, and variance and kurtosis over the rows, summed over a GQA group: `[3]` fp64, of weights
     `[group, R, columns]`."""
-    deviations = weights - weights.mean(dim=2, keepdim=True)
-    squares = deviations.square().mean(dim=2)
-    kurtosis = deviations.pow(4).mean(dim=2) / squares.clamp_min(1e-8).square()
+    squares = (weights - weights.mean(dim=1, keepdim=True)).square_()
+    kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).clamp_min(1e-8).square()
     entropy = -(weights * (weights + 1e-10).log())
     return torch.stack([each.double().sum() for each in (entropy, variance(weights), kurtosis)])

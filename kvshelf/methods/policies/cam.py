@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.packed import marked
 from kvshelf.artifact.records import Kept
-from kvshelf.kernels.select import importance_of, select
+from kvshelf.kernels.select import importance_of, of_entries, select
 from kvshelf.methods.draws import drawn
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import ScoringPolicy, keep
@@ -59,9 +60,12 @@ class CaM(H2O):
         kept = select(scores, protected, budget.per_head)
         joins = ~kept & self._drawn(layer, scores, kept)
         record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
-        parts = [self._inherited(*of_head) for of_head in zip(layer.values, joins, kept, strict=True)]
-        values = layer.values[kept].float() + torch.cat(parts)
-        columns = {name: own[kept] for name, own in self.columns(layer, scores).items()}
+        heads = zip(layer.values, joins, kept, record.lengths, strict=True)
+        inherited = [self._inherited(*of_head) for of_head in heads]
+        own = [rows.float() for _, rows in record.heads()]
+        values = torch.cat([rows + more for rows, more in zip(own, inherited, strict=True)])
+        at = record.entry_positions
+        columns = {name: of_entries(own, at, record.lengths) for name, own in self.columns(layer, scores).items()}
         return replace(record, values=values.to(layer.values.dtype), columns=columns)
 
     def _drawn(self, layer: LayerView, scores: Tensor, kept: Tensor) -> Tensor:
@@ -78,11 +82,11 @@ class CaM(H2O):
         joins = drawn(self.seed, layer.layer_idx, positions, attention, means, self.probability, first)
         return joins & (ends > before)
 
-    def _inherited(self, values: Tensor, joins: Tensor, kept: Tensor) -> Tensor:
-        """What each kept token of a head gets, `[count, Dv]` fp32: the shares of those that merge between it and the
-        m-th kept token before it. values: `[N, Dv]`; joins, kept: `[N]` bool."""
+    def _inherited(self, values: Tensor, joins: Tensor, kept: Tensor, count: int) -> Tensor:
+        """What each of the `count` kept tokens of a head gets, `[count, Dv]` fp32: the shares of those that merge
+        between it and the m-th kept token before it. values: `[N, Dv]`; joins, kept: `[N]` bool."""
         shares = torch.where(joins.unsqueeze(1), values, 0.0).double() / self.merge
-        sums, at = shares.cumsum(dim=0), kept.nonzero()[:, 0]  # in fp64, as differences of them are small
+        sums, at = shares.cumsum(dim=0), marked(kept, count)  # in fp64, as differences of them are small
         inherited = sums[at]
         inherited[self.merge :] -= sums[at[: -self.merge]]
         return inherited.float()

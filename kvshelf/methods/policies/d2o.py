@@ -114,8 +114,8 @@ class D2O(KeepsScores, ChunkedPolicy):
         return {layer: self.recorded(self.cut(past, counts)) for layer, past, counts in shares}
 
     def recorded(self, past: LayerPast) -> Kept:
-        sums, tau = past.columns["sums"], NO_THRESHOLD if past.note.tau is None else float(past.note.tau)
-        return self.keeping(past.record, sum=sums, tau=torch.full_like(sums, tau))
+        sums, tau = past.columns["sums"], NO_THRESHOLD if past.note.tau is None else past.note.tau
+        return self.keeping(past.record, sum=sums, tau=torch.zeros_like(sums) + tau)
 
     def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         joined = past.joined(chunk, {"sums": torch.zeros(chunk.keys.shape[:2], device=chunk.keys.device)})
@@ -145,6 +145,6 @@ class D2O(KeepsScores, ChunkedPolicy):
         weights, code, slots = torch.where(kept, 1.0, cosines), self.form == "code", self.store == "slots"
         weights = weights.clamp_min(1e-30) if code else weights.exp()  # no weight of a mean may be zero
         made = plan.made((keys, values), weights, importance_of(scores, protected), slots=slots, shrinks=code)
-        made = replace(made, entries_at=record.entry_positions[kept.flatten()])
+        made = replace(made, entries_at=places[plan.entries].to(torch.int32))
         note = note._replace(share=share, tau=tau if len(rows) > share else note.tau)
-        return replace(past, record=cast("Kept", made), columns={"sums": scores[kept]}, note=note)
+        return replace(past, record=cast("Kept", made), columns={"sums": scores[plan.entries]}, note=note)

@@ -14,7 +14,7 @@ from kvshelf.artifact.identity import RopeMode
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.kernels.merge import merge_weighted
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.kernels.select import importance_of, select
+from kvshelf.kernels.select import importance_of, of_entries, select
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import WindowPolicy, keep, pooling_kernel
@@ -51,18 +51,18 @@ class EMS(KeepsScores, WindowPolicy):
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
     tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
-    Suffix policy `ems` goes on while the model answers, with `merge` false and `keep_scores`. kvshelf's own: the mean
-    direction gets the length of the center's key; evicted tokens have no slot, because the key of a "zero class" has
-    logit 0, and so a share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1
-    takes s_glo from every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 %
-    of the entries are those that all rows keep (4k tokens).
+    Suffix policy `ems` goes on while the model answers, with `keep_scores`. kvshelf's own: the mean direction gets the
+    length of the center's key; evicted tokens have no slot, because the key of a "zero class" has logit 0, and so a
+    share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1 takes s_glo from
+    every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 % of the entries are
+    those that all rows keep (4k tokens).
     """
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
     left: ClassVar[tuple[str, ...]] = ("all", "past")
-    required: ClassVar[Mapping[str, Any]] = {"every": 1, "merge": False}
+    required: ClassVar[Mapping[str, Any]] = {"every": 1, "pos": "post"}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
         **WindowPolicy.settled,
@@ -122,8 +122,9 @@ class EMS(KeepsScores, WindowPolicy):
         kept = select(scores, protected, budget.per_head)
         importance = importance_of(scores, protected)
         if not self.merge:
-            columns = {name: own[kept] for name, own in sums.items()}
-            return replace(keep(layer, kept, importance, budget.per_head), columns=columns)
+            record = keep(layer, kept, importance, budget.per_head)
+            at = record.entry_positions
+            return replace(record, columns={name: of_entries(own, at, record.lengths) for name, own in sums.items()})
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
@@ -132,17 +133,18 @@ class EMS(KeepsScores, WindowPolicy):
         plan = MergePlan.joining(kept, similarity >= self.tau, targets)
         class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
         rope_mode: RopeMode = "pre" if self.unrotated else "baked"
-        return plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
+        merged = plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
+        return replace(merged, columns={name: own[plan.members] for name, own in sums.items()})
 
 
 def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:
     """Keys `[entries, D]` fp32 and values `[entries, Dv]` of the classes of keys `[kv_heads, N, D]` and values, and the
     scales `[members]` of the lengths of their members' own keys. A class has its members' mean direction."""
-    members, lengths = plan.members, row_norms(keys)  # [kv_heads, N]
+    members, entries, lengths = plan.members, plan.entries, row_norms(keys)  # [kv_heads, N]
     # No weight may be zero: scores can underflow, and a class of zeros has no mean.
     weights = scores[members].clamp_min(1e-30)
     directions, means = merge_weighted(keys[members], values[members], weights, plan.owners, len(plan.sizes))
     # As long as the center, not of length 1: a codec's channel groups would round it away among keys of length 10.
-    as_long = F.normalize(directions, dim=1) * lengths[plan.kept].unsqueeze(1)
-    scales = torch.where(plan.kept[members], 1.0, lengths[members] / lengths[plan.kept][plan.owners])
+    as_long = F.normalize(directions, dim=1) * lengths[entries].unsqueeze(1)
+    scales = torch.where(plan.kept[members], 1.0, lengths[members] / lengths[entries][plan.owners])
     return plan.or_alone(keys.float(), as_long), plan.or_alone(values, means.to(values.dtype)), scales

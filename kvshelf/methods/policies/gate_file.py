@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.staging import carried
 from kvshelf.model.calibration import data_folder, place
 
 Family = Literal["importance", "decay", "global", "probe", "flag"]
@@ -99,7 +100,9 @@ class Gates:
 
     def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
         """The tensors of one of the layers that policies reduce, and those that all layers share: fp32."""
-        return {name: tensor.to(device, torch.float32) for name, tensor in own_tensors(self.tensors, index).items()}
+        own = own_tensors(self.tensors, index)
+        there = carried(list(own.values()), device, {})
+        return {name: tensor.to(torch.float32) for name, tensor in zip(own, there, strict=True)}
 
     def to_bytes(self) -> bytes:
         """The file."""

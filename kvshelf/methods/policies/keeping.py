@@ -27,7 +27,7 @@ class KeepsScores(Policy):
     left: ClassVar[tuple[str, ...]]
     """The names of the columns."""
     required: ClassVar[Mapping[str, Any]] = {}
-    """The values of parameters without which no answer could go on: sums over all rows, entries without slots."""
+    """The values of parameters without which no answer could go on: sums over all rows, entries that it can copy."""
 
     keep_scores: bool = parameter(
         False, "store what an answer goes on with under suffix.scope cache, 4 bytes a number", added=True
@@ -42,7 +42,7 @@ class KeepsScores(Policy):
         for name, value in self.required.items() if self.keep_scores else ():
             if getattr(self, name) != value:
                 raise PolicyUnsupported(
-                    "with keep_scores an answer goes on with sums over all rows and with entries without slots; give "
+                    "with keep_scores an answer goes on with sums of all rows, and with entries that it can copy; give "
                     f"{name} {json.dumps(value)}, or leave keep_scores out",
                     param=f"policy_params.{name}",
                 )

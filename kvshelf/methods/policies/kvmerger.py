@@ -117,7 +117,7 @@ class KVMerger(Policy):
         always = max(self.sink, layer.protected_prefix)
         recent = int(self.recent * min(budget.per_head))
         apart = (layer.positions < always) | (layer.positions >= layer.num_tokens - recent)
-        hitters = [int(apart.sum()) + self._heavy(count, always) for count in budget.per_head]
+        hitters = [min(layer.num_tokens, always + recent) + self._heavy(count, always) for count in budget.per_head]
         single = select(scores, apart, hitters)
         cosines = F.cosine_similarity(layer.keys[:, 1:].float(), layer.keys[:, :-1].float(), dim=2)
         pairs = cosines.masked_fill(single[:, 1:] | single[:, :-1], -2.0)  # [kv_heads, N - 1]
@@ -127,11 +127,11 @@ class KVMerger(Policy):
             whole = not self.first <= layer.place < layer.num_layers - self.last
             joined = pairs > (torch.inf if whole else self.threshold)
         runs = F.pad((~joined).cumsum(dim=1), (1, 0))  # [kv_heads, N]: the run of each token
-        return MergePlan(_pivots(scores, runs), runs), apart
+        return MergePlan.of_all(_pivots(scores, runs), runs, budget.per_head if self.exact else None), apart
 
     def _weights(self, keys: Tensor, plan: MergePlan) -> Tensor:
         """The Gaussian weight of each token in its run, `[kv_heads, N]` fp32. keys: `[kv_heads, N, D]`."""
-        pivots = keys[plan.kept][plan.owners].view_as(keys)  # nothing is evicted, so every token is a member
+        pivots = keys[plan.entries][plan.owners].view_as(keys)  # nothing is evicted, so every token is a member
         squares = (keys - pivots).square().sum(dim=2)
         if self.sigma is not None:
             return (-squares / (2 * self.sigma**2)).exp()

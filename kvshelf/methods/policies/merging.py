@@ -12,6 +12,7 @@ share, for 12 bytes each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,10 +21,13 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.identity import RopeMode
-from kvshelf.artifact.packed import offsets_of
+from kvshelf.artifact.packed import marked, offsets_of
 from kvshelf.artifact.records import Kept, Merged
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.methods.policies.view import Ranks
+
+Places = tuple[Tensor, Tensor]
+"""The heads and the tokens of some places of `[kv_heads, N]`, int64, head by head."""
 
 NO_THRESHOLD: Final = -2.0
 """Of a layer that has dropped nothing yet: below every cosine."""
@@ -33,21 +37,34 @@ NO_THRESHOLD: Final = -2.0
 class MergePlan:
     """The entry that each token of a layer becomes part of. kept: `[kv_heads, N]` bool, tokens at whose positions
     entries stand. classes: `[kv_heads, N]` int64, the entry of a token as an index into its head's kept tokens, -1 if
-    it is evicted."""
+    it is evicted. counts: entries and members of each head; on a device that is asked for them it waits."""
 
     kept: Tensor
     classes: Tensor
+    counts: tuple[Sequence[int], Sequence[int]]
 
     @classmethod
     def joining(cls, kept: Tensor, joins: Tensor, targets: Tensor) -> MergePlan:
         """Kept tokens stay, those of `joins` `[kv_heads, N]` bool become part of the entry that `targets` `[kv_heads,
-        N]` int64 names, and all others are evicted."""
-        return cls(kept, torch.where(kept, kept.cumsum(1) - 1, torch.where(joins, targets, -1)))
+        N]` int64 names, and all others are evicted. Waits for the device, once."""
+        classes = torch.where(kept, kept.cumsum(1) - 1, torch.where(joins, targets, -1))
+        entries, members = counted(kept, classes >= 0)
+        return cls(kept, classes, (entries, members))
 
-    @property
-    def members(self) -> Tensor:
-        """`[kv_heads, N]` bool: the tokens that are part of an entry."""
-        return self.classes >= 0
+    @classmethod
+    def of_all(cls, kept: Tensor, classes: Tensor, entries: Sequence[int] | None) -> MergePlan:
+        """Every token is part of an entry. entries: of each head; None: asked of the device."""
+        return cls(kept, classes, (counted(kept)[0] if entries is None else entries, [kept.shape[1]] * len(kept)))
+
+    @cached_property
+    def entries(self) -> Places:
+        """Where entries stand, `[entries]`."""
+        return places_of(self.kept, self.counts[0])
+
+    @cached_property
+    def members(self) -> Places:
+        """The tokens that are part of an entry, `[members]`."""
+        return places_of(self.classes >= 0, self.counts[1])
 
     @cached_property
     def owners(self) -> Tensor:
@@ -58,7 +75,8 @@ class MergePlan:
     @cached_property
     def sizes(self) -> Tensor:
         """Members of each entry: `[entries]` int64."""
-        return torch.bincount(self.owners, minlength=int(self.kept.sum()))
+        none = torch.zeros(sum(self.counts[0]), dtype=torch.int64, device=self.kept.device)
+        return none.index_add_(0, self.owners, torch.ones_like(self.owners))
 
     def totals(self, weights: Tensor) -> Tensor:
         """The sum `[entries]` of the weights `[kv_heads, N]` of each entry's members."""
@@ -74,7 +92,7 @@ class MergePlan:
 
     def or_alone(self, states: Tensor, merged: Tensor) -> Tensor:
         """`merged` `[entries, D]`, but for entries of one token that token's own of `states` `[kv_heads, N, D]`."""
-        return torch.where((self.sizes == 1).unsqueeze(1), states[self.kept], merged)
+        return torch.where((self.sizes == 1).unsqueeze(1), states[self.entries], merged)
 
     def made(
         self, states: tuple[Tensor, Tensor], weights: Tensor, importance: Tensor, *, slots: bool, shrinks: bool
@@ -92,9 +110,9 @@ class MergePlan:
         return Kept(
             keys=keys,
             values=values,
-            entries_at=self.kept.nonzero()[:, 1].to(torch.int32),
-            offsets=offsets_of(self.kept.sum(dim=1).tolist()),
-            importance=importance[self.kept],
+            entries_at=self.entries[1].to(torch.int32),
+            offsets=offsets_of(self.counts[0]),
+            importance=importance[self.entries],
         )
 
     def as_merged(
@@ -107,7 +125,7 @@ class MergePlan:
     ) -> Merged:
         """The entries with a slot for each member. scales: of the members, `[members]` fp32; None: all have the key of
         their entry as it is."""
-        kept, members = self.as_kept(keys, values, importance), self.members
+        kept = self.as_kept(keys, values, importance)
         return Merged(
             keys=keys,
             values=values,
@@ -116,10 +134,22 @@ class MergePlan:
             rope_mode=rope_mode,
             importance=kept.importance,
             slot_scales=torch.ones(len(self.owners), device=keys.device) if scales is None else scales,
-            slot_classes=self.classes[members].to(torch.int32),
-            slot_positions=members.nonzero()[:, 1].to(torch.int32),
-            slot_offsets=offsets_of(members.sum(dim=1).tolist()),
+            slot_classes=self.classes[self.members].to(torch.int32),
+            slot_positions=self.members[1].to(torch.int32),
+            slot_offsets=offsets_of(self.counts[1]),
         )
+
+
+def counted(*masks: Tensor) -> tuple[list[int], ...]:
+    """How many are set of each head, of masks `[kv_heads, N]`. Waits for the device, once for all of them."""
+    return tuple(torch.stack([mask.sum(dim=1) for mask in masks]).tolist())
+
+
+def places_of(mask: Tensor, counts: Sequence[int]) -> Places:
+    """Where a mask `[kv_heads, N]` is set, of each head as often as `counts` says: to index `[kv_heads, N, ...]` with,
+    for which a mask would wait for the device."""
+    rows = marked(mask.flatten(), sum(counts))
+    return rows // mask.shape[1], rows % mask.shape[1]
 
 
 def over_heads(similarity: Tensor, goes: Tensor, places: Tensor, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
@@ -167,14 +197,15 @@ def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, cen
     """
     similarity = torch.full(goes.shape, -torch.inf, device=keys.device)
     targets = torch.full(goes.shape, -1, dtype=torch.int64, device=keys.device)
-    counts = centers.sum(dim=1).tolist()
-    if not any(counts):
+    of_goes, of_centers = counted(goes, centers)
+    if not any(of_centers):
         return similarity, targets
+    going, central = places_of(goes, of_goes), places_of(centers, of_centers)
     # Ones have cosine 1 with each other: the keys alone decide.
     by = keys.new_ones(*goes.shape, 1) if values is None else values
-    found, rows = nearest_pair(keys[goes], by[goes], keys[centers], by[centers], goes.sum(dim=1).tolist(), counts)
+    found, rows = nearest_pair(keys[going], by[going], keys[central], by[central], of_goes, of_centers)
     # Two keys and two values that both point apart have a positive product, and no direction in common.
-    apart = (keys[goes].float() * keys[centers][rows].float()).sum(dim=1) <= 0
-    similarity[goes] = found.masked_fill(apart, -torch.inf) if values is not None else found
-    targets[goes] = (kept.cumsum(1) - 1)[centers][rows]
+    apart = (keys[going].float() * keys[central][rows].float()).sum(dim=1) <= 0
+    similarity[going] = found.masked_fill(apart, -torch.inf) if values is not None else found
+    targets[going] = (kept.cumsum(1) - 1)[central][rows]
     return similarity, targets

@@ -16,9 +16,12 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvshelf.artifact.identity import Identity, ModelIdentity
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix
+from kvshelf.kernels.prefix_attention.attend import capped
 from kvshelf.kernels.select import select
 from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
 from kvshelf.methods.policies.gate_file import Gates, Geometry
@@ -28,6 +31,82 @@ DEFAULT_BUDGET = 512
 
 Columns = dict[str, Tensor]
 """Numbers that a policy keeps of each stored entry, `[kv_heads, S]` fp32 each, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotTable:
+    """Tokens of one row at one layer that share the entries of others, as those of a `Merged` record share classes:
+    token i has the key `scales[i] * keys[owners[i]]` and the value of that entry, beside which it is attended to. The
+    entry's own token is none of them.
+
+    owners: `[kv_heads, M]` int64, stored entries; -1 where a head has fewer than M. scales: likewise, fp32. columns:
+    what the policy noted of each, likewise, and 0 where there is none.
+    """
+
+    owners: Tensor
+    scales: Tensor
+    columns: Columns
+
+    @classmethod
+    def none(cls, columns: Columns) -> SlotTable:
+        """M = 0. columns: of the entries."""
+        empty = {name: column[:, :0] for name, column in columns.items()}
+        scales = next(iter(empty.values()))
+        return cls(scales.long(), scales, empty)
+
+    @classmethod
+    def of(cls, heads: Tensor, kv_heads: int, owners: Tensor, scales: Tensor, columns: Columns) -> SlotTable:
+        """From those of all heads, in any order. heads: `[tokens]` int64, of which head each is; the rest likewise."""
+        order = heads.sort(stable=True).indices
+        lengths = heads.bincount(minlength=kv_heads).tolist()
+
+        def padded(numbers: Tensor, none: float) -> Tensor:
+            of_heads = torch.split(numbers[order], lengths)
+            return pad_sequence(list(of_heads), batch_first=True, padding_value=none)
+
+        padded_columns = {name: padded(column, 0.0) for name, column in columns.items()}
+        return cls(padded(owners, -1), padded(scales, 1.0), padded_columns)
+
+    @property
+    def there(self) -> Tensor:
+        """Which of the M are tokens, bool `[kv_heads, M]`."""
+        return self.owners >= 0
+
+    def of_owners(self, numbers: Tensor) -> Tensor:
+        """The numbers `[kv_heads, ..., S]` of entries, of each token's own: `[kv_heads, ..., M]`."""
+        heads, *between, _ = numbers.shape
+        owners = self.owners.clamp_min(0).view(heads, *[1] * len(between), self.owners.shape[1])
+        return numbers.gather(-1, owners.expand(heads, *between, -1))
+
+    def best(self, scores: Tensor, most: int) -> SlotTable | None:
+        """The `most` tokens of each head with the best scores `[kv_heads, M]`; None where there are none at all."""
+        count = min(most, int(self.there.sum(1).max())) if self.owners.numel() else 0
+        if not count:
+            return None
+        order = scores.masked_fill(~self.there, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :count]
+        owners, scales = self.owners.gather(1, order), self.scales.gather(1, order)
+        columns = {name: column.gather(1, order).masked_fill(owners < 0, 0.0) for name, column in self.columns.items()}
+        return SlotTable(owners, scales, columns)
+
+    def weights(self, of_entries: Tensor, queries: Tensor, keys: Tensor, rules: LogitRules) -> Tensor:
+        """What a token gave to each of them, `[kv_heads, group, M]` fp32, by what it gave to the entries, `[kv_heads,
+        group, S]`: its logit is `scales` times that of the entry. queries: `[kv_heads, group, D]`, keys: `[kv_heads, S,
+        D]`."""
+        logits = self.of_owners(queries.float() @ keys.float().mT * rules.scale)
+        more = capped(logits * self.scales.unsqueeze(1), rules) - capped(logits, rules)
+        return (self.of_owners(of_entries).log() + more).exp().masked_fill(~self.there.unsqueeze(1), 0.0)
+
+    def prefix(self, keys: Tensor, values: Tensor) -> MergedPrefix:
+        """As attention reads them. keys `[kv_heads, C, D]` and values `[kv_heads, C, Dv]`: of the entries, contiguous,
+        not copied."""
+        return MergedPrefix(
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            (keys.shape[1],) * len(keys),
+            self.scales[self.there],
+            self.owners[self.there].int(),
+            tuple(self.there.sum(1).tolist()),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +120,7 @@ class Suffix:
     budget: entries of a KV head that may stay, protected ones included; on average where there are `counts`. copied:
     entries of the document that were there before the first reduction. there: `[kv_heads, S]` bool, which of S are
     entries, where heads have different numbers: the protected ones, and the last; None: all. counts: entries of each
-    head that stay, where the policy has shared them out.
+    head that stay, where the policy has shared them out. slots: the tokens that share its entries; None: no token does.
     """
 
     layer: int
@@ -55,6 +134,7 @@ class Suffix:
     copied: int = 0
     there: Tensor | None = None
     counts: Sequence[int] | None = None
+    slots: SlotTable | None = None
 
     @property
     def stored(self) -> int:
@@ -66,13 +146,15 @@ class Suffix:
 class Reduction:
     """The entries that stay: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs where they change,
     `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change. there: `[kv_heads, m]` bool, which of
-    `kept` stay, where heads keep different numbers: the protected ones, and the last; None: all."""
+    `kept` stay, where heads keep different numbers: the protected ones, and the last; None: all. slots: the tokens that
+    share them from now on, owners counted among these m."""
 
     kept: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
     columns: Columns | None = None
     there: Tensor | None = None
+    slots: SlotTable | None = None
 
     @classmethod
     def of(cls, stays: Tensor, protected: int) -> Reduction:
@@ -104,6 +186,8 @@ class SuffixPolicy(Method):
     """The parameters that say something under scope "cache" alone."""
     carried: ClassVar[frozenset[str]] = frozenset()
     """The columns that entries of a document begin with, which its cache must have (`keep_scores` of a policy)."""
+    slotted: ClassVar[bool] = False
+    """Whether tokens may share entries. It then observes the weights of these tokens, too, as if they were entries."""
 
     protect_question: bool = parameter(True, "keep all entries of the question")
 
@@ -132,6 +216,10 @@ class SuffixPolicy(Method):
         """The same, where so many entries are the document's at first."""
         return self.least
 
+    def most_slots(self, budget: int) -> int:  # noqa: ARG002
+        """The most tokens of a KV head that share so many entries."""
+        return 0
+
     @property
     def bounded(self) -> bool:
         """Whether a budget says how much stays, and not its parameters."""
@@ -145,7 +233,7 @@ class SuffixPolicy(Method):
         where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
-            "window, lagkv, h2o, lazy_eviction, trimkv, ems or d2o",
+            "window, lagkv, h2o, lazy_eviction, trimkv, ems, d2o or arkv",
             param="suffix.scope",
         )
 

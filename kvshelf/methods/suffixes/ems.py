@@ -13,27 +13,40 @@ from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ems import combined
 from kvshelf.methods.policies.merging import MergePlan, nearest
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
+from kvshelf.methods.suffixes.base import (
+    Columns,
+    PeriodicPolicy,
+    Reduction,
+    SlotTable,
+    Suffix,
+    best,
+    numbers_of,
+    whole_heads,
+)
 
 
 @dataclass(frozen=True)
 class EMS(PeriodicPolicy):
-    """In part, as merged entries have no slots: keep the last `window` tokens and the best centers; a center that falls
-    out merges into the one most like it.
+    """Keep the last `window` tokens and the best class centers; a center that falls out merges into the one most like
+    it, with all tokens of its class.
 
-    A token that leaves the window becomes a center. The score of an entry is that of policy `ems` (eq. 2):
-    max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo sums all weights that it received from tokens of the
-    answer, and s_loc those of the last `window` to 2 * `window` tokens: two sums, of which the older is dropped after
-    every `window` tokens. The centers with the lowest scores go. One that has cos(k) * cos(v) of at least `tau` with a
-    remaining center joins the nearest of these (eq. 5): the key gets the mean direction and the center's length, the
-    value the mean, both weighted by scores, and the sums of scores become one. The others are dropped.
+    A token that leaves the window becomes a center. The score of a token is that of policy `ems` (eq. 2): max(s_glo *
+    mean(s_loc) / mean(s_glo), s_loc), where s_glo sums all weights that it received from tokens of the answer, and
+    s_loc those of the last `window` to 2 * `window` tokens: two sums, of which the older is dropped after every
+    `window` tokens. The centers with the lowest scores go. One that has cos(k) * cos(v) of at least `tau` with a
+    remaining center joins the nearest of these (eq. 5), and the tokens of its class are of that class from then on: its
+    key gets the mean direction and the center's length, its value the mean, both weighted by the scores of all tokens.
+    The others are dropped with their classes. Tokens that share an entry are attended to with keys of their own length,
+    as those of a stored cache, and have sums of their own. With the entries they are `gamma` times the budget at most:
+    beyond that the table loses those with the lowest scores.
 
-    Under scope "cache" every entry of the document competes and takes members, with the sums that its rows left (policy
-    `ems` with `merge` false and `keep_scores`).
+    Under scope "cache" all classes of the document compete and take members, with the sums that its rows left each of
+    its tokens (policy `ems` with `keep_scores`).
 
-    Departures: a merged token has no slot of its own, so that its softmax mass is gone: all heads of a layer keep
-    equally many entries here; scores are not pooled over neighbours, because stored entries have none; means over a
-    GQA group; keys are merged with their rotation; a reduction after every 32nd token, not after each.
+    Departures: scores are not pooled over neighbours, because stored entries have none; means over a GQA group; keys
+    are merged with their rotation; the question's rows add nothing; a reduction after every 32nd token, not after each,
+    unless `every` is 1. The paper does not say which element its table loses, nor by what a merged class weighs: here
+    by the sum of its tokens' scores.
     """
 
     name: ClassVar[str] = "ems"
@@ -42,13 +55,18 @@ class EMS(PeriodicPolicy):
     needs: ClassVar[Needs] = Needs.ATTENTION
     columns: ClassVar[dict[str, float]] = {"all": 0.0, "past": 0.0, "current": 0.0}
     carried: ClassVar[frozenset[str]] = frozenset({"all", "past"})
+    slotted: ClassVar[bool] = True
 
     window: int = parameter(32, "last tokens always kept, and tokens of a local sum", minimum=1)
     tau: float = parameter(0.6, "least similarity at which entries merge; above 1 none do", minimum=0)
+    gamma: float = parameter(4.0, "most tokens that entries stand for, as a multiple of the budget", minimum=1)
 
     @property
     def least(self) -> int:
         return self.window
+
+    def most_slots(self, budget: int) -> int:
+        return int(self.gamma * budget) - budget
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return whole_heads(positions, self.name)
@@ -62,30 +80,32 @@ class EMS(PeriodicPolicy):
             columns["current"].zero_()
 
     def reduce(self, suffix: Suffix) -> Reduction:
-        scores = self._scores(suffix.columns)
-        stays = best(suffix, scores, self.window)
-        kept = numbers_of(stays)
+        slots = suffix.slots or SlotTable.none(suffix.columns)
+        both = {name: torch.cat([own, slots.columns[name]], 1) for name, own in suffix.columns.items()}
+        scores = self._scores(both)
+        of_entries, of_slots = scores[:, : suffix.stored], scores[:, suffix.stored :]
+        stays = best(suffix, of_entries, self.window)
         centers = stays.clone()
         centers[:, : suffix.protected] = centers[:, suffix.stored - self.window :] = False
         similarity, targets = nearest(suffix.keys, suffix.values, ~stays, stays, centers)
         plan = MergePlan.joining(stays, similarity >= self.tau, targets)
-        keys, values, _ = combined(suffix.keys, suffix.values, scores, plan)
-        shape = *kept.shape, -1
+        weights = of_entries.scatter_add(1, slots.owners.clamp_min(0), of_slots.masked_fill(~slots.there, 0.0))
+        keys, values, scales = combined(suffix.keys, suffix.values, weights, plan)
+        kept = numbers_of(stays)
+        longer = torch.ones_like(of_entries).index_put_(plan.members, scales)
+        joined = SlotTable(  # those that lose their entries, and those that had none
+            torch.cat([plan.classes.masked_fill(stays, -1), slots.of_owners(plan.classes).where(slots.there, -1)], 1),
+            torch.cat([longer, slots.of_owners(longer) * slots.scales], 1),
+            both,
+        )
         return Reduction(
             kept,
-            keys.view(shape).to(suffix.keys.dtype),
-            values.view(shape),
-            {name: _summed(column, plan.classes, kept.shape) for name, column in suffix.columns.items()},
+            keys.view(*kept.shape, -1).to(suffix.keys.dtype),
+            values.view(*kept.shape, -1),
+            slots=joined.best(scores, self.most_slots(suffix.budget)),
         )
 
     def _scores(self, columns: Columns) -> Tensor:
         everywhere, local = columns["all"], columns["past"] + columns["current"]
-        ratio = local.mean(1, keepdim=True) / everywhere.mean(1, keepdim=True)
+        ratio = local.sum(1, keepdim=True) / everywhere.sum(1, keepdim=True)
         return torch.maximum(everywhere * ratio.nan_to_num(nan=0.0), local)  # 0 / 0: the document took it all
-
-
-def _summed(column: Tensor, classes: Tensor, shape: torch.Size) -> Tensor:
-    """The sums of a column `[kv_heads, S]` over the members of each class: `shape` is `[kv_heads, m]`."""
-    there = classes >= 0
-    members = torch.where(there, column, 0.0)
-    return column.new_zeros(shape).scatter_add_(1, classes.clamp_min(0), members)

@@ -158,11 +158,13 @@ class Scheduler:
     def _suffix_bytes(self, tokens: int, reducer: SuffixReducer | None) -> int:
         """tokens: of question and answer."""
         most = None if reducer is None else reducer.most
-        beside, tables = (0, 0) if reducer is None else (reducer.beside, reducer.table_bytes)
+        beside = 0 if reducer is None else reducer.beside
         copied = 0 if reducer is None or beside else reducer.of_document  # what is beside a slab is not in it
         entries = min(tokens, self._engine.max_tokens) + copied
         entries = min(entries, most or entries)
-        needed = (capacity_for(entries, most) + beside) * self._engine.kv_bytes_per_token + tables
+        needed = (capacity_for(entries, most) + beside) * self._engine.kv_bytes_per_token
+        if reducer is not None:
+            needed += reducer.table_bytes + reducer.slot_bytes(entries) * self._engine.facts.kv_heads
         needed += 2 * self._engine.passes.state_bytes  # a step reads the states before it and makes those behind it
         if needed > self._limits.max_suffix_bytes and reducer is not None and reducer.of_document:
             raise InvalidRequest(

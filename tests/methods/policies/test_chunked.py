@@ -278,8 +278,8 @@ class ByHand:
                 scores = (judged.mean(dim=1) + policy.gamma * judged.var(dim=1)).mean(dim=0).tolist()
                 entropy -= float((judged * (judged + 1e-10).log()).sum())
                 shift += float(judged.var(dim=1).sum())
-                off = judged - judged.mean(dim=2, keepdim=True)
-                peaks += float((off.pow(4).mean(dim=2) / off.pow(2).mean(dim=2).clamp_min(1e-8).pow(2)).sum())
+                off = judged - judged.mean(dim=1, keepdim=True)
+                peaks += float((off.pow(4).mean(dim=1) / off.pow(2).mean(dim=1).clamp_min(1e-8).pow(2)).sum())
                 self.keep(layer, head, dict(zip(at, pooled(scores), strict=False)), set(at[-rows:]), BUDGET)
             self.claims[layer] = entropy ** (1 / policy.tau1) * shift ** (1 / policy.tau2) * peaks ** (1 / policy.tau3)
 

@@ -223,19 +223,17 @@ def test_a_budget_is_refused(tiny):
 # ARKV
 
 
-def naive_claim(layer, window, taus):
-    """E^(1/t1) * V^(1/t2) * K^(1/t3) in lists."""
+def claim_in_lists(heads, taus):
+    """E^(1/t1) * V^(1/t2) * K^(1/t3) of weights of the window, by query head, row and token."""
     entropy = spread = kurtosis = 0.0
-    for head in observed(layer, window).tolist():
+    for head in heads:
         for row in head:
             entropy -= sum(a * math.log(a + 1e-10) for a in row)
-            mean = sum(row) / len(row)
-            second = sum((a - mean) ** 2 for a in row) / len(row)
-            fourth = sum((a - mean) ** 4 for a in row) / len(row)
-            kurtosis += fourth / max(second, 1e-8) ** 2
         for column in zip(*head, strict=True):
             mean = sum(column) / len(column)
-            spread += sum((a - mean) ** 2 for a in column) / max(1, len(column) - 1)
+            second, fourth = (sum((a - mean) ** power for a in column) for power in (2, 4))
+            spread += second / max(1, len(column) - 1)
+            kurtosis += fourth / len(column) / max(second / len(column), 1e-8) ** 2
     return entropy ** (1 / taus[0]) * spread ** (1 / taus[1]) * kurtosis ** (1 / taus[2])
 
 
@@ -247,7 +245,7 @@ def test_arkv_is_what_its_formulas_say(case, mean):
     layers = [replace(layer, queries=layer.queries * 1.5**i) for i, layer in enumerate(layers)]
     params = {"window": window, "kernel": 3, **dict(zip(("tau1", "tau2", "tau3"), taus, strict=True))}
     _, records = reduced("arkv", layers, mean, **params)
-    claims = [naive_claim(layer, window, taus) for layer in layers]
+    claims = [claim_in_lists(observed(layer, window).tolist(), taus) for layer in layers]
     tail = 0 if case.get("probes") else window
     always = case.get("protected", 0) + tail
     for layer, record, claim in zip(layers, records, claims, strict=True):

@@ -32,6 +32,10 @@ class MergedHeader(RecordHeader):
     slot_lengths: Lengths
     slot_position_encoding: Encoding
 
+    @property
+    def column_lengths(self) -> list[int]:
+        return self.slot_lengths
+
     def own_sizes(self) -> dict[str, int | None]:
         slots = sum(self.slot_lengths)
         return {

@@ -147,6 +147,11 @@ class RecordHeader(Strict):
         return self.lengths
 
     @property
+    def column_lengths(self) -> list[int]:
+        """How its columns are packed, likewise."""
+        return self.lengths
+
+    @property
     def run_rows(self) -> int:
         """Rows of each head in a run."""
         return RUN_ROWS
@@ -194,7 +199,7 @@ class RecordHeader(Strict):
         sizes: dict[str, int | None] = {array.name: array.total(self.row_lengths) for array in self.row_arrays(dims)}
         if self.codec in CODED:
             sizes |= dict.fromkeys(f"{name}_coded" for name in self.row_names)
-        columns = {"columns": 4 * len(self.columns) * sum(self.lengths)} if self.columns else {}
+        columns = {"columns": 4 * len(self.columns) * sum(self.column_lengths)} if self.columns else {}
         return sizes | {"positions": None} | self.own_sizes() | columns
 
     def unpacked_bytes(self, dims: Dims) -> int:

@@ -152,8 +152,16 @@ class MemoryPlan:
             f"a document of {self.wanted:,} tokens": self.prefill_bytes(self.wanted),
         }
 
+    @property
+    def pinned(self) -> int:
+        """Bytes of the host's memory that stay pinned for copies from and to a card, see `kernels.staging`."""
+        from kvshelf.kernels.staging import PINNED_BYTES
+
+        return PINNED_BYTES if self.shape.device == "cuda" else 0
+
     def __str__(self) -> str:
         said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
+        said += f"; of the host {self.pinned:,} pinned for copies" if self.pinned else ""
         needed = sum(self.parts.values())
         if self.there is None:
             return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"

@@ -23,6 +23,7 @@ from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.errors import DocumentTooLong, InternalError, OutOfMemory
 from kvshelf.kernels.rowwise import available
+from kvshelf.kernels.staging import BUFFER_BYTES
 from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.gate_file import gate_path
 from kvshelf.methods.policies.partitions import PartitionPolicy
@@ -114,6 +115,13 @@ def limited(engine: Engine, tokens: int) -> MemoryPlan:
     """A plan with room for one document of so many tokens, and no more."""
     plan = plan_of(engine, attached=1 << 20, suffixes=1 << 20)
     return replace(plan, there=plan.beside + plan.weights + (2 << 20) + plan.prefill_bytes(tokens))
+
+
+def test_the_plan_of_a_card_says_what_stays_pinned_of_the_host(tiny: Engine) -> None:
+    plan = plan_of(tiny)
+    assert (plan.pinned, "pinned" in str(plan)) == (0, False)
+    on_a_card = replace(plan, shape=replace(plan.shape, device="cuda"))
+    assert f"of the host {4 * BUFFER_BYTES:,} pinned for copies" in str(on_a_card)
 
 
 def test_recorded_decode_steps_have_their_part(tiny: Engine) -> None:
