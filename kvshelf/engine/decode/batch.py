@@ -27,6 +27,7 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
+from kvshelf.engine.decode.reduction import OwnPrefixes
 from kvshelf.engine.decode.selection import SeenDocument, Selection
 from kvshelf.engine.decode.slots.choices import Choices
 from kvshelf.engine.decode.slots.seating import SEATED, PassOutcome, SlotPass
@@ -149,7 +150,7 @@ class DecodeBatch:
 
     def _in_slots(self, slots: Slots, step: _Step, checkpoint: Checkpoint, wait: Wait) -> Choices:
         """A step whose rows sit in slots."""
-        seating = slots.seating(step.asking, step.wants, self._passes.vocabulary)
+        seating = slots.seating(step.asking, step.wants, self._passes.model.config.vocab_size)
         step.read = seating.documents
 
         def forward(checkpoint: Checkpoint) -> PassOutcome:
@@ -301,8 +302,8 @@ class _Step:
     def sits(self) -> bool:
         """Whether its rows can sit in slots."""
         single = all(place.count == 1 and place.complete for place in self.places)
-        # What entries beside a suffix are given is told by the pass itself, which a replay does not do.
-        beside = Wants.WEIGHTS in self.wants and any(isinstance(document, Selection) for document in self.documents)
+        # What an answer has beside its slab is elsewhere after each reduction, and a pass tells what that was given.
+        beside = any(isinstance(document, OwnPrefixes) for document in self.documents)
         return single and not beside and self.wants in SEATED and all(document.arrived for document in self.documents)
 
     @cached_property

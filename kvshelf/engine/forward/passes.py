@@ -106,11 +106,6 @@ class Passes:
         return decoder_of(self.model)
 
     @cached_property
-    def vocabulary(self) -> int:
-        """Logits of a token."""
-        return int(self.model.config.get_text_config().vocab_size)
-
-    @cached_property
     def absorbed(self) -> dict[int, Absorbed]:
         """The layers that have latents, once weights are read. Raises `PolicyUnsupported` for those of another kind
         than `Absorbed` can be."""

@@ -67,6 +67,11 @@ class WorkTable:
     scratch_rows: int
     block_m: int
 
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.shares.nbytes + sum(items.nbytes for _, items in self.launches)
+
     def fits(self, prefixes: Sequence[Prefix], made_for: MadeFor | None) -> bool:
         """Whether this is the table of these prefixes, compared by identity because the table holds addresses."""
         return self.made_for == made_for and all(

@@ -38,7 +38,8 @@ class Reading(NamedTuple):
 
 class Composition:
     """documents: as their slots see them. layout: of the slots, without suffixes. begins: `[slots]` int32 on the
-    device, the position at which the suffix of each begins. tables: None: it has none, or no pass has told yet."""
+    device, the position at which the suffix of each begins. tables: None: it has none, or no pass has told yet.
+    nbytes: of all that kernels read its documents by."""
 
     def __init__(
         self,
@@ -51,13 +52,14 @@ class Composition:
         """key: what other compositions have not. readings: by earlier passes. ends: as of a `Seating`."""
         self.key = key
         self._ends = ends
-        # What one answer alone reads may have entries in other layers than documents have, and weights to be told.
+        # What one answer alone reads may have entries in other layers than documents have.
         self._selected = any(isinstance(document, Selection) for document, _ in shares)
         self.documents = [SeatedDocument(document) for document, _ in shares]
         self.layout = BatchLayout(tuple(slots for _, slots in shares), (), device)
         starts = torch.tensor([document.next_position for document, _ in shares])
         self.begins = starts.repeat_interleave(torch.tensor(self.layout.shares)).to(device, torch.int32)
         self.tables: ComposedTables | None = None
+        self.nbytes = 0
         for layers, setting in {(reading.layers, reading.setting) for reading in readings}:
             tables = [self._table(layer, setting) for layer in layers]
             self._compose(layers, [table for table in tables if table is not None and not table.streamed])
@@ -74,16 +76,19 @@ class Composition:
         """Note by which tables a pass has read its documents. Those of a pass that reads any other way are its own."""
         layers = tuple(layer for layer in self.documents[0].layers if any(self._prefixes(layer)))
         tables = [table_of(list(chain(*self._prefixes(layer)))) for layer in layers]
+        self.nbytes = sum(table.nbytes for table in tables if table is not None)
         plain = [table for table in tables if table is not None and not table.streamed]
         if not any(kind.selected for table in plain for kind, _ in table.launches):
             self._compose(layers, plain)
 
     def _compose(self, layers: tuple[int, ...], tables: Sequence[WorkTable]) -> None:
+        self.nbytes = sum(table.nbytes for table in tables)
         if self._selected or len(tables) != len(layers):
             return
         of = TableClass.of(tables, self.layout.num_tokens)
         if of is not None:
             self.tables = ComposedTables(of, layers, torch.cat([of.numbers(table) for table in tables]))
+            self.nbytes += self.tables.numbers.nbytes
 
     def _table(self, layer: int, setting: Setting) -> WorkTable | None:
         prefixes = self._prefixes(layer)
@@ -124,6 +129,11 @@ class TabledDocuments:
         self._prefixes = {
             layer: TabledPrefix(tables.of.table(part)) for layer, part in zip(tables.layers, parts, strict=True)
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Of their tables."""
+        return self._numbers.nbytes
 
     def take(self, tables: ComposedTables) -> None:
         """See those of another one."""

@@ -103,6 +103,11 @@ class Seating:
         self.seats: list[tuple[int, int]] = []
         """Of each row of this step, its slot and the number of its slab."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of all that kernels read its documents by."""
+        return sum(part.nbytes for part in (self._tabled, self._own) if part is not None)
+
     def enter(
         self, composition: Composition, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]
     ) -> None:

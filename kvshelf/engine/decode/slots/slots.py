@@ -34,14 +34,17 @@ from kvshelf.model.devices import hooked
 
 _LOG = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", Seating, Composition)
 
 _MOST_SEATINGS: Final = 8
 """A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16, and, where a row draws, a
 number in fp32 beside each. All share the rest."""
 
 _MOST_COMPOSITIONS: Final = 32
-"""Of each its tables stay, 40 KB a layer on an H100."""
+
+MOST_TABLE_BYTES: Final = 64 << 20
+"""Of the tables by which kernels read documents: those of compositions, and as many of seatings. Twice 40 KB a layer on
+an H100 for a few documents, five times as much for 32."""
 
 _RULE_BYTES: Final = 4 + 1 / 8
 """Of a token of the vocabulary: what it is drawn by, and whether it may come."""
@@ -53,7 +56,7 @@ def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: in
     recordings."""
     slots = MOST_SLOTS_A_ROW * rows
     kept = _MOST_SEATINGS * vocabulary * (logit_bytes + _RULE_BYTES)
-    return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary)
+    return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
 
 
 Forward = Callable[[Checkpoint], PassOutcome]
@@ -83,6 +86,11 @@ class Slots:
         alone = len(devices) == 1 and passes.ranks is None and not hooked(passes.model)
         alone = alone and not passes.facts.one_by_one
         return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables by which kernels read documents."""
+        return sum(own.nbytes for own in (*self._seatings.values(), *self._compositions.values()))
 
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side, once they sit there.
@@ -152,10 +160,13 @@ class Slots:
 
 
 def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
-    """Put a value behind the others, and drop the oldest."""
+    """Put a value behind the others, and drop the oldest where these are too many or too large."""
     kept[key] = value
-    for oldest in list(kept)[:-most]:
-        kept.pop(oldest, None)
+    left = MOST_TABLE_BYTES
+    for number, (at, own) in enumerate(reversed(list(kept.items()))):
+        left -= own.nbytes
+        if number >= most or (number and left < 0):
+            kept.pop(at, None)
 
 
 class GraphRecorder:

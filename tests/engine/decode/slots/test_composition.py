@@ -12,6 +12,7 @@ import torch
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
+from kvshelf.engine.decode.slots import slots
 from kvshelf.engine.decode.slots.seating import PassOutcome, Replay
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
@@ -75,6 +76,24 @@ def test_a_recording_is_of_all_compositions_of_its_class(
     recorder = Again()
     assert answers(engine, documents, Slots(CPU, recorder)) == answers(engine, documents, None)
     assert 2 <= recorder.recorded <= 6, "of one answer and of two, greedy and drawn, in a slab and one that has grown"
+
+
+def test_tables_that_stay_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of compositions and those of seatings."""
+    if library() is None:
+        pytest.skip("no C form was compiled")
+    monkeypatch.setenv("KVSHELF_KERNELS", "native")
+    engine = Engine(made("llama", num_hidden_layers=2, vocab_size=512), name="m")
+    documents = [engine.attach(engine.compress(ids(tokens, seed=i), policy="full")) for i, tokens in enumerate(LENGTHS)]
+
+    def kept() -> int:
+        seated = Slots(CPU, Again())
+        assert answers(engine, documents, seated) == answers(engine, documents, None)
+        return seated.table_bytes
+
+    assert kept() > 2 * 6000
+    monkeypatch.setattr(slots, "MOST_TABLE_BYTES", 6000)
+    assert 0 < kept() <= 2 * 6000
 
 
 def test_a_table_that_is_copied_over_another_of_its_class_is_that_table() -> None:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
+from kvshelf.engine.decode.reduction import OwnPrefixes
 from kvshelf.engine.decode.slots.seating import (
     CLASSES,
     MOST_SLOTS_A_ROW,
@@ -352,6 +353,41 @@ def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots() -> None:
     slots = Counted()
     assert answered(slots) == answered(None)
     assert len(slots.sat) == 23
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"policy": "ems", "params": {"every": 4, "window": 4, "tau": 0.0}, "budget": 12},
+        {"policy": "d2o", "params": {"every": 2}},
+    ],
+)
+def test_a_step_with_an_answer_that_has_entries_or_classes_beside_its_slab_sits_in_no_slots(
+    bounds: dict[str, Any],
+) -> None:
+    """Classes that share entries of the slab (ems), and layers with different numbers of entries (d2o)."""
+    engine = engine_of("llama")
+    cache = engine.compress(ids(60), policy="d2o", keep_scores=True, compression_ratio=0.3)
+    document, beside_steps = engine.attach(cache), 0
+
+    def answered(slots: Counted | None) -> list[list[int]]:
+        nonlocal beside_steps
+        batch = DecodeBatch(engine.passes, slots)
+        copied = None if "budget" in bounds else document
+        reducer = engine.bound(**bounds, question_tokens=3, document=copied)
+        rows = [engine.start(document, ids(3), Sampling(20), reducer=reducer)]
+        rows.append(engine.start(document, ids(3, seed=1), Sampling(20)))
+        while not rows[0].finished:
+            beside = any(isinstance(row.seen, OwnPrefixes) for row in rows)
+            sat = 0 if slots is None else len(slots.sat)
+            sits = not beside and bool(rows[0].token_ids)
+            batch.step(rows)
+            beside_steps += beside
+            assert slots is None or len(slots.sat) - sat == sits
+        return [row.token_ids for row in rows]
+
+    assert answered(Counted()) == answered(None)
+    assert beside_steps >= 10, "of both"
 
 
 def test_a_step_that_is_abandoned_leaves_every_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
