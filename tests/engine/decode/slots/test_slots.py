@@ -336,14 +336,24 @@ def test_keys_and_values_that_a_step_makes_are_made_in_its_recording(monkeypatch
     assert (tape.recorded, slots.replayed) == (1, 4)
 
 
-def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots() -> None:
-    """So does a question of one token, which still reads all of the document."""
-    engine, document = engine_of("llama"), documents_of("llama", 60)[0]
+@pytest.mark.parametrize(
+    ("made", "suffix"),
+    [
+        ({"policy": "full"}, {"policy": "window", "params": {"every": 2, "leaving": 40}, "budget": 64}),
+        ({"policy": "h2o", "keep_scores": True, "budget_tokens": 40}, {"policy": "h2o", "params": {"every": 2}}),
+    ],
+    ids=["window", "h2o"],
+)
+def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots(
+    made: dict[str, Any], suffix: dict[str, Any]
+) -> None:
+    """So does a question of one token, which still reads all of the document. One asks for weights."""
+    engine = engine_of("llama")
+    document = engine.attach(engine.compress(ids(60), **made))
 
     def answered(slots: Slots | None) -> list[list[int]]:
         batch, rows = DecodeBatch(engine.passes, slots), []
         for seed, length in enumerate((1, 1, 3)):
-            suffix = {"policy": "window", "params": {"every": 2, "leaving": 40}, "budget": 64}
             reducer = engine.bound(**suffix, question_tokens=length, document=document)
             rows.append(engine.start(document, ids(length, seed=seed), Sampling(24), reducer=reducer))
         while not rows[0].finished:
