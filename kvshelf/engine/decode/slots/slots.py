@@ -90,7 +90,8 @@ class Slots:
     @property
     def table_bytes(self) -> int:
         """Of the tables by which kernels read documents."""
-        return sum(own.nbytes for own in (*self._seatings.values(), *self._compositions.values()))
+        seatings = sum(seating.nbytes for seating in self._seatings.values())
+        return seatings + sum(composition.nbytes for composition in self._compositions.values())
 
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side, once they sit there.
