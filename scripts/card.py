@@ -2,9 +2,10 @@
 
 The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
 takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
-tensor of the card and one of the host is refused as a card refuses it. What is copied to the host without a wait is
-zeros there until somebody waits: who reads it too early gets wrong numbers, as with a card. Work on streams that is not
-behind what it needs is an error (`scripts/card_order.py`).
+tensor of the card and one of the host is refused as a card refuses it, as is a kernel of Triton that starts while
+another card is the current one: this one is the second. What is copied to the host without a wait is zeros there until
+somebody waits: who reads it too early gets wrong numbers, as with a card. Work on streams that is not behind what it
+needs is an error (`scripts/card_order.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
@@ -35,7 +37,7 @@ from scripts.card_order import Order, Stream
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
-CARD: Final = torch.device("cuda", 0)
+CARD: Final = torch.device("cuda", 1)
 
 _PACKAGE: Final = str(Path(kvshelf.__file__).parent) + os.sep
 
@@ -75,6 +77,7 @@ class Card:
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self._order = Order(self._noted)
+        self._local = threading.local()
         self._pinned: dict[int, Tensor] = {}
         self._within = ExitStack()
 
@@ -85,10 +88,14 @@ class Card:
             ("current_stream", self._order.current),
             ("stream", self._order.on),
             ("Stream", lambda _device: Stream(self._order)),
+            ("device", self._made_current),
+            ("device_of", lambda tensor: self._made_current(tensor.device)),
         ):
             self._within.enter_context(patch.object(torch.cuda, name, form))
         self._within.enter_context(patch.object(ThreadPoolExecutor, "submit", self._submitting()))
         self._within.enter_context(patch.object(_OnCard, "order", self._order))
+        if find_spec("triton") is not None:
+            self._within.enter_context(self._starts_watched())
         for kept in (staging.arriving, staging.leaving, staging.decoding):  # of another card
             kept.cache_clear()
             self._within.callback(kept.cache_clear)
@@ -97,6 +104,33 @@ class Card:
 
     def __exit__(self, *error: Any) -> None:
         self._within.close()
+
+    @contextmanager
+    def _made_current(self, device: torch.device) -> Iterator[None]:
+        before = self._current
+        self._local.current = device if device.type == "cuda" else before
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+    @property
+    def _current(self) -> torch.device:
+        """The one that this thread gives kernels to: the first, as long as nobody said another."""
+        current: torch.device = getattr(self._local, "current", torch.device("cuda", 0))
+        return current
+
+    def _starts_watched(self) -> Any:
+        from triton.runtime.interpreter import GridExecutor
+
+        start = GridExecutor.__call__
+
+        def watched(kernel: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            if self._current != CARD and any(isinstance(leaf, _OnCard) for leaf in tree_leaves((args, kwargs))):
+                raise RuntimeError(f"a kernel starts on {self._current}, and its tensors are on {CARD}, at {_place()}")
+            start(kernel, *args, **kwargs)
+
+        return patch.object(GridExecutor, "__call__", watched)
 
     def _using(self, within: ExitStack) -> None:
         """Have this thread's operations be the card's."""

@@ -1,7 +1,7 @@
 """What a decode step launches and moves on a card, and where a prefill waits for it, counted without one.
 
 `python -m scripts.count_launches`: models of one and of three small Llama layers step in bf16 with Triton's kernels
-under its interpreter; half of the difference is a layer's.
+under its interpreter; half of the difference is a layer's. A recorded pass is one launch, which is not counted.
 `python -m scripts.count_launches waits [POLICY ...]`: a table of how often kvshelf-tiny's prefill and the encoding of
 its cache wait for each layer, and beside them, by policy and codec.
 """
@@ -14,12 +14,13 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvshelf.engine.decode.batch import DecodeBatch
+from kvshelf.engine.decode.slots.seating import PassOutcome, Replay
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import KvshelfError
@@ -30,6 +31,7 @@ from kvshelf_bench.speed.subject import Subject
 from scripts.card import Card
 from scripts.launch_counts import Counts
 
+CPU = torch.device("cpu")
 _TOKENS = 64
 _CODECS = "int8", "int4", "klt"
 _DOCUMENT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 12
@@ -62,22 +64,33 @@ def _waits(policies: Iterable[str]) -> None:
 def _launches() -> None:
     os.environ["KVSHELF_KERNELS"] = "triton"
     subjects = [_subject(layers) for layers in (1, 3)]
-    for selector, slots in (("", False), ("", True), ("quest", False), ("quest", True)):
-        fewer, more = (_step(subject, selector, slots=slots) for subject in subjects)
-        launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
-        own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
-        name = f"{selector or 'all entries'}{', in slots' if slots else ''}"
-        print(f"{name}: {own} launches and {nbytes} bytes a layer, {fewer.total - own} beside them")
-        print("   ", ", ".join(f"{name} {count}" for name, count in launches.most_common() if count))
+    for selector in ("", "quest"):
+        for way in ("", ", in slots", ", recorded"):
+            # Slots are one model's.
+            slots = [Slots(CPU, _graph if way == ", recorded" else None) if way else None for _ in subjects]
+            fewer, more = map(_step, subjects, [selector] * 2, slots)
+            launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
+            own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
+            name, beside = f"{selector or 'all entries'}{way}", fewer.total - own
+            print(f"{name}: {own} launches and {nbytes} bytes a layer, {beside} beside")
+            for counts in (launches, fewer.launches - launches):
+                print("   ", ", ".join(f"{name} {count}" for name, count in counts.most_common() if count))
 
 
-def _step(subject: Subject, selector: str, *, slots: bool) -> Counts:
-    """Of a decode step of one answer. slots: of a pass that a card would record, and then launch as one graph."""
+def _graph(forward: Callable[[], PassOutcome]) -> Replay:
+    """A recording that a card would launch as one, so that what is counted stands beside it."""
+    outcome = forward()
+    return lambda: outcome
+
+
+def _step(subject: Subject, selector: str, slots: Slots | None) -> Counts:
+    """Of a decode step of one answer."""
     cache = subject.engine.compress(subject.tokens(_TOKENS, seed=1), policy="full")
     selections = [selection_of(subject, cache, selector, _TOKENS // 2)] if selector else None
-    batch = DecodeBatch(subject.engine.passes, Slots(subject.device) if slots else None)
+    batch = DecodeBatch(subject.engine.passes, slots)
     with stepping(subject, [cache], selections, batch) as step:
-        step()
+        for _ in range(3):  # behind which a pass is recorded
+            step()
         with Counts() as counts:
             step()
     return counts

@@ -23,7 +23,7 @@ NOUNS_ALONE = {"service", "corpus", "store", "integrations", "client", "cli"}
 FIELDS = {("store/table.py", "held"), ("integrations/presses.py", "given")}
 """A column that homes have had since version 1, and the parameter of a method that policies override."""
 
-MOST_ELSEWHERE = 569
+MOST_ELSEWHERE = 562
 """Fillers in the rest of the package: may only fall."""
 
 TWICE = frozenset({"ARKV", "CaM", "D2O", "EMS", "H2O", "InfLLM", "LagKV", "MPCache", "SentenceKV", "TrimKV"})

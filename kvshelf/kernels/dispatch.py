@@ -14,7 +14,8 @@ import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 
@@ -26,9 +27,30 @@ _LOG = logging.getLogger(__name__)
 FORMS = ("eager", "native", "triton")
 
 
-def implementation(operation: str, device: torch.device) -> ModuleType:
-    """The module `kvshelf.kernels.<operation>.<form>` that runs on `device`."""
-    return _module(operation, device.type, os.environ.get("KVSHELF_KERNELS", ""))
+def implementation(operation: str, device: torch.device) -> Any:
+    """The module `kvshelf.kernels.<operation>.<form>` that runs on `device`, with its functions."""
+    module = _module(operation, device.type, os.environ.get("KVSHELF_KERNELS", ""))
+    return _OnCard(module, device) if device.type == "cuda" else module
+
+
+class _OnCard:
+    """A form whose functions run with their card as the current one of the thread. Triton starts kernels there wherever
+    their tensors are, and a process may have others: a replica on cuda:1, or layers on several."""
+
+    def __init__(self, form: ModuleType, device: torch.device) -> None:
+        self._form = form
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._form, name)
+        if not isinstance(function, FunctionType):
+            return function
+
+        def run(*args: Any, **given: Any) -> Any:
+            with torch.cuda.device(self._device):
+                return function(*args, **given)
+
+        return run
 
 
 def form(device: torch.device) -> str:

@@ -12,10 +12,13 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from tests.by_hand import Prefix, frequencies, greedy
+from tests.engine.decode.slots.test_slots import Tape
 from tests.engine.test_selecting import read_positions
 
 KINDS = (
@@ -250,3 +253,25 @@ def test_what_has_no_sentences_is_refused_by_name(engine, llama, caches):
     assert refused.value.param == "select.method"
     with pytest.raises(InvalidRequest, match="always reads 64 entries"):
         engine.answer(caches[0], llama.ids[3:14], select="sentencekv", select_tokens=63)
+
+
+def test_a_recording_that_writes_its_queries_again_changes_no_choice(engine, llama, caches, monkeypatch):
+    monkeypatch.setenv("KVSHELF_KERNELS", "eager")
+    monkeypatch.setitem(vars(engine.passes), "program", None)  # a tape sees what torch computes
+    document, question, tape, read = engine.attach(caches[0]), llama.ids[90:91], Tape(), []
+    for slots in (None, Slots(torch.device("cpu"), tape)):
+        params = PARAMS | {"refresh": "step"}
+        selection = engine.select(document, "sentencekv", question_tokens=1, tokens=BUDGET, params=params)
+        row, batch, rows = (
+            engine.start(document, question, Sampling(14), selection),
+            DecodeBatch(engine.passes, slots),
+            [],
+        )
+        while not row.finished:
+            batch.step([row])
+            rows += [prefix.chosen.rows.clone() for layer in range(2) for prefix in selection.prefixes(layer)]
+        read.append((row.token_ids, torch.stack(rows)))
+    (alone, chosen), (recorded, again) = read
+    assert tape.recorded
+    assert recorded == alone
+    assert torch.equal(chosen, again)

@@ -650,7 +650,7 @@ def masses_of(queries, documents, suffix, rules):
     "given", [{}, {"softcap": 0.7}, {"sinks": RULES["all"]["sinks"]}], ids=["none", "cap", "sinks"]
 )
 def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
-    """Of the rows that ask; the others are told nothing, and the output is what it is without."""
+    """Of the rows that ask, and the output is what it is without."""
     made = kind([9, 70], [30, 90], 32, 32, dtype) if kind is merged else kind([9, 70], 32, 32, dtype)
     rules = rules_of(**given)
     rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
@@ -670,8 +670,6 @@ def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
                 logits = torch.cat([rules.sinks[head : head + 1].double(), logits])
             expected = torch.softmax(logits, 0)[-length:]
             assert torch.allclose(weights[row, head, :length].double(), expected, rtol=1e-4, atol=1e-7)
-        assert weights[row, :, length:].isnan().all()
-    assert weights[2].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -201,6 +201,23 @@ def test_no_prefix_at_all():
     check(random(3, 4, 16, seed=1), [()], one_document(3, 8), 2, 16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [[], [9, 70]], ids=["no prefix", "a prefix"])
+def test_weights_of_suffix_tokens_are_made_from_its_log_sum_exps(dtype, parts):
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    layout = BatchLayout((7,), rows, CPU)
+    suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
+    prefixes = [[packed(parts, 32, 32, dtype)] if parts else []]
+    weights = {}
+    for form in (eager, fused):
+        weights[form] = torch.zeros(3, 4, 43)
+        asking = {"weights": [weights[form], None]}
+        form.prefix_attention(queries, prefixes, suffixes, layout, LogitRules(0.3), **asking)
+    for row, length in enumerate((40, 7)):
+        ours, expected = (weights[form][row, :, :length] for form in (fused, eager))
+        assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_large_logits_do_not_overflow():
     queries = random(2, 2, 16, seed=1) * 100  # logits to about 1000, of which fp32 has 6e-5
     document = (merged([7], [29], 16, 16), packed([130], 16, 16), packed([70], 16, 16, bits=8))
@@ -348,11 +365,12 @@ def suffix_variant(name, dim, group, rows):
     tiles = fused.suffix_tiles(dim, dim, {"fp32": 4}.get(name, 2), rows)
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     signature = dict.fromkeys(("queries", "keys", "values", "out"), f"*{name}")
-    signature |= {"rows": "*i32", "tokens": "*i32", "shares": "*i64", "outs": "*fp32", "lses": "*fp32"}
+    signature |= {"united": "*fp32", "rows": "*i32", "tokens": "*i32"}
+    signature |= {"shares": "*i64", "outs": "*fp32", "lses": "*fp32"}
     strides = ("token_stride", "head_stride", "key_row_stride", "key_head_stride", "value_row_stride")
     signature |= dict.fromkeys((*strides, "value_head_stride", "new"), "i32") | {"scale": "fp32"}
     constants = {"DIM": dim, "VALUE_DIM": dim, "HEADS": group, "KEY_STRIDE": dim, "VALUE_STRIDE": dim}
-    constants |= {"ALIGNED": True, "PREFIXED": True, "UPCAST": False}
+    constants |= {"ALIGNED": True, "PREFIXED": True, "TELLING": True, "UPCAST": False}
     return Variant("attend_suffixes", signature, constants | tiles, **options)
 
 

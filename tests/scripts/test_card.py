@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvshelf.api.options import Ask
+from kvshelf.engine.decode.batch import DecodeBatch
+from kvshelf.engine.decode.generation import Sampling
+from kvshelf.engine.decode.grammar import Grammar
+from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
+from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.transfer import download, settle, upload
 from kvshelf.model import loading
 from scripts.card import CARD, Card, Waits
@@ -53,6 +59,17 @@ def test_what_is_queued_does_not_wait_and_devices_do_not_mix():
         assert copied.tolist() == [[2, 2, 2], [2, 2, 2]]
         with pytest.raises(RuntimeError, match="host and of the card"):
             rows + torch.ones(3)
+
+
+def test_a_kernel_starts_on_the_card_of_its_tensors():
+    pytest.importorskip("triton")
+    from kvshelf.kernels.row_norms import triton as fused
+
+    with Card():
+        states = upload([torch.ones(2, 4, 16)], CARD)[0]
+        assert row_norms(states).tolist() == [[4.0] * 4] * 2
+        with pytest.raises(RuntimeError, match="starts on cuda:0, and its tensors are on cuda:1"):
+            fused.row_norms(states)
 
 
 def test_work_on_streams_that_is_not_behind_what_it_needs_is_refused():
@@ -144,6 +161,25 @@ def test_no_layer_of_a_prefill_waits(engine, policy):
     assert {codec: waits.layer for codec, waits in counts.items()} == dict.fromkeys(counts, 0)
     assert counts["none"].beside <= 4
     assert all(waits.beside <= 1 for codec, waits in counts.items() if codec != "none"), "looked at together"
+
+
+def test_a_step_in_slots_waits_once_for_the_tokens_of_all_rows(engine, monkeypatch):
+    card, tiny = engine
+    monkeypatch.setitem(vars(tiny.passes), "program", None)  # under an interpreter modules are faster
+    document = tiny.attach(tiny.compress(TEXT[:80], policy="full"))
+    question = tiny.encode_query(document, "What is the access code?")
+    samplings = [
+        Sampling(9),
+        Sampling(9, Ask(temperature=1.0, top_p=0.9, seed=1)),
+        Sampling(9, grammar=Grammar.of({"grammar": "start: /[0-9 ]{20,30}/"})),
+    ]
+    batch = DecodeBatch(tiny.passes, Slots(CARD))
+    rows = [tiny.start(document, question, sampling) for sampling in samplings]
+    for _ in range(3):  # of the question, and of slots as they are made
+        batch.step(rows)
+    card.waits.clear()
+    batch.step(rows)
+    assert [name.partition(":")[0] for name in card.waits.elements()] == ["copy to the host at engine/decode/batch.py"]
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +27,20 @@ from kvshelf.engine.attention.latents import Absorbed, Handover, LatentStates
 from kvshelf.engine.attention.states import Source, StatefulCache, StateLayer, alone, together
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN, Shown, Wants
+from kvshelf.engine.decode.reduction import OwnPrefixes
 from kvshelf.engine.decode.selection import SeenDocument, Selection
-from kvshelf.engine.decode.slots.seating import SlotPass
+from kvshelf.engine.decode.slots.choices import Choices
+from kvshelf.engine.decode.slots.seating import SEATED, PassOutcome, SlotPass
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
-from kvshelf.errors import CacheUnusable
 from kvshelf.kernels.native import Part
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, Prefix, Scratch, SuffixRows, attention_part
 from kvshelf.model.caches import cache_class
 from kvshelf.model.devices import Devices
 from kvshelf.model.layers import LayerKind, readers
-
-if TYPE_CHECKING:
-    from kvshelf.engine.decode.guide import Constraint
 
 MAX_NEW_TOKENS = 512
 """Most tokens of one step. A longer question takes several steps, so that the other answers still get their tokens."""
@@ -131,7 +130,7 @@ class DecodeBatch:
 
     def _forward(self, step: _Step, checkpoint: Checkpoint, wait: Wait) -> _Out:
         if self._slots is not None and step.sits and not self._with_states:
-            return _Out(Choices.of(self._in_slots(self._slots, step, checkpoint, wait), step.asking), [], {})
+            return _Out(self._in_slots(self._slots, step, checkpoint, wait), [])
         plan = self._plan(step)
         past = _StepPast(step, self._kinds, checkpoint, wait, plan, self._passes)
         if not self._with_states:
@@ -139,32 +138,38 @@ class DecodeBatch:
             if step.rating:
                 step.rate(logits)
                 logits = logits[len(logits) - len(step.asking) :].clone()
-            return _Out(Choices.of(logits, step.asking), [], plan.weights)
+            step.weigh_suffixes(plan.weights)
+            return _Out(Choices.of(logits, step.asking), [])
         rows, tokens = len(step.places), step.places[0].count
         ids, positions = step.token_ids.view(rows, tokens), step.positions.view(rows, tokens)
         last = torch.tensor([tokens - 1], device=ids.device)
         asking = [row for row, place in enumerate(step.places) if place.complete]
         logits = self._passes.continuing(ids, positions, past, last)[asking, 0]
-        return _Out(Choices.of(logits, step.asking), past.cache.held(), plan.weights)
+        step.weigh_suffixes(plan.weights)
+        return _Out(Choices.of(logits, step.asking), past.cache.held())
 
-    def _in_slots(self, slots: Slots, step: _Step, checkpoint: Checkpoint, wait: Wait) -> Tensor:
-        """Logits `[rows, vocabulary]` of a step whose rows sit in slots."""
-        seating = slots.seating([place.generation for place in step.places])
+    def _in_slots(self, slots: Slots, step: _Step, checkpoint: Checkpoint, wait: Wait) -> Choices:
+        """A step whose rows sit in slots."""
+        seating = slots.seating(step.asking, step.wants, self._passes.model.config.vocab_size)
         step.read = seating.documents
 
-        def forward(checkpoint: Checkpoint) -> Tensor:
+        def forward(checkpoint: Checkpoint) -> PassOutcome:
             step.sitting = sitting = seating.begun()
             past = _StepPast(step, self._kinds, checkpoint, wait, None, self._passes)
             every = torch.arange(sitting.layout.num_tokens, device=sitting.ids.device)
-            return self._passes.continuing(sitting.ids, sitting.positions, past, every)[0]
+            return sitting.ended(self._passes.continuing(sitting.ids, sitting.positions, past, every)[0])
 
-        return seating.of_rows(slots.run(seating, forward, checkpoint))
+        outcome = slots.run(seating, forward, checkpoint)
+        for place, seat in zip(step.places, seating.seats, strict=True):
+            if place.wants:
+                place.sat(outcome, seat)
+        return Choices.chosen(outcome.tokens.tolist(), [slot for slot, _ in seating.seats], outcome.logits, step.asking)
 
     def _take(self, step: _Step, out: _Out) -> dict[int, Piece | Exception]:
         """Give every row what its pass showed, and those whose question has run their next token. Returns the text or
         the error of each; an error of one answer, whatever it is, ends that answer alone."""
         told: dict[int, Piece | Exception] = {}
-        for row, (place, shown) in enumerate(zip(step.places, step.shown(out.weights), strict=True)):
+        for row, (place, shown) in enumerate(zip(step.places, step.shown(), strict=True)):
             if self._with_states:
                 place.generation.row.states = [alone(of_layer, row) for of_layer in out.states]
             try:
@@ -212,11 +217,10 @@ class _Admitted(NamedTuple):
 
 class _Out(NamedTuple):
     """What a pass gave. choices: of the rows whose next token can be chosen. states: of each layer that has some,
-    `[rows, ...]`. weights: as of a `_Plan`."""
+    `[rows, ...]`."""
 
     choices: Choices
     states: list[list[State]]
-    weights: Mapping[int, Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -232,6 +236,26 @@ class _Place:
     wants: Wants
     states: dict[int, Attended] = field(default_factory=dict)
     """Of each layer, where its hooks want them. In a step that is abandoned they are lost with it."""
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    """Of its suffix at each layer, `[q_heads, S]`, likewise."""
+
+    def observe(self, attended: Attended, first: int) -> None:
+        """Keep the states of a layer for its hooks. first: of its tokens."""
+        own = slice(first, first + self.count)
+        queries, keys, values = (
+            in_line(states)[:, :, own] for states in (attended.queries, attended.keys, attended.values)
+        )
+        self.states[attended.layer_idx] = replace(attended, queries=queries, keys=keys, values=values)
+
+    def sat(self, outcome: PassOutcome, seat: tuple[int, int]) -> None:
+        """Keep what a pass over slots shows. seat: its slot, and the number of its slab."""
+        (slot, slab), row = seat, self.generation.row
+        if Wants.STATES in self.wants:
+            for attended in outcome.states:
+                self.observe(attended, slot)
+        if self.weighed:
+            for layer, weights in outcome.weights.items():
+                self.weights[layer] = weights[slab][row.slot, :, : row.stored + 1]
 
     @property
     def weighed(self) -> bool:
@@ -270,10 +294,17 @@ class _Step:
         """The pass over slots in which its rows sit."""
 
     @property
+    def wants(self) -> Wants:
+        """What the hooks of its rows want."""
+        return reduce(or_, (place.wants for place in self.places if place.wants), Wants.NOTHING)
+
+    @property
     def sits(self) -> bool:
         """Whether its rows can sit in slots."""
-        plain = all(place.count == 1 and place.complete and not place.wants for place in self.places)
-        return plain and all(document.arrived for document in self.documents)
+        single = all(place.count == 1 and place.complete for place in self.places)
+        # What an answer has beside its slab is elsewhere after each reduction, and a pass tells what that was given.
+        beside = any(isinstance(document, OwnPrefixes) for document in self.documents)
+        return single and not beside and self.wants in SEATED and all(document.arrived for document in self.documents)
 
     @cached_property
     def _inputs(self) -> Tensor:
@@ -319,31 +350,38 @@ class _Step:
         groups, layout = self.here[layer]
         return [group.write(layer, *new) for group in groups], layout
 
+    def room(self, plan: _Plan | None, layer: int, q_heads: int) -> Sequence[Tensor | None]:
+        """Where the attention of a layer tells the rows that ask for it what their tokens gave to their suffixes."""
+        if self.sitting is not None:
+            return self.sitting.room(layer, q_heads)
+        assert plan is not None, "rows sit nowhere"
+        return plan.room(layer, self, q_heads)
+
     def observe(self, attended: Attended) -> None:
         """Keep the states of a layer for the rows whose hooks want them."""
+        if self.sitting is not None:
+            self.sitting.observe(attended)
+            return
         for place in self.observing:
-            own = slice(place.first, place.first + place.count)
-            queries, keys, values = (
-                in_line(states)[:, :, own] for states in (attended.queries, attended.keys, attended.values)
-            )
-            place.states[attended.layer_idx] = replace(attended, queries=queries, keys=keys, values=values)
+            place.observe(attended, place.first)
 
     def choose(self, layer: int, wait: Wait, queries: Tensor) -> None:
         """Give the rows whose hooks want them their queries, of `[N, q_heads, D]`."""
         for place in self.choosing:
             place.generation.before(layer, queries[place.first : place.first + place.count], wait)
 
-    def shown(self, weights: Mapping[int, Sequence[Tensor | None]]) -> Iterator[Shown]:
-        """What the pass showed of each row. weights: of each layer, as a plan makes them."""
-        of_rows: dict[int, dict[int, Tensor]] = {}
+    def weigh_suffixes(self, weights: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Give the rows whose hooks want them their weights, of each layer as a plan makes them."""
         for layer, of_groups in weights.items():
-            for group, given in zip(self.here[layer].groups, of_groups, strict=True):
-                if given is not None:
-                    for place, own in group.weights_of(given):
-                        of_rows.setdefault(id(place), {})[layer] = own
+            for group, of_rows in zip(self.here[layer].groups, of_groups, strict=True):
+                if of_rows is not None:
+                    group.tell(layer, of_rows)
+
+    def shown(self) -> Iterator[Shown]:
+        """What the pass showed of each row."""
         for place in self.places:
             if place.wants:
-                yield Shown(place.states, self.masses, of_rows.get(id(place), {}), place.complete, self.log_probs)
+                yield Shown(place.states, self.masses, place.weights, place.complete, self.log_probs)
             else:
                 yield NOTHING_SHOWN if place.complete else NOT_COMPLETE
 
@@ -414,11 +452,11 @@ class _SuffixGroup:
         shape = len(self._slots), q_heads, self._slab.capacity
         return torch.empty(shape, device=device) if self._asking else None
 
-    def weights_of(self, weights: Tensor) -> Iterator[tuple[_Place, Tensor]]:
-        """The weights of each row that asks for them, `[q_heads, S]`, over its suffix with this step's token."""
+    def tell(self, layer: int, weights: Tensor) -> None:
+        """Give the rows that ask for them their weights at a layer, over their suffixes with this step's token."""
         for place in self._asking:
             row = place.generation.row
-            yield place, weights[row.slot - self._slots.start, :, : row.stored + place.count]
+            place.weights[layer] = weights[row.slot - self._slots.start, :, : row.stored + place.count]
 
     def states(self, layer: int, *given: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of the group's rows `[rows, kv_heads, capacity, D]`, or a layer's latents, with room for
@@ -475,7 +513,7 @@ class _BatchLayer(PassingLayer):
         written, layout = self._step.write(self._index, in_line(key_states), in_line(value_states))
         suffixes = [(keys, values) for keys, values in written]
         choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
-        room = None if self._plan is None else partial(self._plan.room, self._index, self._step)
+        room = partial(self._step.room, self._plan, self._index)
         states = AttachedStates(
             prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
         )
@@ -615,64 +653,3 @@ class _StepPast(ForwardContext):
             return attention_part(states, prefixes, suffixes, layout, rules, out, scratch, room)
 
         return plan.part(layer, states, out, made)
-
-
-def _mask(logits: Tensor, held: Mapping[int, Constraint]) -> None:
-    """Set the logits `[rows, vocabulary]` of tokens that may not come next to -inf, in the rows that a grammar holds.
-    Ids beyond the tokenizer's, to which some models pad their vocabulary, never come."""
-    vocabulary = next(iter(held.values())).vocabulary
-    words = torch.full((len(logits), -(-vocabulary // 32)), -1, dtype=torch.int32)  # a bit for each token
-    for row, constraint in held.items():
-        constraint.fill(words.data_ptr() + row * words.shape[1] * 4, words.shape[1] * 4)
-    # The bits travel to the device, and a sum with 0 or -inf is made there: on a CPU, `masked_fill_` takes longer, and
-    # a mask of floats is 32 times as large.
-    octets = words.view(torch.uint8).to(logits.device).view(-1).int()
-    terms = _terms(logits.device, logits.dtype).index_select(0, octets).view(len(logits), -1)
-    size = min(terms.shape[1], logits.shape[1])
-    logits[:, :size] += terms[:, :size]
-    if size < logits.shape[1]:
-        logits[list(held), size:] = float("-inf")
-
-
-@cache
-def _terms(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What is added to eight logits, by the octet of their bits, `[256, 8]`: 0 where the bit is set, else -inf."""
-    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    return torch.zeros(256, 8, dtype=dtype, device=device).masked_fill_(bits == 0, float("-inf"))
-
-
-class Choices(NamedTuple):
-    """What the next tokens of rows are chosen from. logits: `[rows, vocabulary]`, -inf where a grammar allows no token.
-    likeliest: the best token of each row; None where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows
-    that tell them, of all tokens."""
-
-    logits: Tensor
-    likeliest: list[int | None]
-    logprobs: Mapping[int, Tensor]
-
-    @classmethod
-    def of(cls, logits: Tensor, generations: Sequence[Generation]) -> Choices:
-        """One reduction and one copy to the host for all rows. The maximum of a row with a NaN is NaN."""
-        telling = [row for row, generation in enumerate(generations) if generation.logprobs is not None]
-        logprobs = {row: logits[row].float().log_softmax(dim=-1) for row in telling}
-        held = {row: each.constraint for row, each in enumerate(generations) if each.constraint and not each.finished}
-        if held:
-            _mask(logits, held)
-        best, token = logits.max(dim=-1)
-        found = zip(token.tolist(), best.isfinite().tolist(), strict=True)
-        return cls(logits, [choice if sound else None for choice, sound in found], logprobs)
-
-    def taken(self, generation: Generation, row: int) -> Piece:
-        """Choose the next token of one answer and add it. Returns the text that became final."""
-        likeliest = self.likeliest[row]
-        if likeliest is None:
-            raise CacheUnusable(
-                "the model's logits after this cache are not numbers, so no answer can be given. If the model "
-                "overflows in float16, load it with dtype bfloat16 or float32; an imported cache may hold such numbers "
-                "itself"
-            )
-        sampler = generation.sampler
-        token = sampler.choose(self.logits[row]) if sampler.samples else likeliest
-        if row in self.logprobs:
-            generation.tell(token, self.logprobs[row])
-        return generation.take(token)

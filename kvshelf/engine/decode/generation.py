@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from tokenizers import Tokenizer
@@ -33,7 +33,8 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 if TYPE_CHECKING:
     from kvshelf.engine.decode.guide import Constraint  # it needs llguidance, and an answer mostly none
 
-_LEAST_TEMPERATURE = 1e-30  # float32 has smaller numbers, but not many
+LEAST: Final = 1e-30
+"""Temperature and top_p at least: float32 has smaller numbers, but not many. Only the likeliest token is left then."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Generation:
         self.logprobs = logprobs
         self._end_ids = end_ids
         self._equivalents = equivalents
-        self.sampler = _Sampler(sampling.ask)
+        self.sampler = Sampler(sampling.ask)
         self._text = _TextStream(decoder, sampling.ask.stops)
         self.row = SuffixRow(None if reducer is None else reducer.most, document.next_position)
         self._prefill_tokens = 0
@@ -195,6 +196,7 @@ class Generation:
         """
         assert not self.finished
         assert not self.pending
+        self.sampler.took()
         ended = token in self._end_ids
         complete = self.constraint is not None and self.constraint.take(token)
         full = len(self.token_ids) + 1 == self._room
@@ -267,35 +269,32 @@ class Generation:
         return self.seen.read_tokens if chosen else self.document.read_tokens
 
 
-class _Sampler:
-    """Chooses tokens on the CPU in fp32, so that a seed means the same on every device."""
+class Sampler:
+    """What the tokens of one answer are drawn by. Its random numbers are drawn on the CPU, so that a seed means the
+    same on every device."""
 
     def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+        self.samples = ask.temperature > 0
+        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
+        self.temperature = max(ask.temperature, LEAST)
+        self.top_p = max(ask.top_p, LEAST)
+        self._numbers: Tensor | None = None
         self._generator = torch.Generator()
         if ask.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(ask.seed)
 
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn at random; otherwise the likeliest one is taken."""
-        return self._ask.temperature > 0
+    def numbers(self, vocabulary: int) -> Tensor:
+        """Those that the next token is drawn by, `[vocabulary]` fp32, exponentially distributed: the same until it is
+        taken, however often its step is abandoned."""
+        if self._numbers is None:
+            self._numbers = torch.empty(vocabulary, dtype=torch.float32).exponential_(generator=self._generator)
+        return self._numbers
 
-    def choose(self, logits: Tensor) -> int:
-        """Draw the next token id from logits `[vocabulary]`."""
-        logits = logits.float().cpu()
-        # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
-        scaled = (logits - logits.max()) / max(self._ask.temperature, _LEAST_TEMPERATURE)
-        probabilities = torch.softmax(scaled, dim=-1)
-        ranked, order = probabilities.sort(descending=True, stable=True)
-        # A token stays while the mass before it is short of top_p. The first one always stays, even if top_p is so
-        # small that float32 makes it 0.
-        cut = ranked.cumsum(0) - ranked >= self._ask.top_p
-        cut[0] = False
-        ranked[cut] = 0
-        return int(order[torch.multinomial(ranked, 1, generator=self._generator)])
+    def took(self) -> None:
+        """The next token is another one."""
+        self._numbers = None
 
 
 class _TextStream:

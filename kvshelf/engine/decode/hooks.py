@@ -37,8 +37,9 @@ class Wants(Flag):
 @dataclass(frozen=True)
 class Shown:
     """What a pass showed of one row. states: by layer. masses: `[documents]` of each layer. weights: by layer,
-    `[q_heads, S]` fp32 over the suffix with the row's tokens; their memory is used again. complete: whether no token is
-    left for a later step. log_probs: `[T]` fp32 of the tokens that follow those that ran; one fewer at the end."""
+    `[q_heads, S]` fp32 over the suffix with the row's tokens. The memory of states and weights is used again by the
+    next pass. complete: whether no token is left for a later step. log_probs: `[T]` fp32 of the tokens that follow
+    those that ran; one fewer at the end."""
 
     states: Mapping[int, Attended] = field(default_factory=dict)
     masses: Sequence[Tensor] = ()

@@ -242,7 +242,7 @@ class SentenceSelection(UnitSelection):
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
         for layer, attended in shown.states.items():
-            query = attended.queries[0, :, -1].float()  # of a question, its last token's
+            query = attended.queries[0, :, -1].to(torch.float32, copy=True)  # of a question, its last token's
             if layer in self._choices:
                 self._sums[layer] = query if self._reads_all else self._sums[layer] + query
 

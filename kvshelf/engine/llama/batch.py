@@ -12,9 +12,10 @@ import torch
 from kvshelf.api.answers import Piece
 from kvshelf.engine.attachments import Attachments
 from kvshelf.engine.attention.attachment import Attachment, Wait, block
-from kvshelf.engine.decode.batch import MAX_NEW_TOKENS, Choices, DecodeBatch
+from kvshelf.engine.decode.batch import MAX_NEW_TOKENS, DecodeBatch
 from kvshelf.engine.decode.generation import Generation
 from kvshelf.engine.decode.hooks import NOT_COMPLETE, NOTHING_SHOWN
+from kvshelf.engine.decode.slots.choices import Choices
 from kvshelf.engine.files import llamacpp
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.llama.sequences import SequenceRun, Sequences

@@ -106,8 +106,8 @@ def prefix_attention(
 
     weights: where given, for each of `layout.suffixes` `[rows, q_heads, capacity]` fp32, or None. Rows that `asked`
     names are told there what share of its attention, to prefixes, suffix and sinks together, their new token gave to
-    each of their suffix's tokens, and a prefix with `weights` what the one token of its share gave to it. The rules
-    have no window and no chunk then.
+    each of their suffix's tokens, and a prefix with `weights` what the one token of its share gave to it; what stands
+    elsewhere nobody reads. The rules have no window and no chunk then.
 
     Bytes: every prefix once per share, whatever the number of its tokens, every suffix once. FLOPs: 2 * N * q_heads *
     (K + S) * (D + Dv) for plain prefixes; `prefixes.py` says what the other kinds cost. Share of the limit on a GPU:

@@ -62,14 +62,15 @@ def capped(logits: Tensor, rules: LogitRules) -> Tensor:
 
 
 def attention_weights(queries: Tensor, keys: Tensor, lse: Tensor, rules: LogitRules) -> Tensor:
-    """The weights that one token gave to some of the keys that it attended to, made again from the log-sum-exp.
+    """The weights that tokens gave to some of the keys that they attended to, made again from the log-sum-exps.
 
-    queries: `[q_heads, D]`, keys: `[kv_heads, K, D]`, lse: `[q_heads]` fp32, of all that the token attended to, sinks
-    included. Returns `[q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * q_heads * K * D.
+    queries: `[rows, q_heads, D]`, a token each, keys: `[rows, kv_heads, K, D]`, lse: `[rows, q_heads]` fp32, of all
+    that the token attended to, sinks included. Returns `[rows, q_heads, K]` fp32. Bytes: the keys once. FLOPs: 2 * rows
+    * q_heads * K * D.
     """
-    grouped = queries.view(keys.shape[0], -1, queries.shape[1]).float() * rules.scale
-    logits = capped(torch.matmul(grouped, keys.float().transpose(1, 2)), rules)
-    return logits.sub_(lse.view(keys.shape[0], -1, 1)).exp_().flatten(0, 1)
+    grouped = queries.reshape(*keys.shape[:2], -1, keys.shape[3]).float() * rules.scale  # [rows, kv_heads, group, D]
+    logits = capped(torch.matmul(grouped, keys.float().transpose(2, 3)), rules)
+    return logits.sub_(lse.view(*grouped.shape[:3], 1)).exp_().flatten(1, 2)
 
 
 def rows_per_block(logits_per_row: int) -> int:

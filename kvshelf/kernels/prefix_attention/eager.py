@@ -165,11 +165,14 @@ def tell_weights(
     lse: Tensor,
     weights: Sequence[Tensor | None],
 ) -> None:
-    """Fill the weights of the rows that ask for theirs. lse: `[N, q_heads]`, of the whole attention."""
-    for rows, (keys, _), into in zip(layout.suffixes, suffixes, weights, strict=False):
-        for row, (token, length, asked) in enumerate(zip(rows.first, rows.lengths, rows.asked, strict=False)):
-            if into is not None and asked:
-                into[row, :, :length] = attention_weights(queries[token], keys[row, :, :length], lse[token], rules)
+    """Fill the weights of the rows that ask for theirs, and of those beside them. lse: `[N, q_heads]`, of the whole
+    attention."""
+    for i, (into, rows, (keys, _)) in enumerate(zip(weights, layout.suffixes, suffixes, strict=False)):
+        if into is not None:
+            own, longest = layout.gathers[i], max(rows.lengths)
+            of_rows = (tensor if own is None else tensor.index_select(0, own) for tensor in (queries, lse))
+            of_queries, of_lse = of_rows
+            into[:, :, :longest] = attention_weights(of_queries, keys[:, :, :longest], of_lse, rules)
     if weights:
         tell_prefixes(queries, prefixes, layout, rules, lse)
 
@@ -182,7 +185,8 @@ def tell_prefixes(
         for part in telling(parts):
             assert part.weights is not None
             assert part.stacked is not None, "as many in each head"
-            by_head = attention_weights(queries[end - 1], part.stacked.keys, lse[end - 1], rules)
+            own = slice(end - 1, end)
+            (by_head,) = attention_weights(queries[own], part.stacked.keys[None], lse[own], rules)
             part.weights.of_token = by_head.view(len(part.lengths), -1, by_head.shape[1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -64,12 +64,24 @@ class Heads:
 _HEADS: WeakKeyDictionary[Prefix, Heads] = WeakKeyDictionary()
 """Made once for each prefix: batches change more often than the documents in them."""
 
+_FIRST: WeakKeyDictionary[Prefix, Prefix] = WeakKeyDictionary()
+"""Of what `again` made: of what."""
+
+
+def again(prefix: Prefix) -> Prefix:
+    """A prefix as another one, for which tables of work are made apart. Its tensors and heads are the same, so slots
+    are folded once."""
+    made = replace(prefix)
+    _FIRST[made] = prefix
+    return made
+
 
 def heads_of(prefix: PackedPrefix | StackedPrefix | MergedPrefix | SelectedPrefix) -> Heads:
     """The addresses and memory layout of a prefix; its tensors must keep these addresses."""
-    heads = _HEADS.get(prefix)
+    first = _FIRST.get(prefix, prefix)
+    heads = _HEADS.get(first)
     if heads is None:
-        heads = _HEADS[prefix] = _read(prefix)
+        heads = _HEADS[first] = _read(prefix)
     return heads
 
 

@@ -43,7 +43,7 @@ from kvshelf.kernels.prefix_attention.prefixes import (
     choices_of,
     telling,
 )
-from kvshelf.kernels.prefix_attention.work import Setting, work_of
+from kvshelf.kernels.prefix_attention.work import Setting, TabledPrefix, work_of
 from kvshelf.kernels.quantize.rows import QuantizedRows, Rows
 
 _RUNS = 8
@@ -204,6 +204,8 @@ def _is_ours(prefix: Prefix, queries: Tensor, rows: int) -> bool:
 
 
 def _looked_at(prefix: Prefix, queries: Tensor, rows: int) -> bool:
+    if isinstance(prefix, TabledPrefix):
+        return True
     if isinstance(prefix, SelectedPrefix):
         chosen = prefix.choice is None or choosing.takes(prefix.choice, queries.dtype)
         return chosen and _is_ours(prefix.base, queries, rows)

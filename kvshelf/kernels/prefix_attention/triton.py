@@ -64,13 +64,14 @@ def prefix_attention(
     weights: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """See `kvshelf.kernels.prefix_attention.prefix_attention`. least_split: fewest rows of a prefix for one program.
-    Rules beside the scale and weights are left to torch's operations, and so are heads as wide as latents, of which no
-    tile fits the shared memory."""
-    if not rules.plain or weights or queries.shape[-1] > _WIDEST:
+    Rules beside the scale are left to torch's operations, and so are heads as wide as latents, of which no tile fits
+    the shared memory; weights are made by them, from the log-sum-exps."""
+    if not rules.plain or queries.shape[-1] > _WIDEST:
         return eager.prefix_attention(queries, prefixes, suffixes, layout, rules, weights)
     num_tokens, q_heads, _ = queries.shape
     kv_heads, value_dim = suffixes[0][1].shape[1], suffixes[0][1].shape[3]
     out = queries.new_empty(num_tokens, q_heads, value_dim)
+    united = queries.new_empty(num_tokens, q_heads, dtype=torch.float32) if weights else None
     found = None
     for parts, end in zip(prefixes, layout.share_ends, strict=True):
         for choice in choices_of(parts):
@@ -81,7 +82,9 @@ def prefix_attention(
         found = _attend_prefixes(queries, prefixes, layout, table, value_dim, kv_heads, rules)
     tokens, tables = layout.tables
     for rows, shares, (keys, values) in zip(layout.suffixes, tables, suffixes, strict=True):
-        _attend_suffixes(queries, keys, values, out, (shares, tokens), found, rows.new, rules.scale)
+        _attend_suffixes(queries, keys, values, (out, united), (shares, tokens), found, rows.new, rules.scale)
+    if united is not None:
+        eager.tell_weights(queries, prefixes, suffixes, layout, rules, united, weights)
     return out
 
 
@@ -136,13 +139,15 @@ def _attend_suffixes(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    out: Tensor,
+    results: tuple[Tensor, Tensor | None],
     tables: tuple[Tensor, Tensor],
     found: _Found | None,
     new: int,
     scale: float,
 ) -> None:
-    """Fill `out` at the tokens of these rows. tables: first token and length of each row; the share of each token."""
+    """Fill results at the tokens of these rows: output, and log-sum-exps if they are wanted. tables: first token and
+    length of each row; the share of each token."""
+    out, united = results
     kv_heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     heads = queries.shape[1] // kv_heads
     tiles = suffix_tiles(dim, value_dim, queries.itemsize, new * heads)
@@ -152,6 +157,7 @@ def _attend_suffixes(
         keys,
         values,
         out,
+        out if united is None else united,
         *tables,
         *((found.shares, found.outs, found.lses) if found is not None else (tables[1], out, out)),
         queries.stride(0),
@@ -167,6 +173,7 @@ def _attend_suffixes(
         VALUE_STRIDE=values.stride(2),
         ALIGNED=aligned(keys, values),
         PREFIXED=found is not None,
+        TELLING=united is not None,
         UPCAST=INTERPRETED,
         **tiles,
     )

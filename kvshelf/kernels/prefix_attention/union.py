@@ -10,17 +10,18 @@ from kvshelf.kernels.prefix_attention.splits import add_keys, dot
 
 @triton.jit(do_not_specialize=["new"])
 def attend_suffixes(
-    queries, keys, values, out, rows, tokens, shares, outs, lses, token_stride, head_stride,
+    queries, keys, values, out, united, rows, tokens, shares, outs, lses, token_stride, head_stride,
     key_row_stride, key_head_stride, value_row_stride, value_head_stride, new, scale,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr,
     KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PREFIXED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_S: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_S: tl.constexpr, TELLING: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A block of query rows of one row of a suffix and KV head.
 
     queries: `[N, q_heads, D]`. keys, values: `[rows, kv_heads, capacity, D or Dv]`. out: `[N, q_heads, Dv]`,
-    contiguous. rows: `[rows, 2]` int32, first token and length. tokens: `[N, 3]` int32, the share, the place in it and
+    contiguous. united: `[N, q_heads]` fp32, the log-sum-exps of all that a token sees, natural logarithms; written only
+    if TELLING. rows: `[rows, 2]` int32, first token and length. tokens: `[N, 3]` int32, the share, the place in it and
     the share's token count. shares: `[shares, 1 + kv_heads]` int64, first scratch row and splits of each head. outs:
     `[scratch rows, Dv]`, lses: `[scratch rows]`, fp32, to the base 2. shares, outs and lses are read only if PREFIXED.
     scale: times log2(e). KEY_STRIDE, VALUE_STRIDE: from token to token. ALIGNED: every row of keys and values begins at
@@ -49,11 +50,13 @@ def attend_suffixes(
         DIM, VALUE_DIM, KEY_STRIDE, VALUE_STRIDE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, UPCAST,
     )  # fmt: skip
     if PREFIXED:
-        mass, acc = _join_splits(
+        top, mass, acc = _join_splits(
             top, mass, acc, tokens + 3 * token, shares, outs, lses, head, kv_heads, row, live,
             VALUE_DIM, HEADS, BLOCK_DV, BLOCK_S,
         )  # fmt: skip
     into = out + (token * kv_heads * HEADS + q_head)[:, None] * VALUE_DIM + columns[None, :]
+    if TELLING:
+        tl.store(united + token * kv_heads * HEADS + q_head, (top + tl.log2(mass)) * 0.6931471805599453, mask=live)
     acc = acc / mass[:, None]
     tl.store(into, acc.to(out.dtype.element_ty), mask=live[:, None] & (columns < VALUE_DIM)[None, :])
 
@@ -88,7 +91,7 @@ def _join_splits(
     top, mass, acc, token, shares, outs, lses, head, kv_heads, row, live,
     VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Mass and weighted values, with those of the splits added. token: address of each row's entry in `tokens`."""
+    """The running softmax, with those of the splits added. token: address of each row's entry in `tokens`."""
     # Scratch is 16-byte aligned, which a launch would find out but an ahead-of-time compiler cannot.
     outs = tl.multiple_of(outs.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)
     columns = tl.arange(0, BLOCK_DV)
@@ -110,4 +113,4 @@ def _join_splits(
         mass = mass * fade + tl.sum(weights, 0)
         acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
         top = new_top
-    return mass, acc
+    return top, mass, acc

@@ -59,7 +59,7 @@ class WorkTable:
     its heads has. block_m: query rows of an item.
     """
 
-    made_for: tuple[object, ...]
+    made_for: MadeFor | None
     prefixes: tuple[ReferenceType[Prefix], ...]
     launches: list[Launch]
     streamed: list[Streamed]
@@ -67,11 +67,82 @@ class WorkTable:
     scratch_rows: int
     block_m: int
 
-    def fits(self, prefixes: Sequence[Prefix], made_for: tuple[object, ...]) -> bool:
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.shares.nbytes + sum(items.nbytes for _, items in self.launches)
+
+    def fits(self, prefixes: Sequence[Prefix], made_for: MadeFor | None) -> bool:
         """Whether this is the table of these prefixes, compared by identity because the table holds addresses."""
         return self.made_for == made_for and all(
             mine() is given for mine, given in zip(self.prefixes, prefixes, strict=True)
         )
+
+
+class TableClass(NamedTuple):
+    """What tables have in common that can take each other's place. kinds: of each launch; items: the most of each;
+    shares: the most."""
+
+    kinds: tuple[PrefixKind, ...]
+    items: tuple[int, ...]
+    shares: int
+    scratch_rows: int
+    block_m: int
+    setting: Setting
+
+    @classmethod
+    def of(cls, tables: Sequence[WorkTable], shares: int) -> TableClass | None:
+        """That of all tables, of layers of one batch; None where they have none in common. shares: the most."""
+        alike = {
+            (tuple(kind for kind, _ in table.launches), table.block_m, table.made_for.setting)
+            for table in tables
+            if table.made_for is not None
+        }
+        if len(alike) != 1:
+            return None
+        ((kinds, block_m, setting),) = alike
+        counts = zip(*([len(items) for _, items in table.launches] for table in tables), strict=True)
+        items = tuple(_room(max(own)) for own in counts)
+        return cls(kinds, items, shares, _room(max(t.scratch_rows for t in tables)), block_m, setting)
+
+    def numbers(self, table: WorkTable) -> Tensor:
+        """Those of a table of the class, with room to spare, int64 on its device."""
+        parts = []
+        for most, (_, items) in zip(self.items, table.launches, strict=True):
+            beyond = items[:1].repeat(most - len(items), 1)  # of no query row and no row
+            beyond[:, 1:3] = 0
+            beyond[:, 5] = beyond[:, 4]
+            parts += [items, beyond]
+        spare = table.shares.new_zeros(self.shares - len(table.shares), 1 + self.setting.kv_heads)
+        return torch.cat([part.flatten() for part in (*parts, table.shares, spare)])
+
+    def table(self, numbers: Tensor) -> WorkTable:
+        """The table that such numbers are, which others may be copied over."""
+        counts = [most * COLUMNS for most in self.items]
+        *parts, shares = torch.split(numbers, [*counts, len(numbers) - sum(counts)])
+        launches = [Launch(kind, part.view(-1, COLUMNS)) for kind, part in zip(self.kinds, parts, strict=True)]
+        return WorkTable(None, (), launches, [], shares.view(self.shares, -1), self.scratch_rows, self.block_m)
+
+
+def _room(count: int) -> int:
+    """At most a quarter more than `count`, so that many counts are of one class."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True, eq=False)
+class TabledPrefix:
+    """All prefixes of a batch, where one stands, by their table, in whose place those of other batches may be copied.
+    Kernels read it, and torch's operations cannot."""
+
+    table: WorkTable
+
+
+def table_of(prefixes: Sequence[Prefix]) -> WorkTable | None:
+    """The table by which a batch has last read all of these prefixes; None if it has not, or read some another way."""
+    table = _TABLES.get(prefixes[0])
+    whole = table is not None and len(table.prefixes) == len(prefixes) and table.fits(prefixes, table.made_for)
+    return table if whole else None
 
 
 _TABLES: WeakKeyDictionary[Prefix, WorkTable] = WeakKeyDictionary()
@@ -90,20 +161,28 @@ class Setting(NamedTuple):
     least_split: int
 
 
+class MadeFor(NamedTuple):
+    """What a table was made for, beside its prefixes. counts: prefixes of each share."""
+
+    shares: tuple[int, ...]
+    counts: tuple[int, ...]
+    setting: Setting
+
+
 def work_of(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting) -> WorkTable:
     """The table of one layer's prefixes, at least one: that of the previous step, or, if anything it depends on has
     changed, a new one, which takes one copy to the device."""
     given = [prefix for parts in prefixes for prefix in parts]
-    made_for = (layout.shares, tuple(map(len, prefixes)), setting)
+    if isinstance(given[0], TabledPrefix):
+        return given[0].table
+    made_for = MadeFor(layout.shares, tuple(map(len, prefixes)), setting)
     table = _TABLES.get(given[0])
     if table is None or not table.fits(given, made_for):
         table = _TABLES[given[0]] = _make(prefixes, layout, setting, made_for)
     return table
 
 
-def _make(
-    prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, made_for: tuple[object, ...]
-) -> WorkTable:
+def _make(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Setting, made_for: MadeFor) -> WorkTable:
     packed = [(s, heads_of(p)) for s, parts in enumerate(prefixes) for p in parts if not isinstance(p, StreamedPrefix)]
     kinds = list(dict.fromkeys(heads.kind for _, heads in packed))
     outline = _Outline(

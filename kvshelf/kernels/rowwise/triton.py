@@ -57,9 +57,11 @@ class FusedProgram:
         if fusion.scratch:
             tensors.append(torch.empty(rows, fusion.scratch, device=device))
             strides.append(fusion.scratch)
-        carry_out[(rows, fusion.parts)](
-            tuple(tensors), STRIDES=tuple(strides), LIST=fusion.words, WORDS=WORDS, num_warps=warps(fusion.tile)
-        )
+        # `dispatch` has the class made, and does not run it.
+        with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
+            carry_out[(rows, fusion.parts)](
+                tuple(tensors), STRIDES=tuple(strides), LIST=fusion.words, WORDS=WORDS, num_warps=warps(fusion.tile)
+            )
 
 
 def _multiplied(product: Product, memory: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvshelf.api.options import Ask
-from kvshelf.engine.decode.generation import Sampling, _Sampler, _TextStream
+from kvshelf.engine.decode.generation import Sampling, _TextStream
 from kvshelf.engine.options import AnswerOptions
 from kvshelf.errors import Cancelled, InvalidRequest
 
@@ -77,25 +76,6 @@ def test_a_seed_repeats_a_sampled_answer_and_seeds_differ(tiny, cache):
     assert ask(7) == ask(7)
     assert len({tuple(ask(seed)) for seed in range(4)}) == 4
     assert ask(None) != ask(None)
-
-
-def test_top_p_cuts_the_tail_and_keeps_the_first():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])  # probabilities 0.64, 0.24, 0.09, 0.03
-    draws = lambda top_p: {  # noqa: E731
-        _Sampler(Ask(temperature=1.0, top_p=top_p, seed=seed)).choose(logits) for seed in range(300)
-    }
-    assert draws(1e-320) == {0}  # as a float32 it is 0
-    assert draws(0.01) == {0}
-    assert draws(0.8) == {0, 1}
-    assert draws(0.9) == {0, 1, 2}
-    assert draws(1.0) == {0, 1, 2, 3}  # 300 draws miss the last one with a chance of 1e-4, and the seeds are fixed
-
-
-def test_sampling_follows_the_probabilities():
-    logits = torch.tensor([1.0, 0.0])
-    sampler = _Sampler(Ask(temperature=0.5, seed=3))
-    share = sum(sampler.choose(logits) == 0 for _ in range(2000)) / 2000
-    assert abs(share - 0.8808) < 0.03  # four standard deviations
 
 
 class Scripted:

@@ -1,14 +1,15 @@
 """The slots of a step: the same operations on the same addresses, step after step.
 
 A document has as many slots as rows that read it, rounded up to a class. Which rows sit in them, where the suffix of
-each lies in its slab and how long it is stands in one tensor, which every step fills by one copy. So rows may come,
-leave and grow; only other documents, another class, or slabs that are new or have grown make another seating.
+each lies in its slab, how long it is, and what its next token is chosen by stands in one tensor, which every step fills
+by one copy. So rows may come, leave and grow; only other documents, unless kernels read them by tables, another class,
+slabs that are new or have grown, the first row that draws, and the like make another seating.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -17,18 +18,43 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvshelf.engine.attention.attachment import Attached, Wait, block
+from kvshelf.engine.attention.function import Attended
 from kvshelf.engine.decode.generation import Generation
-from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.hooks import Wants
+from kvshelf.engine.decode.slots.choices import RuleKind, TokenRules, choose
+from kvshelf.engine.decode.slots.composition import Composition, Reading, TabledDocuments
 from kvshelf.engine.decode.suffixes import Slab
-from kvshelf.kernels.prefix_attention import BatchLayout, Prefix, SuffixRows
+from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
 
 CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 """Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
 
 MOST_SLOTS_A_ROW: Final = 1.5
 
-Replay = Callable[[], Tensor]
+SEATED: Final = Wants.WEIGHTS | Wants.STATES
+"""What the hooks of rows in slots may want."""
+
+
+class PassOutcome(NamedTuple):
+    """What a pass over slots gave. logits: `[slots, vocabulary]`, before grammars. tokens: as of `choose`. weights: of
+    each layer, for each slab, `[rows, q_heads, capacity]`; states: of each layer, of all slots; where rows want
+    them."""
+
+    logits: Tensor
+    tokens: Tensor
+    weights: dict[int, list[Tensor]]
+    states: list[Attended]
+
+
+class SeatingKind(NamedTuple):
+    """What a pass does beside its layers. wants: of the hooks of its rows."""
+
+    rules: RuleKind
+    wants: Wants
+    vocabulary: int
+
+
+Replay = Callable[[], PassOutcome]
 """Runs a recorded pass again. What it gives is overwritten by the next run."""
 
 
@@ -38,65 +64,105 @@ def slots_for(rows: int) -> int:
 
 
 class Seating:
-    """The slots of the documents of a step. Between steps it changes in the numbers of `_numbers` alone.
+    """The slots of the documents of a step. Between steps it changes in numbers alone: in those of `_numbers`, and in
+    the tables by which kernels read documents.
 
     documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
     """
 
     def __init__(
         self,
-        shares: Sequence[tuple[Attached | Selection, int]],
+        composition: Composition,
         slabs: Sequence[Slab],
         device: torch.device,
+        kind: SeatingKind,
         ends: Sequence[object],
     ) -> None:
-        """shares: each document with its rows. ends: kept for as long as this is: they call when one of these ends."""
-        self.documents = [SeatedDocument(document) for document, _ in shares]
+        """composition: whose slots these are, or, once its tables are known, the first of its class. ends: kept for as
+        long as this is: they call when what it reads ends."""
+        self._tabled = None if composition.tables is None else TabledDocuments(composition.tables)
+        self._own = composition if self._tabled is None else None
+        self._seen = ref(composition)
+        self.documents = composition.documents if self._tabled is None else [self._tabled]
         self.passes = 0
         self.replay: Replay | None = None
         self._ends = ends
         self._slabs = [ref(slab) for slab in slabs]
-        self._suffixes = tuple(SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots) for slab in slabs)
-        self._starts = tuple(document.next_position for document, _ in shares)
-        self._shares = tuple(slots_for(count) for _, count in shares)
-        self._of_tokens = BatchLayout(self._shares, (), device).tables[0]
-        of_slots = torch.tensor(self._starts).repeat_interleave(torch.tensor(self._shares))
-        self._begins = of_slots.to(device, torch.int32)
-        slots = sum(self._shares)
-        self._sizes = [slots] * 5 + [size for slab in slabs for size in (2 * slab.slots, slots, slots, slots)]
+        self._kind = kind
+        asked = Wants.WEIGHTS in kind.wants
+        self._suffixes = tuple(
+            SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, asked=(asked,) * slab.slots) for slab in slabs
+        )
+        self._slots = slots = composition.layout.num_tokens
+        self._shares = composition.layout.shares if self._tabled is None else (slots,)
+        self._of_tokens, self._begins = composition.layout.tables[0].clone(), composition.begins.clone()
+        self._sizes = [slots] * 4 + [size for slab in slabs for size in (2 * slab.slots, slots, slots, slots)]
+        self._of_rules = len(self._sizes)
+        self._sizes += kind.rules.sizes(slots, kind.vocabulary)
         self._numbers = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        self._rows = 0
+        self.seats: list[tuple[int, int]] = []
+        """Of each row of this step, its slot and the number of its slab."""
 
-    def enter(self, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Of all that kernels read its documents by."""
+        return sum(part.nbytes for part in (self._tabled, self._own) if part is not None)
+
+    def enter(
+        self, composition: Composition, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]
+    ) -> None:
         """Seat rows for a step. counts: how many read each document; its other slots are vacant: token 0 at position 0,
         without a suffix, whose results nobody reads."""
-        slots, self._rows = sum(self._shares), len(rows)
-        ids, positions, places, gathered, live = ([0] * slots for _ in range(5))
+        if self._tabled is not None and self._seen() is not composition:
+            self._take(self._tabled, composition)
+        slots = self._slots
+        ids, positions, places, gathered = ([0] * slots for _ in range(4))
         tables = [[-1, 1] * slab.slots for slab in slabs]
         writes: list[list[tuple[int, int, int]]] = [[] for _ in slabs]
         firsts = list(accumulate((slab.slots for slab in slabs), initial=0))
-        begins = accumulate(self._shares, initial=0)
+        begins = accumulate(composition.layout.shares, initial=0)
         taken = (begin + i for begin, count in zip(begins, counts, strict=False) for i in range(count))
-        for nth, (slot, row) in enumerate(zip(taken, rows, strict=True)):
+        self.seats = []
+        for slot, row in zip(taken, rows, strict=True):
             suffix = row.row
             number = next(number for number, slab in enumerate(slabs) if slab is suffix.slab)
-            ids[slot], positions[slot], live[nth] = row.pending[0], row.next_position, slot
+            self.seats.append((slot, number))
+            ids[slot], positions[slot] = row.pending[0], row.next_position
             places[slot], gathered[slot] = suffix.stored, firsts[number] + suffix.slot
             tables[number][2 * suffix.slot : 2 * suffix.slot + 2] = slot, suffix.stored + 1
             writes[number].append((slot, suffix.slot, suffix.stored))
-        numbers = [*ids, *positions, *places, *gathered, *live]
+        numbers = [*ids, *positions, *places, *gathered]
         for table, own in zip(tables, writes, strict=True):
             # As many as there are slots: the others write the first one once more.
             padded = own + own[:1] * (slots - len(own))
             numbers += [*table, *(number for column in zip(*padded, strict=True) for number in column)]
-        fresh = torch.tensor(numbers, dtype=torch.int32)
-        if self._numbers.is_cuda:
-            fresh = fresh.pin_memory()  # a copy from any other memory waits for what the device is doing
+        # Pinned: a copy from any other memory waits for what the device is doing.
+        fresh = torch.empty(len(self._numbers), dtype=torch.int32, pin_memory=self._numbers.is_cuda)
+        fresh[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        self._rules_in(fresh).write((slot, row) for (slot, _), row in zip(self.seats, rows, strict=True))
         self._numbers.copy_(fresh, non_blocking=True)
+
+    def ran(self) -> Reading | None:
+        """How a pass that was made anew has read the documents, if by tables."""
+        if self._own is None:
+            return None
+        self._own.ran()
+        return self._own.reading
+
+    def _take(self, tabled: TabledDocuments, composition: Composition) -> None:
+        """Have the slots see other documents of the class."""
+        assert composition.tables is not None, "its class has"
+        tabled.take(composition.tables)
+        self._of_tokens.copy_(composition.layout.tables[0])
+        self._begins.copy_(composition.begins)
+        self._seen = ref(composition)
+
+    def _rules_in(self, numbers: Tensor) -> TokenRules:
+        return self._kind.rules.rules(torch.split(numbers, self._sizes)[self._of_rules :], self._slots)
 
     def begun(self) -> SlotPass:
         """What one pass reads and writes. What it makes of the numbers is made in the pass."""
-        ids, positions, places, gathered, _, *of_slabs = torch.split(self._numbers, self._sizes)
+        ids, positions, places, gathered, *of_slabs = torch.split(self._numbers, self._sizes)
         groups = []
         for number, slab in enumerate(self._slabs):
             table, *writes = of_slabs[4 * number : 4 * number + 4]
@@ -105,46 +171,46 @@ class Seating:
             self._shares,
             self._suffixes,
             self._numbers.device,
-            self._starts,
             of_tokens=self._of_tokens,
             of_rows=[group.table for group in groups],
             places=places,
             gathered=gathered,
             begins=self._begins,
         )
-        return SlotPass(ids.long()[None], positions.long()[None], groups, layout)
-
-    def of_rows(self, logits: Tensor) -> Tensor:
-        """The logits `[rows, vocabulary]` of the rows that sit here, in their order, out of those of all slots. A
-        copy."""
-        live = torch.split(self._numbers, self._sizes)[4]
-        return logits.index_select(0, live[: self._rows])
+        rules = self._rules_in(self._numbers)
+        return SlotPass(ids.long()[None], positions.long()[None], groups, layout, rules, self._kind.wants)
 
 
-class SlotPass(NamedTuple):
-    """One pass over slots. ids, positions: `[1, slots]` int64."""
+@dataclass(frozen=True, eq=False)
+class SlotPass:
+    """One pass over slots. ids, positions: `[1, slots]` int64. rules: what its tokens are chosen by. wants: of the
+    hooks of its rows."""
 
     ids: Tensor
     positions: Tensor
     groups: list[SlotGroup]
     layout: SlotLayout
+    rules: TokenRules
+    wants: Wants
+    weights: dict[int, list[Tensor]] = field(default_factory=dict)
+    states: list[Attended] = field(default_factory=list)
 
+    def room(self, layer: int, q_heads: int) -> Sequence[Tensor]:
+        """Where the attention of a layer tells what the tokens gave to their suffixes; none where no row asks."""
+        if Wants.WEIGHTS not in self.wants:
+            return ()
+        shapes = [(len(rows.first), q_heads, rows.lengths[0]) for rows in self.layout.suffixes]
+        self.weights[layer] = [torch.empty(shape, device=self.ids.device) for shape in shapes]
+        return self.weights[layer]
 
-class SeatedDocument:
-    """A document as its slots see it: by prefixes of their own. What a form of attention remembers of a prefix, such as
-    a table of work on the device, is then made for these slots and lives as long as they."""
+    def observe(self, attended: Attended) -> None:
+        """Keep the states of a layer, if rows want them."""
+        if Wants.STATES in self.wants:
+            self.states.append(attended)
 
-    def __init__(self, document: Attached | Selection) -> None:
-        self._document = ref(document)
-        self._prefixes: dict[int, tuple[Prefix, ...]] = {}
-
-    def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:
-        """Those of the document, without a copy of their tensors."""
-        if layer not in self._prefixes:
-            document = self._document()
-            assert document is not None, "its rows hold it"
-            self._prefixes[layer] = tuple(replace(prefix) for prefix in document.prefixes(layer, wait))
-        return self._prefixes[layer]
+    def ended(self, logits: Tensor) -> PassOutcome:
+        """What the pass gave, with the tokens that follow."""
+        return PassOutcome(logits, choose(logits, self.rules), self.weights, self.states)
 
 
 class SlotGroup:

@@ -8,14 +8,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
 
+from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.decode.generation import Generation
-from kvshelf.engine.decode.slots.seating import MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.hooks import Wants
+from kvshelf.engine.decode.selection import Selection
+from kvshelf.engine.decode.slots.choices import CHOOSING_BYTES, RuleKind
+from kvshelf.engine.decode.slots.composition import Composition, Reading
+from kvshelf.engine.decode.slots.seating import (
+    MOST_SLOTS_A_ROW,
+    PassOutcome,
+    Replay,
+    Seating,
+    SeatingKind,
+    slots_for,
+)
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
@@ -23,21 +34,35 @@ from kvshelf.model.devices import hooked
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T", Seating, Composition)
+
 _MOST_SEATINGS: Final = 8
-"""A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16. All share the rest."""
+"""A recording keeps the logits of its slots, 10 MB for 32 slots of 150,000 tokens in bf16, and, where a row draws, a
+number in fp32 beside each. All share the rest."""
+
+_MOST_COMPOSITIONS: Final = 32
+
+MOST_TABLE_BYTES: Final = 64 << 20
+"""Of the tables by which kernels read documents: those of compositions, and as many of seatings. Twice 40 KB a layer on
+an H100 for a few documents, five times as much for 32."""
+
+_RULE_BYTES: Final = 4 + 1 / 8
+"""Of a token of the vocabulary: what it is drawn by, and whether it may come."""
 
 
-def recorded_bytes(rows: int, logit_bytes: int, token_bytes: int) -> int:
-    """The most bytes that recordings hold beside the weights, for steps of so many rows. logit_bytes: of the logits of
-    a token; token_bytes: that a pass holds for it, which lie in one pool for all recordings."""
+def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: int) -> int:
+    """The most bytes that recordings hold beside the weights, for steps of so many rows, without what suffix policies
+    want of them. logit_bytes: of a logit; token_bytes: that a pass holds for a token, which lie in one pool for all
+    recordings."""
     slots = MOST_SLOTS_A_ROW * rows
-    return int(slots * (_MOST_SEATINGS * logit_bytes + token_bytes))
+    kept = _MOST_SEATINGS * vocabulary * (logit_bytes + _RULE_BYTES)
+    return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
 
 
-Forward = Callable[[Checkpoint], Tensor]
-"""A pass over the slots, which gives logits `[slots, vocabulary]`."""
+Forward = Callable[[Checkpoint], PassOutcome]
+"""A pass over the slots."""
 
-Recorder = Callable[[Callable[[], Tensor]], Replay]
+Recorder = Callable[[Callable[[], PassOutcome]], Replay]
 """Records a pass, which need not run meanwhile."""
 
 
@@ -50,6 +75,8 @@ class Slots:
         self._recorder = recorder
         self._warned = False
         self._seatings: dict[object, Seating] = {}
+        self._compositions: dict[object, Composition] = {}
+        self._readings: set[Reading] = set()
 
     @classmethod
     def of(cls, passes: Passes) -> Slots | None:
@@ -60,42 +87,64 @@ class Slots:
         alone = alone and not passes.facts.one_by_one
         return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
 
-    def seating(self, rows: Sequence[Generation]) -> Seating:
-        """The slots of rows with one pending token each, those of one document side by side, once they sit there."""
+    @property
+    def table_bytes(self) -> int:
+        """Of the tables by which kernels read documents."""
+        seatings = sum(seating.nbytes for seating in self._seatings.values())
+        return seatings + sum(composition.nbytes for composition in self._compositions.values())
+
+    def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
+        """The slots of rows with one pending token each, those of one document side by side, once they sit there.
+        wants: of their hooks."""
+        kind = SeatingKind(RuleKind.of(rows), wants, vocabulary)
         shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
         slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
-        owners = [*(document for document, _ in shares), *slabs]
-        sizes = [*(slots_for(count) for _, count in shares), *(slab.slots for slab in slabs)]
-        key = tuple((ref(owner), size) for owner, size in zip(owners, sizes, strict=True))
+        composition = self._composition([(document, slots_for(count)) for document, count in shares])
+        tables, of_slabs = composition.tables, tuple((ref(slab), slab.slots) for slab in slabs)
+        key: object = kind, composition.key, of_slabs
+        if tables is not None:
+            self._seatings.pop(key, None)  # it ends with its first pass
+            key = kind, tables[:2], of_slabs
         seating = self._seatings.pop(key, None)
         if seating is None:
             # What a recording reads must not stay in memory for its sake, and nothing else may be read in its place.
+            owners = [*(document for document, _ in shares if tables is None), *slabs]
             ends = [ref(owner, lambda _: self._seatings.pop(key, None)) for owner in owners]
-            seating = Seating(shares, slabs, self._device, ends)
-        self._seatings[key] = seating
-        for oldest in list(self._seatings)[:-_MOST_SEATINGS]:
-            self._seatings.pop(oldest, None)
-        seating.enter([count for _, count in shares], rows, slabs)
+            seating = Seating(composition, slabs, self._device, kind, ends)
+        _keep(self._seatings, key, seating, _MOST_SEATINGS)
+        seating.enter(composition, [count for _, count in shares], rows, slabs)
         return seating
 
-    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> Tensor:
-        """Logits `[slots, vocabulary]`, until the next run. The pass of a seating is recorded behind the second one,
+    def _composition(self, shares: Sequence[tuple[Attached | Selection, int]]) -> Composition:
+        """Documents with their slots, as they were seen before."""
+        key = tuple((ref(document), slots) for document, slots in shares)
+        composition = self._compositions.pop(key, None)
+        if composition is None:
+            ends = [ref(document, lambda _: self._compositions.pop(key, None)) for document, _ in shares]
+            composition = Composition(key, shares, self._device, self._readings, ends)
+        _keep(self._compositions, key, composition, _MOST_COMPOSITIONS)
+        return composition
+
+    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
+        """What the pass gives, until the next run. The pass of a seating is recorded behind the second one,
         because many a seating has no third; and one just before has compiled all kernels and made all memory that a
         recording must find. Where that one waited, none is begun."""
         if seating.replay is not None:
             checkpoint()
             return seating.replay()
         if self._recorder is None or seating.passes != 1:
-            logits = forward(checkpoint)
+            outcome = forward(checkpoint)
         else:
             with Waits(self._device) as waits:
-                logits = forward(checkpoint)
+                outcome = forward(checkpoint)
             if waits.first is None:
                 self._record(self._recorder, seating, forward)
             else:
                 self._warn(f"{waits.first} waits for the device or brings numbers to it")
         seating.passes += 1
-        return logits
+        if (reading := seating.ran()) is not None:
+            self._readings.add(reading)
+        return outcome
 
     def _record(self, recorder: Recorder, seating: Seating, forward: Forward) -> None:
         try:
@@ -111,6 +160,16 @@ class Slots:
         self._warned = True
 
 
+def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
+    """Put a value behind the others, and drop the oldest where these are too many or too large."""
+    kept[key] = value
+    left = MOST_TABLE_BYTES
+    for number, (at, own) in enumerate(reversed(list(kept.items()))):
+        left -= own.nbytes
+        if number >= most or (number and left < 0):
+            kept.pop(at, None)
+
+
 class GraphRecorder:
     """Records passes as CUDA graphs, whose memory they share: one runs at a time."""
 
@@ -124,7 +183,7 @@ class GraphRecorder:
         """One for all recordings: cuBLAS keeps memory for each stream that it has worked on."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+    def __call__(self, forward: Callable[[], PassOutcome]) -> Replay:
         """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
         living = list(self._graphs)  # whichever other thread drops them meanwhile
         if not living:  # a pool ends with its last graph, and torch takes none that has ended
@@ -137,7 +196,7 @@ class GraphRecorder:
         with torch.cuda.stream(stream):
             graph.capture_begin(self._pool, "thread_local")
             try:
-                logits = forward()
+                outcome = forward()
             except BaseException:
                 with suppress(RuntimeError):  # which says only that there was an error before
                     graph.capture_end()
@@ -146,8 +205,8 @@ class GraphRecorder:
         self._graphs.add(graph)
         current.wait_stream(stream)
 
-        def replay() -> Tensor:
+        def replay() -> PassOutcome:
             graph.replay()
-            return logits
+            return outcome
 
         return replay

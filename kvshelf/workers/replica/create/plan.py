@@ -320,8 +320,7 @@ def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:
 def _recorded_bytes(model: PreTrainedModel, answers: int) -> int:
     from kvshelf.engine.decode.slots.slots import recorded_bytes  # needs torch, as a model does
 
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    return recorded_bytes(answers, vocabulary * int(model.dtype.itemsize), token_bytes(model))
+    return recorded_bytes(answers, model.config.vocab_size, int(model.dtype.itemsize), token_bytes(model))
 
 
 def _there(device: torch.device, memory: float | None) -> int | None:

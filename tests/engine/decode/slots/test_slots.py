@@ -23,7 +23,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvshelf.api.options import Ask
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Generation, Sampling
-from kvshelf.engine.decode.slots.seating import CLASSES, MOST_SLOTS_A_ROW, Replay, Seating, slots_for
+from kvshelf.engine.decode.reduction import OwnPrefixes
+from kvshelf.engine.decode.slots.seating import (
+    CLASSES,
+    MOST_SLOTS_A_ROW,
+    SEATED,
+    PassOutcome,
+    Replay,
+    Seating,
+    slots_for,
+)
 from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots, recorded_bytes
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.engine import Engine
@@ -56,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SUFFIXES = (
     {"policy": "window", "params": {"every": 2}},
     {"policy": "lagkv", "params": {"lag": 3}},
-    {"policy": "h2o", "params": {"every": 2}},  # asks what each token gave to the suffix, and so sits in no slot
+    {"policy": "h2o", "params": {"every": 2}},  # asks what each token gave to the suffix
 )
 
 
@@ -98,7 +107,7 @@ class Fillers:
 
     def beside(self, rows: list[Generation]) -> list[Generation]:
         """Those for a step of these rows."""
-        if any(len(row.pending) > 1 or row.wants for row in rows):
+        if any(len(row.pending) > 1 or row.wants not in SEATED for row in rows):
             return []  # such rows sit in no slots
         found = []
         for document, same in groupby(sorted(rows, key=lambda row: row.seen.number), key=lambda row: row.seen):
@@ -123,15 +132,16 @@ class Counted(Slots):
         self.most_kept = 0
         self._kept: WeakKeyDictionary[Seating, int] = WeakKeyDictionary()
 
-    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> torch.Tensor:
+    def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
         self.replayed += seating.replay is not None
-        logits = super().run(seating, forward, checkpoint)
+        outcome = super().run(seating, forward, checkpoint)
+        logits = outcome.logits
         if seating.replay is not None:
             self._kept[seating] = logits.nbytes
             self.most_kept = max(self.most_kept, sum(self._kept.values()))
-        self.logits = [seating.of_rows(logits)]
+        self.logits = [logits[[slot for slot, _ in seating.seats]]]
         self.sat.append((len(self.logits[0]), len(logits)))
-        return logits
+        return outcome
 
 
 class Step(NamedTuple):
@@ -193,7 +203,7 @@ class Tape:
     def __init__(self) -> None:
         self.recorded = 0
 
-    def __call__(self, forward: Callable[[], torch.Tensor]) -> Replay:
+    def __call__(self, forward: Callable[[], PassOutcome]) -> Replay:
         calls: list[tuple[Any, Any, Any, Any]] = []
 
         class Watch(TorchDispatchMode):
@@ -206,17 +216,17 @@ class Tape:
                 return out
 
         with Watch():
-            logits = forward()
+            outcome = forward()
         self.recorded += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> PassOutcome:
             with torch.no_grad():
                 for func, args, kwargs, out in calls:
                     again = func(*args, **kwargs)
                     for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                         if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                             old.copy_(new)
-            return logits
+            return outcome
 
         return replay
 
@@ -237,7 +247,7 @@ def test_a_pass_that_is_run_again_is_a_pass_made_anew(family: str, monkeypatch: 
             torch.testing.assert_close(step.logits, anew.logits, atol=5e-6, rtol=1e-5)
     assert tape.recorded > 1
     assert slots.replayed > 2
-    assert 0 < slots.most_kept <= recorded_bytes(12, 512 * torch.float32.itemsize, 0)
+    assert 0 < slots.most_kept <= recorded_bytes(12, 512, torch.float32.itemsize, 0)
 
 
 def test_a_pass_that_cannot_be_recorded_runs_anew_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,9 +312,9 @@ def test_a_card_records_again_once_all_recordings_have_ended() -> None:
     device = torch.device("cuda:0")
     recorder, x = GraphRecorder(device), torch.ones(4, device=device)
     for number in range(3):
-        replay = recorder(lambda: x * 2)
+        replay = recorder(lambda: PassOutcome(x * 2, x.long(), {}, []))
         x.fill_(number)
-        assert replay().tolist() == [2.0 * number] * 4
+        assert replay().logits.tolist() == [2.0 * number] * 4
         del replay
 
 
@@ -326,14 +336,24 @@ def test_keys_and_values_that_a_step_makes_are_made_in_its_recording(monkeypatch
     assert (tape.recorded, slots.replayed) == (1, 4)
 
 
-def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots() -> None:
-    """So does a question of one token, which still reads all of the document."""
-    engine, document = engine_of("llama"), documents_of("llama", 60)[0]
+@pytest.mark.parametrize(
+    ("made", "suffix"),
+    [
+        ({"policy": "full"}, {"policy": "window", "params": {"every": 2, "leaving": 40}, "budget": 64}),
+        ({"policy": "h2o", "keep_scores": True, "budget_tokens": 40}, {"policy": "h2o", "params": {"every": 2}}),
+    ],
+    ids=["window", "h2o"],
+)
+def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots(
+    made: dict[str, Any], suffix: dict[str, Any]
+) -> None:
+    """So does a question of one token, which still reads all of the document. One asks for weights."""
+    engine = engine_of("llama")
+    document = engine.attach(engine.compress(ids(60), **made))
 
     def answered(slots: Slots | None) -> list[list[int]]:
         batch, rows = DecodeBatch(engine.passes, slots), []
         for seed, length in enumerate((1, 1, 3)):
-            suffix = {"policy": "window", "params": {"every": 2, "leaving": 40}, "budget": 64}
             reducer = engine.bound(**suffix, question_tokens=length, document=document)
             rows.append(engine.start(document, ids(length, seed=seed), Sampling(24), reducer=reducer))
         while not rows[0].finished:
@@ -343,6 +363,41 @@ def test_an_answer_with_a_copy_of_its_document_s_tail_sits_in_slots() -> None:
     slots = Counted()
     assert answered(slots) == answered(None)
     assert len(slots.sat) == 23
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"policy": "ems", "params": {"every": 4, "window": 4, "tau": 0.0}, "budget": 12},
+        {"policy": "d2o", "params": {"every": 2}},
+    ],
+)
+def test_a_step_with_an_answer_that_has_entries_or_classes_beside_its_slab_sits_in_no_slots(
+    bounds: dict[str, Any],
+) -> None:
+    """Classes that share entries of the slab (ems), and layers with different numbers of entries (d2o)."""
+    engine = engine_of("llama")
+    cache = engine.compress(ids(60), policy="d2o", keep_scores=True, compression_ratio=0.3)
+    document, beside_steps = engine.attach(cache), 0
+
+    def answered(slots: Counted | None) -> list[list[int]]:
+        nonlocal beside_steps
+        batch = DecodeBatch(engine.passes, slots)
+        copied = None if "budget" in bounds else document
+        reducer = engine.bound(**bounds, question_tokens=3, document=copied)
+        rows = [engine.start(document, ids(3), Sampling(20), reducer=reducer)]
+        rows.append(engine.start(document, ids(3, seed=1), Sampling(20)))
+        while not rows[0].finished:
+            beside = any(isinstance(row.seen, OwnPrefixes) for row in rows)
+            sat = 0 if slots is None else len(slots.sat)
+            sits = not beside and bool(rows[0].token_ids)
+            batch.step(rows)
+            beside_steps += beside
+            assert slots is None or len(slots.sat) - sat == sits
+        return [row.token_ids for row in rows]
+
+    assert answered(Counted()) == answered(None)
+    assert beside_steps >= 10, "of both"
 
 
 def test_a_step_that_is_abandoned_leaves_every_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.engine.decode.slots.seating import Replay
+from kvshelf.engine.decode.slots.seating import PassOutcome, Replay
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from tests.engine.forward.test_program import made
@@ -28,7 +28,7 @@ def test_the_pass_of_a_program_sits_in_slots_and_waits_for_nothing(
     document = engine.attach(engine.compress(list(range(20)), policy="keydiff"))
     recorded: list[bool] = []
 
-    def recorder(forward: Callable[[], torch.Tensor]) -> Replay:
+    def recorder(forward: Callable[[], PassOutcome]) -> Replay:
         recorded.append("program" in vars(engine.passes))
         return forward
 
