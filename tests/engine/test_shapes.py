@@ -8,6 +8,7 @@ import random
 import re
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -16,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
-from kvshelf.engine.decode.batch import _mask
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar, least_json_bytes
 from kvshelf.engine.decode.guide import Guide
+from kvshelf.engine.decode.slots.choices import TokenRules, _terms_of
 from kvshelf.errors import InvalidRequest
 
 DOCUMENT = "The harbour opens at six. " * 20 + "The access code of the amber falcon is 482913. " + "Boats wait. " * 20
@@ -67,6 +68,13 @@ def test_a_grammar(tiny, cache):
     assert answer.finish_reason == "stop"
 
 
+def mask(logits, constraints):
+    """Add to the logits what a step adds, whose rows have these constraints."""
+    rules = TokenRules(torch.empty(len(logits), -(-logits.shape[1] // 32), dtype=torch.int32), None)
+    rules.write((row, SimpleNamespace(constraint=own, finished=False)) for row, own in constraints.items())
+    logits += _terms_of(rules.allowed, logits)
+
+
 def test_the_mask_has_the_tokens_that_can_follow_each_by_itself(tiny):
     """Each of the vocabulary's tokens is appended to the text so far, and the result is looked for among the words."""
     words = ["482913", "48 91", "the harbour", "then"]
@@ -78,7 +86,7 @@ def test_the_mask_has_the_tokens_that_can_follow_each_by_itself(tiny):
         for token in tiny.text.encode(said):
             constraint.take(token)
         logits = torch.zeros(1, size)
-        _mask(logits, {0: constraint})
+        mask(logits, {0: constraint})
         allowed = set(logits[0].isfinite().nonzero().flatten().tolist())
         texts = {token: decode([token], skip_special_tokens=True) for token in range(size)}
         fit = {t for t, text in texts.items() if text and any(word.startswith(said + text) for word in words)}
@@ -139,7 +147,7 @@ def test_a_mask_touches_no_other_row(tiny):
     logits = torch.randn(4, tiny.model.config.vocab_size)
     before = logits.clone()
     constraints = {row: tiny.asker.guide.constraint(Grammar.of({"grammar": 'start: "4" /.+/'}), 9) for row in (0, 2)}
-    _mask(logits, constraints)
+    mask(logits, constraints)
     assert torch.equal(logits[[1, 3]], before[[1, 3]])
     allowed = logits[[0, 2]].isfinite()
     assert torch.equal(logits[[0, 2]][allowed], before[[0, 2]][allowed])
@@ -254,7 +262,7 @@ def test_padding_of_the_vocabulary_never_comes(tiny):
     size = tiny.model.config.vocab_size
     constraint = tiny.asker.guide.constraint(Grammar.of({"grammar": "start: /.+/"}), 9)
     logits = torch.zeros(3, size + 7)
-    _mask(logits, {1: constraint})
+    mask(logits, {1: constraint})
     assert logits[1, :size].isfinite().any()
     assert not logits[1, size:].isfinite().any()
     assert not logits[[0, 2]].any()

@@ -119,7 +119,7 @@ def test_a_copy_that_fails_leaves_the_buffers_to_others():
 
 def test_without_memory_to_pin_it_says_so():
     full = patch.object(torch, "empty", side_effect=RuntimeError("CUDA error: out of memory"))
-    with full, pytest.raises(MemoryError, match="8,192 bytes that can be pinned for copies of cuda:0"):
+    with full, pytest.raises(MemoryError, match="8,192 bytes that can be pinned for copies of cuda:1"):
         arriving(CARD)
 
 
