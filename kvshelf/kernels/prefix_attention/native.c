@@ -589,7 +589,7 @@ static void choose_one(const void *context, int64_t i) {
     choose_rows(&choice, i % a->kv_heads);
 }
 
-/* Piece `i` of all rows that are appended to, and of all runs: these read no suffix. */
+/* Piece `i` of all rows that are appended to, and of all runs: these read nothing that is appended. */
 static void append_or_attend(const void *context, int64_t i) {
     const Attention *a = context;
     for (const Suffixes *s = a->suffixes; a->keys && s < a->suffixes + a->num_suffixes; i -= s->rows, s++)
