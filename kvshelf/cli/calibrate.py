@@ -1,5 +1,6 @@
 """calibrate: measure a model once, for what needs it: retrieval heads for compresskv, layers for epicache, transforms
-for codec klt, frequency chunks for selector fasa. train-gates: train the gates of a policy for it."""
+for codec klt, frequency chunks for selector fasa, skews for infinigen. train-gates: train the gates of a policy for it.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +47,10 @@ def calibrate(
     model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file, a hub id, or a name served here.")],
     samples: _Samples,
     only: Annotated[
-        Literal["heads", "transforms", "chunks"] | None,
+        Literal["heads", "transforms", "chunks", "skews"] | None,
         typer.Option(
             help="heads: for policies compresskv, headkv, duo_attention, epicache. transforms: for codec klt. chunks: "
-            "for selector fasa.  [default: all]"
+            "for selector fasa. skews: for selector infinigen.  [default: all]"
         ),
     ] = None,
     output: Annotated[
@@ -62,11 +63,12 @@ def calibrate(
     as_json: _options.AsJson = False,  # noqa: ARG001 - for its errors
 ) -> None:
     """Make the transforms of codec klt, with the coarsest step that hardly changes predictions, and measure which query
-    heads retrieve, for compresskv and other policies, and which frequency chunks do, for the selector fasa.
+    heads retrieve, for compresskv and other policies, which frequency chunks do, for the selector fasa, and the
+    directions of queries, for the selector infinigen.
 
     The results hold for these weights in this dtype. Engines look for them in $XDG_DATA_HOME/kvshelf/calibrations and,
-    as klt.safetensors, compresskv.json and fasa.json, in the folder kvshelf in the model's own. A command that was
-    interrupted goes on where it was when it is given again.
+    as klt.safetensors, compresskv.json, fasa.json and infinigen.safetensors, in the folder kvshelf in the model's own.
+    A command that was interrupted goes on where it was when it is given again.
     """
     with needs_extra("serve", purpose="kvshelf calibrate"):
         from kvshelf.engine.engine import Engine
@@ -83,6 +85,9 @@ def calibrate(
         if only in (None, "chunks"):
             _chunks(engine, paths.chunks, samples.text or [])
             made.append(paths.chunks)
+        if only in (None, "skews"):
+            _skews(engine, paths.skews, samples.text or [])
+            made.append(paths.skews)
         if only in (None, "heads"):
             _heads(engine, paths.heads, samples.documents, samples.tokens)
             made.append(paths.heads)
@@ -136,6 +141,14 @@ def _chunks(engine: Engine, path: Path, texts: list[Path]) -> None:
     with searching(f"chunks of {engine.name}") as report:
         chunks = find_chunks(engine, documents, journal=_unfinished(path), report=report)
     calibration.save(chunks, path)
+
+
+def _skews(engine: Engine, path: Path, texts: list[Path]) -> None:
+    from kvshelf.model import calibration
+    from kvshelf.training.skew_search import find_skews
+
+    first, *_ = pieces(engine, [_read(text) for text in texts[:1]] or _prose(engine, 1))
+    calibration.save(find_skews(engine, first), path)
 
 
 def served_model(name: str) -> str:

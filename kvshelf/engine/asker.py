@@ -22,6 +22,7 @@ from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.decode.reduction import DocumentTail, SuffixReducer
 from kvshelf.engine.decode.selection import (
     BlockSelection,
+    EarlySelection,
     PolicySelection,
     Selection,
     SentenceSelection,
@@ -248,6 +249,10 @@ class Asker:
         if Needs.CHUNKS in selector.needs:
             chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, selector.name)
             selector = selector.calibrated(chunks)
+        if Needs.SKEWS in selector.needs:
+            selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, selector.name))
+        if Needs.EARLY in selector.needs:
+            return EarlySelection(selector, document, budget, kinds)
         if Needs.INDEX in selector.needs:
             rope = facts.rope if Needs.ROPE in selector.needs else None
             return BlockSelection(selector, document, budget, kinds, rope)

@@ -305,6 +305,7 @@ SELECT: Final = _of_selector("select", lambda _: True)
 SELECT_POLICY: Final = Feature("select by a policy", lambda c: c.selector is not None and c.policy is not None)
 SELECT_SENTENCES: Final = _of_selector("select sentencekv", lambda selector: Needs.SENTENCES in selector.needs)
 SELECT_UNROTATED: Final = _of_selector("select infllm", lambda selector: Needs.ROPE in selector.needs)
+SELECT_EARLY: Final = _of_selector("select infinigen", lambda selector: Needs.EARLY in selector.needs)
 NO_SENTENCES: Final = Feature("a cache of token ids", lambda c: not all(c.ends))
 
 
@@ -380,6 +381,17 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         _NOT_UNDONE,
         "selector {c.selector.name} compares queries and keys without their rotation, and that of {model!r} {why}; "
         "take selector quest",
+        "select.method",
+    ),
+    *_each(
+        SELECT_EARLY,
+        [
+            (LATENTS, "stores latents"),
+            (STATES, "has recurrent states"),
+            (NO_KEYS, "has layers without keys of their own"),
+        ],
+        "selector {c.selector.name!r} gives each layer the input of the one before it, and {model!r} {why}; take "
+        "selector quest",
         "select.method",
     ),
     # What a policy observes, in a prefill or at the question.

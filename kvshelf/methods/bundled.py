@@ -64,6 +64,7 @@ BUNDLED: Final = {
     "selectors": {
         "quest": "kvshelf.methods.selectors.quest:Quest",
         "fasa": "kvshelf.methods.selectors.fasa:Fasa",
+        "infinigen": "kvshelf.methods.selectors.infinigen:InfiniGen",
         "infllm": "kvshelf.methods.selectors.infllm:InfLLM",
         "mpcache": "kvshelf.methods.selectors.mpcache:MPCache",
         "sentencekv": "kvshelf.methods.selectors.sentencekv:SentenceKV",

@@ -51,6 +51,8 @@ class Needs(Flag):
 
     At the question: SENTENCES, of which the cache says where they end. INDEX: that the cache has one. CHUNKS: of the
     model's frequencies, measured by `kvshelf calibrate`. ATTENTION: the weights that tokens of the answer give.
+    SKEWS: of the model's query heads, found likewise. EARLY: the queries that a layer would make of what the layer
+    before it was given.
     """
 
     NOTHING = 0
@@ -69,6 +71,8 @@ class Needs(Flag):
     BEFORE = auto()
     SURPRISALS = auto()
     INPUTS = auto()
+    SKEWS = auto()
+    EARLY = auto()
 
 
 def parameter(

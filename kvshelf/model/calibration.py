@@ -11,10 +11,16 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
 
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from kvshelf.artifact.identity import ModelIdentity, canonical_json, digest
 from kvshelf.artifact.shape import LayerShape
@@ -33,6 +39,11 @@ TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
 
 CHUNKS_BESIDE_THE_WEIGHTS = "fasa.json"
 """Name of the frequency chunks that a model's own folder may hold."""
+
+SKEWS_BESIDE_THE_WEIGHTS = "infinigen.safetensors"
+"""Name of the skews that a model's own folder may hold."""
+
+_SKEWS = "kvshelf.skews/1"
 
 _LARGEST_FILE = 16 * 2**20
 
@@ -153,6 +164,41 @@ class Chunks(BaseModel):
         return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]
 
 
+@dataclass(frozen=True, eq=False)
+class Skews:
+    """Of each layer and query head a basis of its queries, `[q_heads, D, D]` fp16, a direction a column, those that
+    matter most first. `weights` as of a `Calibration`."""
+
+    param: ClassVar[str] = "select.method"
+    weights: str
+    layers: tuple[Tensor, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of what selectors read."""
+        return blake3(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        return save_tensors({f"{number:04}": own for number, own in enumerate(self.layers)}, {_SKEWS: self.weights})
+
+    @classmethod
+    def from_file(cls, path: Path) -> Skews:
+        """Raises `PolicyUnsupported` for what `to_bytes` does not write."""
+        try:
+            with safe_open(path, "pt") as file:
+                made = cls(file.metadata()[_SKEWS], tuple(map(file.get_tensor, sorted(file.keys()))))
+            heads, size, _ = made.layers[0].shape
+            if any(own.shape != (heads, size, size) or not own.isfinite().all() for own in made.layers):
+                raise ValueError("layers differ, are not square, or hold numbers that are not finite")
+        except (SafetensorError, LookupError, TypeError, ValueError, OSError) as error:
+            raise PolicyUnsupported(
+                f"the skews {path} are broken: {str(error)[:200]}; make them again with kvshelf calibrate --only skews",
+                param=cls.param,
+            ) from error
+        return made
+
+
 def data_folder() -> Path:
     """The folder of a user's calibrations (XDG base directories)."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
@@ -217,21 +263,41 @@ def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, selector: str 
     return found
 
 
+def find_skews(model: ModelIdentity, folder: str, selector: str) -> Skews:
+    """The skews of a model for a selector, as `find`."""
+    path = place(paths(model.weights).skews, folder, SKEWS_BESIDE_THE_WEIGHTS)
+    if path is None:
+        raise PolicyUnsupported(
+            f"selector {selector} needs the skews of {model.name!r}, and nobody has found them; do so: "
+            f"{_command(model)} --only skews",
+            param="select.method",
+        )
+    found = _skews(path, path.stat().st_mtime_ns)
+    heads = json.loads(model.attention)["num_attention_heads"]
+    _require_fitting(model, found, path, (len(found.layers), len(found.layers[0])), heads, "query heads")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _skews(path: Path, _changed: int) -> Skews:
+    return Skews.from_file(path)
+
+
 class Paths(NamedTuple):
-    """Where a model's calibration, transforms and frequency chunks lie."""
+    """Where a model's calibration, transforms, frequency chunks and skews lie."""
 
     heads: Path
     transforms: Path
     chunks: Path
+    skews: Path
 
 
 def paths(weights: str, folder: Path | None = None) -> Paths:
     """For a model's folder, in `OWN_FOLDER`, or in the user's data folder, which holds those of many models."""
+    others = TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS, SKEWS_BESIDE_THE_WEIGHTS
     if folder is not None:
-        names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS
-        return Paths(*(folder / OWN_FOLDER / name for name in names))
-    names = f"{weights}.json", f"{weights}.{TRANSFORMS_BESIDE_THE_WEIGHTS}", f"{weights}.{CHUNKS_BESIDE_THE_WEIGHTS}"
-    return Paths(*(data_folder() / name for name in names))
+        return Paths(*(folder / OWN_FOLDER / name for name in (BESIDE_THE_WEIGHTS, *others)))
+    return Paths(*(data_folder() / f"{weights}.{name}" for name in ("json", *others)))
 
 
 def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
@@ -293,14 +359,15 @@ def require_writable(path: Path) -> None:
         raise InvalidRequest(f"{path} is a folder, or in one that cannot be written to; name a file", param="output")
 
 
-def save(measured: Calibration | Chunks, path: Path) -> None:
-    """Write a calibration or chunks atomically."""
+def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
+    """Write what was measured atomically."""
+    said = measured.to_bytes() if isinstance(measured, Skews) else measured.model_dump_json(indent=1).encode() + b"\n"
     with written(path) as file:
-        file.write(measured.model_dump_json(indent=1).encode() + b"\n")
+        file.write(said)
 
 
 def _require_fitting(
-    model: ModelIdentity, found: Calibration | Chunks, path: Path, has: tuple[int, int], heads: int, of: str
+    model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path, has: tuple[int, int], heads: int, of: str
 ) -> None:
     """Refuse a file of other weights, or one that `has` other layers and heads than the model, `heads` in each."""
     if found.weights != model.weights:

@@ -34,6 +34,7 @@ from kvshelf.engine.decode.slots.seating import SEATED, PassOutcome, SlotPass
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.decode.suffixes import Slab, SuffixPool
 from kvshelf.engine.decode.turns import Turn
+from kvshelf.engine.forward.calls import EarlyQueries
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.kernels.native import Part
@@ -283,6 +284,7 @@ class _Step:
         """Whose next token can be chosen behind it."""
         self.observing = [place for place in places if place.wants and Wants.STATES in place.wants]
         self.choosing = [place for place in places if place.wants and Wants.QUERIES in place.wants]
+        self.guessing = [place for place in places if place.wants and Wants.EARLY in place.wants]
         self.documents, self._shares = _shares(places)
         weighing = Wants.MASSES in places[0].wants and places[0].complete
         self.read: Sequence[SeenDocument] = places[0].generation.seen_parts if weighing else self.documents
@@ -365,9 +367,9 @@ class _Step:
         for place in self.observing:
             place.observe(attended, place.first)
 
-    def choose(self, layer: int, wait: Wait, queries: Tensor) -> None:
+    def choose(self, places: Sequence[_Place], layer: int, wait: Wait, queries: Tensor) -> None:
         """Give the rows whose hooks want them their queries, of `[N, q_heads, D]`."""
-        for place in self.choosing:
+        for place in places:
             place.generation.before(layer, queries[place.first : place.first + place.count], wait)
 
     def weigh_suffixes(self, weights: Mapping[int, Sequence[Tensor | None]]) -> None:
@@ -512,7 +514,8 @@ class _BatchLayer(PassingLayer):
         prefixes = self._prefixes()
         written, layout = self._step.write(self._index, in_line(key_states), in_line(value_states))
         suffixes = [(keys, values) for keys, values in written]
-        choose = partial(self._step.choose, self._index, self._wait) if self._step.choosing else None
+        choosing = self._step.choosing
+        choose = partial(self._step.choose, choosing, self._index, self._wait) if choosing else None
         room = partial(self._step.room, self._plan, self._index)
         states = AttachedStates(
             prefixes, suffixes, layout, key_states, value_states, None, self._step.weigh, choose, room
@@ -614,7 +617,8 @@ class _StepPast(ForwardContext):
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
-        unseen = not (step.weigh or step.observing or step.choosing)
+        self.calls = EarlyQueries(passes.model) if step.guessing else None
+        unseen = not (step.weigh or step.observing or step.choosing or step.guessing)
         self.planned = plan is not None and unseen and all(document.arrived for document in step.documents)
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
@@ -629,6 +633,15 @@ class _StepPast(ForwardContext):
         if not kind.states:
             return _BatchLayer(*given)
         return _BatchStateLayer(*given, kind.states, source)
+
+    @property
+    def hides(self) -> bool:
+        return self.calls is not None
+
+    def before_attention(self, layer: Attended) -> None:
+        early = None if self.calls is None else self.calls.of(layer.module)
+        if early is not None:
+            self._step.choose(self._step.guessing, layer.layer_idx, self._wait, in_line(early)[0].transpose(0, 1))
 
     def after_attention(self, layer: Attended) -> None:
         self._step.observe(layer)

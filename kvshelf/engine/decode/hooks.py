@@ -24,6 +24,9 @@ class Wants(Flag):
     NOTHING = 0
     QUERIES = auto()
     """Those of each layer before its attention, in `before`. A question has a pass of its own then."""
+    EARLY = auto()
+    """In their place those that each layer but the first would make of what the one before it was given, times the
+    scaling of its logits."""
     STATES = auto()
     """The queries, keys and values of each layer."""
     MASSES = auto()

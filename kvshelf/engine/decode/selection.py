@@ -215,6 +215,30 @@ class _OfDocument:
         return self.selection.prefixes(layer)[first:end]
 
 
+class EarlySelection(UnitSelection):
+    """Tokens of the answer choose entries of a layer by the queries that it would make of the input of the layer
+    before."""
+
+    _within_attention: ClassVar[bool] = False  # `before` chooses
+
+    def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
+        super().__init__(selector, document, budget, kinds)
+        self._selector = selector
+
+    def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
+        return Wants.EARLY if answering else Wants.NOTHING
+
+    def before(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:  # noqa: ARG002
+        choice = self._choices.get(layer)
+        if choice is None:
+            return
+        heads = len(choice.units[0].counts)
+        query = queries[-1].view(heads, -1, queries.shape[2])
+        scores, most = self._selector.foretold(layer, query, choice.units)
+        scored = (replace(own, low=low.unsqueeze(1)) for own, low in zip(choice.units, scores, strict=True))
+        choose(query.new_ones(heads, 1), replace(choice, units=tuple(scored), budget=min(choice.budget, most)))
+
+
 class SentenceSelection(UnitSelection):
     """The mean of the queries since the last end of a sentence chooses for the rest of the answer's sentence."""
 
@@ -262,8 +286,9 @@ class SentenceSelection(UnitSelection):
 
 
 def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
-    """How a query chooses at a layer; None where the budget has room for all entries."""
-    if sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer))) <= budget:
+    """How a query chooses at a layer; None where all entries are read, as the budget has room for them."""
+    entries = sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer)))
+    if entries <= budget and selector.fills:
         return None
     every = (each for part in document.parts for each in part.units(selector, layer))
     found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]

@@ -1,14 +1,16 @@
-"""What modules of a model are called with, for policies that need it (`Needs.CALL`, `Needs.INPUTS`)."""
+"""What modules of a model are called with, for methods that need it (`Needs.CALL`, `Needs.INPUTS`, `Needs.EARLY`)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
 from kvshelf.methods.policies.view import Call
 
 if TYPE_CHECKING:
@@ -39,6 +41,41 @@ class Calls:
 
     def _see(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._arguments[module] = dict(zip(inspect.signature(module.forward).parameters, given, strict=False)) | named
+
+
+class EarlyQueries(Calls):
+    """What each attention module of a pass would ask, were it given what the one before it was (InfiniGen, arXiv
+    2406.19707): its own code makes the queries, so that norms, biases and rotations are the model's."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model, with_layers(model))
+        self._before: Tensor | None = None
+
+    def of(self, module: nn.Module) -> Tensor | None:
+        """`[B, q_heads, T, D]`, times the scaling of logits. Asked of each module in turn while it runs; None of the
+        first."""
+        arguments = self.take(module).arguments
+        name = next(iter(inspect.signature(module.forward).parameters))  # what is read comes first
+        before, self._before = self._before, arguments[name]
+        if before is None:
+            return None
+        given = {key: None if isinstance(value, Cache) else value for key, value in arguments.items()}
+        try:
+            module.forward(**{**given, name: before.to(arguments[name].device), CONTEXT: _EndsAtAttention()})
+        except _Attention as end:
+            return end.layer.queries * end.layer.scaling
+        raise AssertionError("an attention module that does not call its attention")
+
+
+class _Attention(Exception):
+    def __init__(self, layer: Attended) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class _EndsAtAttention(ForwardContext):
+    def after_attention(self, layer: Attended) -> NoReturn:
+        raise _Attention(layer)
 
 
 def with_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -70,6 +70,7 @@ class Past(ForwardContext, Protocol):
     """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
     between layers and may raise to end the pass.
 
+    calls: sees those of the modules, by which the model then runs; None: nobody asks.
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
     """
@@ -80,6 +81,8 @@ class Past(ForwardContext, Protocol):
     def handover(self) -> Handover: ...
     @property
     def planned(self) -> bool: ...
+    @property
+    def calls(self) -> Calls | None: ...
     def checkpoint(self) -> None: ...
     def plan(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
@@ -326,7 +329,8 @@ class Passes:
 
     def continuing(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         """Logits `[1, kept, vocabulary]` of one pass over tokens `[1, N]` that continue `past`."""
-        with torch.no_grad(), kvshelf_attention(self.model):
+        seen = nullcontext() if past.calls is None else past.calls.seen()
+        with torch.no_grad(), kvshelf_attention(self.model), seen:
             logits = None
             if self.program is not None and self.program.in_c and past.planned:
                 logits = self.program.run_planned(token_ids, positions, self._plan(past), kept, past.checkpoint)
@@ -342,7 +346,7 @@ class Passes:
 
     def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
         given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
-        if self.program is None:
+        if self.program is None or past.calls is not None:
             told = self._told(positions, past.cache)
             with self._decoder_given(given):
                 logits: Tensor = self.model(

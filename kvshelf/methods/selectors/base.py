@@ -7,6 +7,7 @@ A selector is a frozen dataclass in a file of its own. Its fields are its parame
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -19,7 +20,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.kernels.quantize import quantize
 from kvshelf.methods.method import SELECTOR, Kind, Method, parameter
 from kvshelf.methods.policies.base import Policy
-from kvshelf.model.calibration import Chunks
+from kvshelf.model.calibration import Chunks, Skews
 
 LEAST_TOKENS = 128
 """Fewest entries of the default budget."""
@@ -64,6 +65,8 @@ class UnitSelector(Selector):
     One that needs INDEX chooses by the index that the cache stores (`Indexed`), by the query of a question's last
     token: for all heads of a layer together, and for the tokens of the question, too. Rows that are not chosen are then
     not read from the shelf. One that needs SENTENCES chooses for a sentence of the answer, by the mean of its queries.
+    One that needs EARLY chooses before a layer runs, by queries that it would make of the input of the layer before
+    (`foretold`); the first layer is read whole.
     """
 
     cut: ClassVar[bool] = False
@@ -89,6 +92,21 @@ class UnitSelector(Selector):
     def calibrated(self, measured: Chunks) -> Self:  # noqa: ARG002
         """The selector with the model's frequency chunks, if it needs them (`Needs.CHUNKS`)."""
         return self
+
+    def skewed(self, measured: Skews) -> Self:  # noqa: ARG002
+        """The selector with the skews of the model's query heads, if it needs them (`Needs.SKEWS`)."""
+        return self
+
+    @property
+    def fills(self) -> bool:
+        """Whether it reads as much as the budget has room for; if not, it chooses where there is room for all, too."""
+        return True
+
+    def foretold(self, layer: int, query: Tensor, units: Sequence[Units]) -> tuple[list[Tensor], int]:
+        """Of each prefix's units the scores `[units]` fp32 by a query `[kv_heads, group, D]` that is made early, times
+        the scaling of logits, and the most entries of a KV head that are to be read. One that needs EARLY has to say
+        it."""
+        raise NotImplementedError
 
     def scores(self, query: Tensor, summaries: Tensor) -> Tensor:
         """How well the units of an index fit a query `[kv_heads, group, D]` without its rotation, `[units]` fp32.

@@ -1,0 +1,107 @@
+"""InfiniGen: the entries that a guess of the next layer's query finds (Lee et al., 2024, arXiv 2406.19707)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvshelf.kernels.choose import Units
+from kvshelf.kernels.prefix_attention import PackedPrefix
+from kvshelf.methods.method import Needs, parameter
+from kvshelf.methods.selectors.base import LEAST_TOKENS, StoredLayer, UnitSelector
+from kvshelf.model.calibration import Skews
+
+
+@dataclass(frozen=True)
+class InfiniGen(UnitSelector):
+    """Read the entries that fit the query which a layer would make of the input of the layer before, by a part of its
+    channels; every answer token chooses anew.
+
+    The paper keeps the cache in the CPU's memory, and guesses so that a layer's entries are fetched while the one
+    before runs. `kvshelf calibrate` finds each query head's skew A, the right singular vectors of its queries over a
+    text, in the order of the sums of |Q A| and |K A|. Of x, which the attention of layer l - 1 was given, and the
+    first columns A' of A, the share `channels`, the guess of a logit of layer l is
+
+        g_j = (W_q x A') . (k_j A') * scaling,
+
+    with the rotation of its position. Entries with g_j >= max_j g_j - `alpha` are critical. Every head of a layer
+    reads as many, the mean number of critical ones over its heads, those of greatest g_j, and at most a fifth of the
+    cache by default. The first layer reads all. The parts k_j A' are held in bf16 beside the cache, 2 * `channels` * D
+    bytes for each token and query head, once for all questions.
+
+    Departures: a KV head reads what any of its query heads finds critical, by the greatest g_j - max_j g_j (the paper
+    has no GQA). A' is chosen over the calibration's text, as in the authors' code for Llama, not over each prompt.
+    Question and answer are always read whole. Nothing is fetched: what is read lies in memory.
+    """
+
+    name: ClassVar[str] = "infinigen"
+    source: ClassVar[str] = "InfiniGen, arXiv 2406.19707"
+    advice: ClassVar[str] = "to compare; `fasa` chooses by the layer's own query, for less memory."
+
+    needs: ClassVar[Needs] = Needs.SKEWS | Needs.EARLY
+
+    alpha: float | None = parameter(
+        5.0, "how far the guess of a logit may be below the largest; null: as far as there is room", minimum=0
+    )
+    channels: float = parameter(0.3, "share of each head's channels that are compared", minimum=0, maximum=1)
+    digest: str = ""
+    measured: Skews | None = field(default=None, compare=False, repr=False)
+
+    def skewed(self, measured: Skews) -> Self:
+        return replace(self, measured=measured, digest=measured.digest)
+
+    @property
+    def fills(self) -> bool:
+        return self.alpha is None
+
+    def default_tokens(self, entries: int) -> int:
+        return max(LEAST_TOKENS, entries // 5)
+
+    def chooses(self, layer: int, num_layers: int) -> bool:  # noqa: ARG002
+        return layer > 0
+
+    def units(self, stored: StoredLayer) -> list[Units]:
+        basis = self._basis(stored.layer, stored.kv_heads)
+        return [_partial(prefix, basis.to(prefix.keys.device)) for prefix in stored.prefixes]
+
+    def foretold(self, layer: int, query: Tensor, units: Sequence[Units]) -> tuple[list[Tensor], int]:
+        basis = self._basis(layer, len(query)).to(query.device)
+        asked = torch.einsum("hgd,hgdw->hgw", query.float(), basis)
+        scores: list[list[Tensor]] = [[] for _ in units]
+        critical = 0
+        for head, own in enumerate(asked):
+            rows = (each.low[each.begins[head] : each.begins[head + 1]] for each in units)
+            guesses = [torch.einsum("ngw,gw->ng", part.float().view(-1, *own.shape), own) for part in rows]
+            largest = torch.cat(guesses).amax(dim=0)
+            for of_prefix, guess in zip(scores, guesses, strict=True):
+                of_prefix.append((guess - largest).amax(dim=1))  # of the query head that it fits best
+                critical += guess.numel() if self.alpha is None else int((of_prefix[-1] >= -self.alpha).sum())
+        return list(map(torch.cat, scores)), max(1, critical // len(asked))
+
+    def _basis(self, layer: int, kv_heads: int) -> Tensor:
+        """The columns of the skews that are compared, `[kv_heads, group, D, W]` fp32."""
+        assert self.measured is not None
+        skews = self.measured.layers[layer]
+        width = max(1, int(self.channels * skews.shape[2]))
+        return skews[:, :, :width].float().unflatten(0, (kv_heads, -1))
+
+
+def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
+    """A unit of each entry, with its key's parts of all query heads of its KV head."""
+    low = [
+        torch.einsum("nd,gdw->ngw", keys[at : min(length, at + _ROWS_AT_ONCE)].float(), own).flatten(1).bfloat16()
+        for (keys, _), own, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
+        for at in range(0, length, _ROWS_AT_ONCE)
+    ]
+    ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
+    device = prefix.keys.device
+    return Units(
+        torch.cat(low), None, ends.to(device), torch.zeros(len(ends), dtype=torch.bool, device=device), prefix.lengths
+    )
+
+
+_ROWS_AT_ONCE = 4096
