@@ -272,14 +272,15 @@ def find_skews(model: ModelIdentity, folder: str, selector: str) -> Skews:
             f"{_command(model)} --only skews",
             param="select.method",
         )
-    found = _skews(path, path.stat().st_mtime_ns)
+    status = path.stat()
+    skews = _skews(path, status.st_mtime_ns, status.st_size)
     heads = json.loads(model.attention)["num_attention_heads"]
-    _require_fitting(model, found, path, (len(found.layers), len(found.layers[0])), heads, "query heads")
-    return found
+    _require_fitting(model, skews, path, (len(skews.layers), len(skews.layers[0])), heads, "query heads")
+    return skews
 
 
 @lru_cache(maxsize=4)
-def _skews(path: Path, _changed: int) -> Skews:
+def _skews(path: Path, modified_ns: int, size: int) -> Skews:  # noqa: ARG001 - a changed file is another one
     return Skews.from_file(path)
 
 

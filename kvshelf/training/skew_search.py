@@ -34,7 +34,7 @@ def skew(queries: Tensor, keys: Tensor) -> Tensor:
     of the sums of what queries and keys have in them, absolute. queries: `[q_heads, N, D]`, keys: `[kv_heads, N, D]`,
     with their rotation (section 4.2 of the paper)."""
     queries, keys = queries.float(), keys.float().repeat_interleave(len(queries) // len(keys), dim=0)
-    basis = torch.linalg.eigh((queries.mT @ queries).double()).eigenvectors.float()
+    basis: Tensor = torch.linalg.eigh((queries.mT @ queries).double()).eigenvectors.float()
     sums = (queries @ basis).abs().sum(1) + (keys @ basis).abs().sum(1)
     order = sums.argsort(dim=1, descending=True)
     return basis.gather(2, order.unsqueeze(1).expand_as(basis))
@@ -45,7 +45,7 @@ def find_skews(engine: Engine, token_ids: Sequence[int]) -> Skews:
     `InvalidRequest` for a shorter one."""
     if len(token_ids) < LEAST_TOKENS:
         raise InvalidRequest(f"skews are found over a text of {LEAST_TOKENS} tokens or more", param="text")
-    seen, ids = _Skewing(), torch.tensor([list(token_ids)])
-    inputs = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).unsqueeze(0)}
-    engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, seen)
+    seen, ids = _Skewing(), torch.tensor([list(token_ids)], device=engine.passes.devices.inputs)
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    engine.passes.causal({"input_ids": ids, "position_ids": positions}, seen)
     return Skews(engine.identity.weights, tuple(seen.of_layers[layer] for layer in sorted(seen.of_layers)))

@@ -59,9 +59,9 @@ class EarlyQueries(Calls):
         before, self._before = self._before, arguments[name]
         if before is None:
             return None
-        given = {key: None if isinstance(value, Cache) else value for key, value in arguments.items()}
+        without = {key: None if isinstance(value, Cache) else value for key, value in arguments.items()}
         try:
-            module.forward(**{**given, name: before.to(arguments[name].device), CONTEXT: _EndsAtAttention()})
+            module.forward(**{**without, name: before.to(arguments[name].device), CONTEXT: _EndsAtAttention()})
         except _Attention as end:
             return end.layer.queries * end.layer.scaling
         raise AssertionError("an attention module that does not call its attention")

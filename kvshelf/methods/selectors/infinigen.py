@@ -70,24 +70,25 @@ class InfiniGen(UnitSelector):
 
     def foretold(self, layer: int, query: Tensor, units: Sequence[Units]) -> tuple[list[Tensor], int]:
         basis = self._basis(layer, len(query)).to(query.device)
-        asked = torch.einsum("hgd,hgdw->hgw", query.float(), basis)
+        parts = torch.einsum("hgd,hgdw->hgw", query.float(), basis)
         scores: list[list[Tensor]] = [[] for _ in units]
         critical = 0
-        for head, own in enumerate(asked):
-            rows = (each.low[each.begins[head] : each.begins[head + 1]] for each in units)
-            guesses = [torch.einsum("ngw,gw->ng", part.float().view(-1, *own.shape), own) for part in rows]
+        for head, own in enumerate(parts):
+            rows = (of_prefix.low[of_prefix.begins[head] : of_prefix.begins[head + 1]] for of_prefix in units)
+            guesses = [torch.einsum("ngw,gw->ng", low.float().view(-1, *own.shape), own) for low in rows]
             largest = torch.cat(guesses).amax(dim=0)
-            for of_prefix, guess in zip(scores, guesses, strict=True):
-                of_prefix.append((guess - largest).amax(dim=1))  # of the query head that it fits best
-                critical += guess.numel() if self.alpha is None else int((of_prefix[-1] >= -self.alpha).sum())
-        return list(map(torch.cat, scores)), max(1, critical // len(asked))
+            for heads, guess in zip(scores, guesses, strict=True):
+                heads.append((guess - largest).amax(dim=1))  # by the query head that it fits best
+                critical += len(guess) if self.alpha is None else int((heads[-1] >= -self.alpha).sum())
+        return list(map(torch.cat, scores)), max(1, critical // len(parts))
 
     def _basis(self, layer: int, kv_heads: int) -> Tensor:
         """The columns of the skews that are compared, `[kv_heads, group, D, W]` fp32."""
         assert self.measured is not None
         skews = self.measured.layers[layer]
-        width = max(1, int(self.channels * skews.shape[2]))
-        return skews[:, :, :width].float().unflatten(0, (kv_heads, -1))
+        q_heads, size, _ = skews.shape
+        width = max(1, int(self.channels * size))
+        return skews[:, :, :width].float().view(kv_heads, q_heads // kv_heads, size, width)
 
 
 def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
