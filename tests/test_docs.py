@@ -351,7 +351,8 @@ def test_every_selector_says_when_to_choose_it_and_what_it_measured() -> None:
         if info.name != "policy:sage":  # the same as sage
             shares = {row["share"] for row in info.measured}
             assert {0.25, 0.125, 0.0625} <= shares, info.name
-        assert all(0 <= row["exact"] <= 1 and row["read_share"] <= row["share"] * 1.05 for row in info.measured)
+        whole = 0.25 if info.name == "infinigen" else 0.0  # the first of four layers is read whole
+        assert all(0 <= row["exact"] <= 1 and row["read_share"] <= row["share"] * 1.05 + whole for row in info.measured)
 
 
 def test_every_paper_says_what_is_here_of_it_and_which_test_shows_it() -> None:

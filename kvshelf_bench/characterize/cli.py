@@ -34,7 +34,7 @@ class _Ways:
 
     systems: Annotated[
         str, typer.Option(help="Policies and selectors: such as lagkv:lag=64,policy:snapkv,read:infllm.")
-    ] = "full,quest,h2o,kvzip"
+    ] = "full,infinigen,quest,h2o,kvzip"
     shares: Annotated[str, typer.Option(help="Of the entries, to read or to keep.")] = "0.5,0.125"
 
 

@@ -2,7 +2,7 @@
 
 After the comparison of vLLM, InfiniGen and H2O over request rate, model size and sparsity (arXiv 2604.05012). Here the
 same load meets a shelf that keeps and reads everything, one of which each token of an answer reads a part, and one
-whose caches lost entries to a policy.
+whose caches lost entries to a policy, InfiniGen's and H2O's rules among them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any, Final
 
@@ -23,8 +24,10 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.methods.policies import POLICIES
+from kvshelf.model import calibration
 from kvshelf.model.source import BUNDLED
 from kvshelf.samples.suite import CaseAsk, make_case, score
+from kvshelf.training.skew_search import find_skews
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 from kvshelf_bench.engines import endless_answers
@@ -32,7 +35,7 @@ from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import selecting
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
-from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
+from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject, random_layers
 
 _READ: Final = "read:"
 """Before the name of a selector that is a policy's, too."""
@@ -121,6 +124,10 @@ def characterized(
     machine for a while slows them alike."""
     engine = subject.engine
     documents, asks = _documents(subject, name, offer)
+    if random_layers(name) is not None:  # nobody has calibrated it
+        path = calibration.paths(engine.identity.weights, Path(subject.source)).skews
+        path.parent.mkdir()
+        calibration.save(find_skews(engine, subject.tokens(offer.tokens, seed=9)), path)
     caches = {
         way: [engine.encoded(engine.run(engine.prepare(each, **way.kept)).cache, _CODEC) for each in documents]
         for way in ways
@@ -282,7 +289,9 @@ MEASURES: Final = (
 def cells_table(cells: Sequence[LoadCell]) -> Table:
     """One row for each model, rate and way."""
     table = Table("model", "rate", "system", "share", *(measure.title for measure in MEASURES))
-    table.title = "documents under int4; of the share, quest reads and h2o and kvzip keep; PTE of an answer"
+    table.title = (
+        "documents under int4; of the share, infinigen and quest read and h2o and kvzip keep; PTE of an answer"
+    )
     for cell in cells:
         found = ((measure, measure.value(cell)) for measure in MEASURES)
         shown = ("-" if value is None else measure.shown(value) for measure, value in found)

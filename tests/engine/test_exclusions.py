@@ -28,7 +28,7 @@ from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import POLICIES, ScoringPolicy
 from kvshelf.methods.policies.gate_file import gate_path
 from kvshelf.model import calibration
-from kvshelf.model.calibration import Calibration, Origin
+from kvshelf.model.calibration import Calibration, Origin, Skews
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf_bench.models.small import small_model
 from scripts import publish_exclusions
@@ -252,6 +252,7 @@ OPTIONS: Final = {
     "select infllm": option(
         x.SELECT, x.SELECT_UNROTATED, select="infllm", tokens=64, params={"recent": 0}, policy="infllm"
     ),
+    "select infinigen": option(x.SELECT, x.SELECT_EARLY, select="infinigen"),
     "several": option(x.SEVERAL),
     "suffix": option(x.SUFFIX),
     "scope": option(x.SUFFIX, x.SHRINK),
@@ -315,7 +316,7 @@ def tried(model: str) -> list[Tried]:
     return list(dict.fromkeys(found))
 
 
-LATER: Final = {x.SELECT, x.SELECT_POLICY, x.SELECT_SENTENCES, x.SELECT_UNROTATED} | {
+LATER: Final = {x.SELECT, x.SELECT_POLICY, x.SELECT_SENTENCES, x.SELECT_UNROTATED, x.SELECT_EARLY} | {
     x.SEVERAL, x.SUFFIX, x.SHRINK, x.STORE, x.SEARCH, x.EXPORT, x.ATTACH,
 }  # fmt: skip
 """What is asked of a cache that is there."""
@@ -410,7 +411,7 @@ def said(row: Exclusion) -> str:
 
 @pytest.fixture(scope="module", params=[PLAIN, *MODELS])
 def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Maker]]:
-    """An engine with gates and a calibration of its own, random as it is."""
+    """An engine with gates, a calibration and skews of its own, random as it is."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("trained")
         patch.setenv("KVSHELF_GATES", str(folder))
@@ -451,6 +452,8 @@ def maker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             found = Calibration(weights=weights, head_scores=heads, layer_errors=shares, origin=origin)
             calibration.data_folder().mkdir(parents=True)
             (calibration.data_folder() / f"{weights}.json").write_text(found.model_dump_json())
+            skews = [torch.eye(geometry.head).half().repeat(geometry.q_heads, 1, 1) for _ in engine.facts.kinds]
+            calibration.save(Skews(weights, tuple(skews)), calibration.paths(weights).skews)
         yield name, made
 
 

@@ -62,12 +62,12 @@ class EarlyQueries(Calls):
         without = {key: None if isinstance(value, Cache) else value for key, value in arguments.items()}
         try:
             module.forward(**{**without, name: before.to(arguments[name].device), CONTEXT: _EndsAtAttention()})
-        except _Attention as end:
+        except _EndedAtAttention as end:
             return end.layer.queries * end.layer.scaling
         raise AssertionError("an attention module that does not call its attention")
 
 
-class _Attention(Exception):
+class _EndedAtAttention(Exception):
     def __init__(self, layer: Attended) -> None:
         super().__init__()
         self.layer = layer
@@ -75,7 +75,7 @@ class _Attention(Exception):
 
 class _EndsAtAttention(ForwardContext):
     def after_attention(self, layer: Attended) -> NoReturn:
-        raise _Attention(layer)
+        raise _EndedAtAttention(layer)
 
 
 def with_layers(model: PreTrainedModel) -> list[nn.Module]:

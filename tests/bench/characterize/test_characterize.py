@@ -43,7 +43,7 @@ def test_arrivals_are_poisson_and_the_same_for_every_way():
     assert {document for _, document, _ in arrivals} == {0, 1, 2}
 
 
-WAYS = [System("full"), System("quest", 0.5), System("h2o", 0.5)]
+WAYS = [System("full"), System("quest", 0.5), System("infinigen", 0.5), System("h2o", 0.5)]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,19 @@ def cells():
 
 
 def test_every_way_is_measured_under_the_same_load(cells):
-    assert list(cells) == ["full", "quest", "h2o"]
+    assert list(cells) == ["full", "quest", "infinigen", "h2o"]
     for cell in cells.values():
         assert 0 < cell.first_s <= cell.first_p95_s
         assert 0 < cell.tokens_per_s < 1e6
         assert cell.parameters == 1_226_496
         assert 0 <= cell.exact <= 1
-    full, quest, evicted = cells.values()
+    full, quest, infinigen, evicted = cells.values()
     assert full.exact > evicted.exact
     # Two documents of 512 tokens at 697 bytes, whatever answering added; eviction holds half of them.
     assert full.memory_bytes > 2 * 400 * 600
     assert evicted.equivalents < full.equivalents
     assert quest.equivalents < full.equivalents
+    assert infinigen.equivalents < full.equivalents
 
 
 def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
@@ -119,13 +120,13 @@ def test_the_best_win_and_those_even_with_them():
 def test_command(tmp_path):
     report = tmp_path / "report.json"
     small = ["--requests", "4", "--documents", "1", "--tokens", "512", "--answer-tokens", "2", "--rates", "100,200"]
-    arguments = ["--models", "random:1", "--shares", "0.5", "--systems", "full,kvzip", *small]
+    arguments = ["--models", "random:2", "--shares", "0.5", "--systems", "full,infinigen", *small]
     result = CliRunner().invoke(app, ["characterize", *arguments, "--output", str(report)])
     assert result.exit_code == 0, result.output
     assert "which wins where" in result.output
     found = json.loads(report.read_text())
     assert [(cell["rate"], cell["system"]) for cell in found["cells"]] == [
-        (100.0, "full"), (100.0, "kvzip"), (200.0, "full"), (200.0, "kvzip"),
+        (100.0, "full"), (100.0, "infinigen"), (200.0, "full"), (200.0, "infinigen"),
     ]  # fmt: skip
     assert found["offer"]["requests"] == 4
     wrong = CliRunner().invoke(app, ["characterize", "--systems", "chess"])
