@@ -415,6 +415,8 @@ def test_calibrate_writes_where_engines_look(tmp_path: Path, monkeypatch: pytest
     assert engine.coders.own.transforms.data == made_again == path.with_suffix(".klt.safetensors").read_bytes()
     chunks = (tmp_path / "elsewhere" / "kvshelf" / "fasa.json").read_bytes()
     assert chunks == path.with_suffix(".fasa.json").read_bytes()
+    skews = (tmp_path / "elsewhere" / "kvshelf" / "infinigen.safetensors").read_bytes()
+    assert skews == path.with_suffix(".infinigen.safetensors").read_bytes()
 
 
 @pytest.mark.slow

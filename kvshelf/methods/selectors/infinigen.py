@@ -76,7 +76,8 @@ class InfiniGen(UnitSelector):
         for head, own in enumerate(parts):
             rows = (of_prefix.low[of_prefix.begins[head] : of_prefix.begins[head + 1]] for of_prefix in units)
             guesses = [torch.einsum("ngw,gw->ng", low.float().view(-1, *own.shape), own) for low in rows]
-            largest = torch.cat(guesses).amax(dim=0)
+            least = own.new_full((1, len(own)), -torch.inf)  # of a head without entries
+            largest = torch.cat([*guesses, least]).amax(dim=0)
             for heads, guess in zip(scores, guesses, strict=True):
                 heads.append((guess - largest).amax(dim=1))  # by the query head that it fits best
                 critical += len(guess) if self.alpha is None else int((heads[-1] >= -self.alpha).sum())
@@ -96,7 +97,7 @@ def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
     low = [
         torch.einsum("nd,gdw->ngw", keys[at : min(length, at + _ROWS_AT_ONCE)].float(), own).flatten(1).bfloat16()
         for (keys, _), own, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
-        for at in range(0, length, _ROWS_AT_ONCE)
+        for at in range(0, max(1, length), _ROWS_AT_ONCE)
     ]
     ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
     device = prefix.keys.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -161,6 +162,15 @@ def test_a_skew_has_the_singular_vectors_of_queries_by_what_queries_and_keys_hav
         order = sorted(range(8), key=lambda at: -sums[at])
         for column, at in zip(columns.T.double(), order, strict=True):
             assert abs(float(column @ vectors[at])) == pytest.approx(1, abs=1e-5)
+
+
+def test_documents_share_a_choice_and_one_may_keep_nothing(llama):
+    first, second = (llama.compress(DOCUMENT[at:], policy="full") for at in (0, 40))
+    nothing = [layer.select(torch.zeros(layer.entries, dtype=torch.bool)) for layer in first.layers[1:3]]
+    empty = replace(first, layers=(first.layers[0], *nothing, first.layers[3]))
+    for cache, most in ((first, (200 + 3 * 24) / 4), (empty, (200 + 3 * 24) / 4)):
+        answer = llama.answer([cache, second], QUESTION, max_new_tokens=4, select="infinigen", select_tokens=24)
+        assert 50 < answer.usage.read_tokens <= most
 
 
 @pytest.fixture
