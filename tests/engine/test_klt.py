@@ -148,6 +148,7 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
         assert error.value.param == "codec"
 
 
+@pytest.mark.slow
 def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch, caplog):
     """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
     coded, coder = make_coded(2)

@@ -26,6 +26,7 @@ from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.gates.base import GatePolicy
 from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from tests.amounts import in_turn
 from tests.by_hand import Prefix, frequencies
 from tests.engine.asking import ids
 from tests.engine.left_by_hand import LeftByHand
@@ -49,6 +50,7 @@ from tests.methods.policies.gates import random_gates
 
 DOCUMENT, TOKENS = 120, 70
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+SHAPES = [(model, group) for group in (1, 4, 7) for model in MODELS]
 
 
 def engine_of(name, group):
@@ -346,9 +348,7 @@ def begun(engine, cache, policy, params, tokens=TOKENS, budget=None, question=No
     return engine.start(document, question, Sampling(tokens), reducer=reducer)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", CASES)
+@in_turn({"case": [*CASES], "model, group": SHAPES})
 def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, model, group):
     """The logits of each token, and what every reduction leaves of each head, by position."""
     made, name, params, tail, loop = CASES[case]
@@ -435,19 +435,23 @@ class GatedWholeCache(GatedByHand, WholeCache):
     """With gates."""
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("made", "params", "total"),
-    [
-        ({"budget_tokens": 48}, {"every": 1}, None),
-        ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, {"every": 8}, None),
-        ({"budget_tokens": 60, "protect": ["tokens:20-30"]}, {"every": 4}, 51),
-        ({"budget_tokens": 48}, {"every": 4, "protect_question": False}, None),
-        ({"budget_tokens": 48}, {"every": 1}, 14),  # some heads keep the question alone
-    ],
+RATED = [
+    ({"budget_tokens": 48}, {"every": 1}, None),
+    ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, {"every": 8}, None),
+    ({"budget_tokens": 60, "protect": ["tokens:20-30"]}, {"every": 4}, 51),
+    ({"budget_tokens": 48}, {"every": 4, "protect_question": False}, None),
+    ({"budget_tokens": 48}, {"every": 1}, 14),  # some heads keep the question alone
+]
+
+
+@in_turn(
+    {
+        "trained, made, params, total": [
+            (trained, *case) for trained in ("trimkv", "make_each_token_count") for case in RATED
+        ],
+        "model, group": SHAPES,
+    }
 )
-@pytest.mark.parametrize("trained", ["trimkv", "make_each_token_count"])
 def test_rates_of_the_document_compete_with_those_of_the_answer(
     monkeypatch, tmp_path, trained, made, params, total, model, group
 ):

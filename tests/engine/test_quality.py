@@ -35,6 +35,7 @@ from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import CUE_ASKED, CUE_EVERY, DocumentView, ProbePass
 from kvshelf.samples.tasks import make_document
+from tests.amounts import few
 from tests.by_hand import Prefix, logits_after
 
 TOKENS = 400
@@ -392,7 +393,7 @@ def test_a_reference_measures_no_other_document_and_no_other_model(tiny, prose, 
 WHOLE = sorted(POLICIES)
 
 
-@pytest.mark.parametrize("policy", WHOLE)
+@pytest.mark.parametrize("policy", few(15, WHOLE))
 def test_a_level_is_what_a_prefill_of_its_own_gives(tiny, prose, policy):
     """Identity and bytes, for every policy, those in cascade included; with a probe running behind."""
     ratios = (0.5, 0.75) if POLICIES[policy].takes_budget else (None,)
@@ -408,7 +409,7 @@ def test_a_level_is_what_a_prefill_of_its_own_gives(tiny, prose, policy):
         assert made.quality is not None
 
 
-@pytest.mark.parametrize("policy", ["lagkv", "localkv"])
+@pytest.mark.parametrize("policy", few(1, ["lagkv", "localkv"]))
 def test_levels_that_are_read_chunk_by_chunk_are_made_one_by_one(tiny, prose, policy):
     """Later chunks see what was kept of earlier ones, so that their keys depend on the level."""
     jobs = [
@@ -422,6 +423,7 @@ def test_levels_that_are_read_chunk_by_chunk_are_made_one_by_one(tiny, prose, po
         assert made.quality is None
 
 
+@pytest.mark.slow
 def test_levels_that_look_behind_the_document_in_other_ways_have_their_own_prefill(tiny, prose):
     encoded = tiny.encode_document(prose)
     jobs = [tiny.prepare(encoded, policy=policy) for policy in ("keydiff", "snapkv", "knorm", "tova", "kvzip")]

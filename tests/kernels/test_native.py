@@ -234,6 +234,7 @@ def test_a_level_of_another_name_is_refused(forced):
         architecture()
 
 
+@pytest.mark.slow
 @needs_library
 def test_where_a_level_cannot_run_torchs_own_operations_do(package):
     """And doctor names the level."""

@@ -414,6 +414,7 @@ def test_a_random_model_has_a_row_for_each_codec_and_number_of_threads(random_su
     assert 0.5 < rows["none", 1].smaller + rows["none", 2].smaller < 1.0  # fp32, and a header
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_codec_fit_together(random_subject, tmp_path):
     with closing(open_store(f"disk://{tmp_path}/home")) as home:
         costs = codec_costs(random_subject, home, 400, 1)

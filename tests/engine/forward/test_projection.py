@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,15 @@ def wide(kind: str, group: int) -> Engine:
     return engine
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """The collector looks at what is made from here on: what torch and other tests hold takes it a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def held(rows: int) -> int:
     """Bytes of all tensors of keys or values of so many tokens, of all heads or of one."""
     gc.collect()
@@ -259,6 +269,7 @@ def held(rows: int) -> int:
     return sum({each.data_ptr(): each.nbytes for each in found if each.numel() in (rows * 32, 2 * rows * 32)}.values())
 
 
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("codec", ["none", "int8:residual=0", "lossless"])
 @pytest.mark.parametrize(("kind", "group"), [(kind, group) for kind in ("llama", "qwen2") for group in (1, 4, 7)])
 def test_at_every_step_they_are_made_again_and_nothing_else_is_held(

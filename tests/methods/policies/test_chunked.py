@@ -30,6 +30,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
+from tests.amounts import in_turn
 from tests.methods.policies.gates import GATED, header, random_gates
 
 TOKENS, CHUNK, BUDGET, SINK, HEAD = 158, 64, 44, 3, 8
@@ -381,8 +382,7 @@ def require_same(cache: CompressedCache, by_hand: ByHand) -> None:
                 torch.testing.assert_close(ours.double(), expected[0, head, positions.long()], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "group"), SHAPES)
-@pytest.mark.parametrize("name", SETTINGS)
+@in_turn({"name": [*SETTINGS], "kind, group": SHAPES})
 def test_it_is_the_rule_of_the_paper_at_each_chunk(
     name: str, kind: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,8 +405,7 @@ def test_it_is_the_rule_of_the_paper_at_each_chunk(
         ]
 
 
-@pytest.mark.parametrize(("kind", "group"), SHAPES)
-@pytest.mark.parametrize("protect", [None, (70, 75)])
+@in_turn({"kind, group": SHAPES, "protect": [None, (70, 75)]})
 def test_flags_hide_a_token_from_all_behind_it(kind: str, group: int, protect: tuple[int, int] | None) -> None:
     """By hand each token runs alone, and here 64 together: whether it stays is known before any other sees it."""
     engine = Engine(small(kind, group))

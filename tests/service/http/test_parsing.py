@@ -22,6 +22,7 @@ from kvshelf.service.http import parsing
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
 from kvshelf.service.settings import Settings
 from kvshelf.workers.replica.calls import Computing
+from tests.amounts import few
 from tests.attack.bodies import CALLS, CREATIONS, route_of
 from tests.timing import least_s
 
@@ -219,7 +220,7 @@ def test_json_texts_of_a_body_have_its_bounds_together() -> None:
         parse_request(ChatCompletionRequest, json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("name", [*CREATIONS, *CALLS])
+@pytest.mark.parametrize("name", few(20, [*CREATIONS, *CALLS]))
 def test_a_body_takes_time_in_proportion_to_its_length(name: str) -> None:
     """On the event loop: 120 kB of the first took 24 s."""
     model = MODELS[route_of(name)]

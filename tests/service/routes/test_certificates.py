@@ -120,6 +120,7 @@ def test_what_does_not_fit_is_refused(
     assert told in error["message"]
 
 
+@pytest.mark.slow
 def test_questions_on_caches_are_graded_on_their_kept_texts(
     http: httpx.Client, client: Client, service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -391,7 +391,7 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
     with place.open() as store:
         cache_id = store.put(cache).id
     clock.time += DAY + 1
-    for number in range(100 if soak else 8):
+    for number in range(100 if soak else 4):
         log = Log(tmp_path / "log")
 
         def child(log: Log = log) -> None:
