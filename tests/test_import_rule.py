@@ -355,8 +355,8 @@ def long_signatures(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            compiled = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            if len(own) - (own[:1] in (["self"], ["cls"])) > MOST_PARAMETERS and not compiled:
+            long = len(own) - (own[:1] in (["self"], ["cls"])) > MOST_PARAMETERS
+            if long and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 found.append(node.name)
     return found
 

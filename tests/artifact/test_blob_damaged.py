@@ -100,7 +100,7 @@ def test_the_edges_of_every_region(make: Make) -> None:
         assert refusal(flipped(data, bit)) in reasons_of_a_flip(bit), bit
 
 
-@pytest.mark.parametrize("make", VARIED)
+@pytest.mark.parametrize("make", few(4, VARIED))
 def test_damaged_files_are_set_aside_and_nothing_else_is(make: Make, home: Path, soak: bool) -> None:
     """Between them the codecs make up the thousand flips and two hundred truncations."""
     rng = random.Random(20261121)

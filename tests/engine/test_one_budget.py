@@ -657,8 +657,7 @@ def logits_of(engine, answer):
     return torch.stack([row[0, -1] for row in rows])
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "stored": [*STORED]})
 def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
     """The budget has room for all but one token, so that until then all is seen, in another order: the logits."""
     engine, tokens = engine_of("llama", 2), 12
@@ -673,8 +672,7 @@ def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
         assert (logits - right).abs().max() < 5e-6 * right.abs().max()
 
 
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
-@pytest.mark.parametrize("name", ["d2o", "trimkv"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "name": ["d2o", "trimkv"]})
 def test_so_are_those_of_heads_with_other_numbers(scoped_engine, codec, name):
     engine, tokens = scoped_engine("llama", 2), 12
     cache = engine.encoded(engine.compress(ids(DOCUMENT), **MADE[name]), codec)
@@ -733,8 +731,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("stored", CLASSES)
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "stored": [*CLASSES]})
 def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
     """As above. What stands before protected text is read in place, class and tokens; and each token goes on with its
     own numbers, here its position."""
@@ -860,8 +857,7 @@ def test_tokens_of_the_chat_template_stay(tiny, name):
     assert reducer.of_document == cache.num_tokens - prefix
 
 
-@pytest.mark.parametrize("name", SCOPED)
-@pytest.mark.parametrize("protect", [True, False])
+@in_turn({"name": SCOPED, "protect": [True, False]})
 def test_what_a_reduction_leaves_is_within_the_budget(scoped_engine, name, protect):
     """The default one: as many entries as the document has, or what the policy always keeps."""
     engine = scoped_engine("llama", 2)

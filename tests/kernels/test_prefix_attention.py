@@ -483,9 +483,7 @@ def rules_of(*, softcap=0.0, sinks=None, window=None, chunk=None):
     return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window, chunk)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("given", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("kept", [3, 10, 700])
+@pairwise({"given": [*RULES.values()], "dtype": [*TOLERANCE], "kept": [3, 10, 700]})
 def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
     """Three documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
     rows = SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)

@@ -181,6 +181,7 @@ def measuring(subject, lengths, budget_s):
         yield run
 
 
+@pytest.mark.slow
 def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subject):
     told = []
     interpreters = {"vLLM": None, "llama.cpp": None}
@@ -509,6 +510,7 @@ def test_codecs_command(tmp_path):
     assert klt["symbols_s"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
     with ValkeyServer(tmp_path, requirepass="secret") as server:
         stores = ["--store", server.url + PATIENT, "--store", f"{server.url}{PATIENT}&prefix=b"]

@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,15 +250,6 @@ def wide(kind: str, group: int) -> Engine:
     engine = Engine(model(config(**sizes, **heads)).eval().requires_grad_(False), name=kind)
     engine.facts.end_ids = frozenset  # type: ignore[method-assign]  # endless
     return engine
-
-
-@pytest.fixture
-def frozen() -> Iterator[None]:
-    """The collector looks at what is made from here on: what torch and other tests hold takes it a second each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def held(rows: int) -> int:

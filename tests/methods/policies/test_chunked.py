@@ -459,14 +459,6 @@ def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
             assert positions.tolist() == by_hand.visible[index, head, :132].nonzero()[:, 0].tolist()
 
 
-@pytest.fixture
-def frozen() -> Any:
-    """The collector lists only what is made from here on."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def alive() -> int:
     """Bytes of all that layers have of a document, and of what they had and somebody still refers to."""
     objects = gc.get_objects()
