@@ -316,7 +316,7 @@ def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch, 
     assert len(together[0].token_ids) == 59
 
 
-@pytest.mark.parametrize("name", ["window", "h2o", "ems"])
+@pytest.mark.parametrize("name", few(1, ["window", "h2o", "ems"]))
 def test_with_a_selector(llama, caches, followed, name):
     """A selector chooses what is read of the document, the policy what stays behind it."""
     question = llama.ids[3:12]
@@ -334,7 +334,7 @@ def test_with_a_selector(llama, caches, followed, name):
     assert bounded.usage.read_tokens <= 80
 
 
-@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction", "ems"])
+@pytest.mark.parametrize("name", few(1, ["lagkv", "lazy_eviction", "ems"]))
 def test_several_documents(llama, caches, monkeypatch, name):
     monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     plain = llama.engine.answer(caches[:2], llama.ids[3:10], max_new_tokens=60)

@@ -26,7 +26,7 @@ from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.gates.base import GatePolicy
 from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
-from tests.amounts import in_turn
+from tests.amounts import few, in_turn
 from tests.by_hand import Prefix, frequencies
 from tests.engine.asking import ids
 from tests.engine.left_by_hand import LeftByHand
@@ -598,7 +598,7 @@ def bits(cache):
     ]
 
 
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", few(4, SCOPED))
 def test_a_budget_for_all_changes_no_bit(scoped_engine, name):
     engine = scoped_engine("llama", 2)
     cache = engine.compress(ids(DOCUMENT), **(MADE[name] | ({} if name == "lagkv" else {"budget_tokens": DOCUMENT})))
@@ -612,7 +612,7 @@ def test_a_budget_for_all_changes_no_bit(scoped_engine, name):
     assert tight.seen is not scoped.seen is plain.seen
 
 
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", few(4, SCOPED))
 def test_other_answers_and_what_is_stored_see_nothing_of_it(scoped_engine, name):
     """In one batch, with and without a scope, streams of steps as they come; the stored cache keeps its bits."""
     engine = scoped_engine("qwen2", 4)

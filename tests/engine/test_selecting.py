@@ -279,7 +279,7 @@ AGREEING = (
 )
 
 
-@pytest.mark.parametrize(("select", "params"), AGREEING, ids=[name for name, _ in AGREEING])
+@pytest.mark.parametrize(("select", "params"), few(5, AGREEING), ids=[name for name, _ in AGREEING])
 def test_a_policy_at_the_question_reads_what_it_would_have_kept(tiny, select, params):
     """With this question expected: the same tokens, so the same entries, of every head and layer."""
     full, question = tiny.compress(TASK.text, policy="full"), TASK.questions[0].text
@@ -336,7 +336,7 @@ def test_what_cannot_be_selected_is_refused_by_name(llama, caches):
         llama.engine.answer(caches[2], llama.ids[3:14], select="sage", select_tokens=64)
 
 
-@pytest.mark.parametrize("model", ["window", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("model", few(2, ["window", "gemma3_text", "qwen3_next", "deepseek_v3"]))
 def test_models_of_other_layers(model):
     """A layer with a window is read whole, and latents as keys are; states are the row's own."""
     if model in ("qwen3_next", "deepseek_v3") and not SUPPORTED:

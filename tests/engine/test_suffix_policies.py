@@ -23,7 +23,7 @@ from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import SlotTable, Suffix
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
-from tests.amounts import in_turn
+from tests.amounts import few, in_turn
 from tests.by_hand import Prefix, drawn, frequencies, turned
 from tests.methods.policies.gates import random_gates
 from tests.views import random_layer
@@ -409,7 +409,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(6, CASES))
 def test_a_policy_is_its_loop_over_lists(llama, monkeypatch, name):
     """The logits of each token of an answer, which runs by hand as the engine chose it; and what is left at the end,
     by position. The document is reduced, too, and both layers are compared through the second one's logits."""

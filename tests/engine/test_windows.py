@@ -87,7 +87,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm", "cam"]
+    "policy",
+    few(4, ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm", "cam"]),
 )
 def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> None:
     """The budget is that of these layers, and what they keep is what the policy chooses among them."""

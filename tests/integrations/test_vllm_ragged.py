@@ -44,7 +44,7 @@ def plan(seed: int) -> HeadPages:
     return HeadPages.of(kept, stand_ins(mean, PAGE), PAGE)
 
 
-@pytest.mark.parametrize("caches", [layer_outermost, page_outermost])
+@pytest.mark.parametrize("caches", few(1, [layer_outermost, page_outermost]))
 @pytest.mark.parametrize("seed", range(20))
 def test_each_entry_has_its_place_on_the_requests_pages(caches, seed: int) -> None:
     """Those of two caches, then 21 tokens of three requests, of which one is vLLM's own."""

@@ -163,6 +163,7 @@ def finding(lines):
     return check["finding"]
 
 
+@pytest.mark.slow
 @needs_library
 def test_doctor_names_the_form(monkeypatch):
     monkeypatch.setenv("KVSHELF_KERNELS", "eager")

@@ -264,7 +264,7 @@ def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
     check(q, [(document,)], one_document(tokens), 3, dim, scale=dim**-0.5)
 
 
-@pairwise(
+@in_turn(
     {
         "dtype": TOLERANCE,
         "bits": [None, 2, 3, 4, 8],

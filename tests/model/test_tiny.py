@@ -8,10 +8,10 @@ from transformers import AutoTokenizer
 
 from kvshelf.model.source import bundled_folder
 from kvshelf_bench.quality.retrieval import measure_cell
-from tests.amounts import amount
+from tests.amounts import amount, few
 
 
-@pytest.mark.parametrize("haystack", ["filler", "prose"])
+@pytest.mark.parametrize("haystack", few(2, ["filler", "prose"]))
 @pytest.mark.parametrize("task", ["needle", "multikey"])
 def test_it_finds_facts_in_a_long_document(tiny, task, haystack):
     """By luck a value of three digits or more is right once in 900: all but one of them never."""

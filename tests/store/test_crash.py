@@ -184,7 +184,7 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
 # Caches that extend others
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", few(3, STEPS))
 def test_killed_while_a_child_is_put(place: Place, step: str) -> None:
     """The parent has expired in the meantime, so its blob is kept if its child is there, and gone if it is not."""
     root, child = family(2)

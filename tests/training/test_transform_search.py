@@ -138,6 +138,7 @@ def learnt(tiny):
     return found
 
 
+@pytest.mark.slow
 def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
     """Against a transform that counts all errors alike, within values and between layers."""
     import numpy as np

@@ -212,6 +212,7 @@ def test_serving_stands_beside_a_peer(subject):
     assert row.beside["vLLM"].median == pytest.approx(2.0 / row.seconds["replica"].median)
 
 
+@pytest.mark.slow
 def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
     """A peer for which 100 tokens take 2 s cannot prefill 3,000 in a minute. Later rounds are left out as a whole."""
     with measuring(subject, [96, 3000], 60.0) as run:
@@ -355,6 +356,7 @@ def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):
     assert decode.step_bytes(subject, [cache] * 3, 3) == weights + 3 * cache.nbytes + 3 * mean_suffix * per_token
 
 
+@pytest.mark.slow
 def test_decoding_is_measured_on_different_documents_and_on_one(subject):
     found = decode.decodings(subject, [1, 3], rounds=1, lengths=[128], answers=[8])
     assert [(row.questions, row.documents) for row in found.rows] == [(1, 1), (3, 3), (3, 1)]

@@ -122,6 +122,7 @@ def test_a_document_that_could_not_be_sent_is_sent_anew(engines, monkeypatch):
     assert torch.allclose(logits(there, cache), logits(here, cache), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_streams_are_decoded_behind_positions_that_are_on_the_card(engines):
     _, here, there = engines
     cache = here.encoded(here.compress(TEXT, policy="keydiff", compression_ratio=0.5), "klt")

@@ -186,7 +186,7 @@ def test_a_step_that_fails_leaves_every_answer_where_it_was(engine: Engine) -> N
     assert answer.token_ids == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize("options", few(1, [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]))
 def test_generate_says_what_it_says_without_kvshelf(engine: Engine, options: dict[str, Any]) -> None:
     question = ids(7, seed=4)
     cache = engine.compress(ids(60), policy="full")

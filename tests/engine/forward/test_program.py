@@ -190,7 +190,8 @@ def test_caches_and_answers_are_those_of_the_modules():
 
 
 @pytest.mark.parametrize(
-    ("policy", "computed"), [("full", 2), ("lagkv", 2), ("snapkv", 2), ("h2o", 3), ("ems", 3), ("d2o", 3), ("cam", 3)]
+    ("policy", "computed"),
+    few(3, [("full", 2), ("lagkv", 2), ("snapkv", 2), ("h2o", 3), ("ems", 3), ("d2o", 3), ("cam", 3)]),
 )
 def test_the_last_of_three_attentions_is_computed_where_a_policy_reads_its_log_sum_exps(policy, computed, monkeypatch):
     calls, compute = [], function._causal

@@ -30,7 +30,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
-from tests.amounts import in_turn
+from tests.amounts import few, in_turn
 from tests.methods.policies.gates import GATED, header, random_gates
 
 TOKENS, CHUNK, BUDGET, SINK, HEAD = 158, 64, 44, 3, 8
@@ -522,7 +522,7 @@ def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> 
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(5, SETTINGS))
 def test_protected_tokens_stay_and_are_judged_by_nothing(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

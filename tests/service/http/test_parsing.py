@@ -130,15 +130,18 @@ def test_a_large_bad_body_does_not_hold_the_loop(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"document": "größer 😀\n" * 200_000, "labels": {"team": "law"}, "compression_ratio": 0.5},
-        {
-            "messages": [{"role": "user", "content": "x" * 2_000}] * 1_000,
-            "policy": "lagkv",
-            "policy_params": {"lag": 32},
-        },
-        {"token_ids": list(range(300_000)), "name": "ids", "ttl_s": 5},
-    ],
+    few(
+        1,
+        [
+            {"document": "größer 😀\n" * 200_000, "labels": {"team": "law"}, "compression_ratio": 0.5},
+            {
+                "messages": [{"role": "user", "content": "x" * 2_000}] * 1_000,
+                "policy": "lagkv",
+                "policy_params": {"lag": 32},
+            },
+            {"token_ids": list(range(300_000)), "name": "ids", "ttl_s": 5},
+        ],
+    ),
     ids=["text", "messages", "tokens"],
 )
 def test_a_large_body_means_what_a_small_one_means(fields: dict[str, Any]) -> None:

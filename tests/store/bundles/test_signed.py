@@ -348,6 +348,7 @@ def test_a_key_that_is_trusted_no_longer_counts_at_once(shelves: Shelves) -> Non
         require_refused(mine, shelves.ids[0], "signed with the key")
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_theirs_is_refused(shelves: Shelves, soak: bool) -> None:
     """Of caches and bundles; 10,000 tries in a soak."""
     chance = random.Random(53)

@@ -68,6 +68,7 @@ def test_the_usual_floor(tiny, prose):
     assert auto(tiny, prose).target == SizeTarget(MIN_QUALITY)
 
 
+@pytest.mark.slow
 def test_it_says_what_it_tried(everything, chosen):
     choice = chosen(MIN_QUALITY)
     told = [one.model_dump(mode="json") for one in choice.tried]

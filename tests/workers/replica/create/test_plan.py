@@ -87,7 +87,7 @@ def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorde
         assert plan.prefill_bytes(tokens) == pytest.approx(most, rel=0.15)
 
 
-@pytest.mark.parametrize("name", few(5, CHUNKED))
+@pytest.mark.parametrize("name", few(3, CHUNKED))
 def test_what_a_prefill_in_chunks_is_planned_to_hold_is_what_it_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
