@@ -38,6 +38,7 @@ def few(count: int, values: Iterable[Any]) -> list[Any]:
     """Values for `pytest.mark.parametrize`, of which so many run in `make test`, spread over all, and the others are
     `slow`. A tuple has a value for each of several parameters."""
     every = [*values]
+    assert count < len(every), "or all of them run"
     return [
         value if index * count // len(every) != (index - 1) * count // len(every) else _slow(value)
         for index, value in enumerate(every)

@@ -43,7 +43,7 @@ def records_of(cache: CompressedCache, layer: int = 0) -> list[Any]:
     return [] if entries is None else list(parts_of(entries))
 
 
-@pytest.mark.parametrize("family", few(9, FAMILIES))
+@pytest.mark.parametrize("family", few(5, FAMILIES))
 @pytest.mark.parametrize("steps", [(40,), (1, 25, 14)])
 def test_what_is_appended_to_a_full_cache_is_what_one_pass_makes(family: str, steps: tuple[int, ...]) -> None:
     engine, tokens = engine_of(family), ids(100)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.kernels.quantize import dequantize, quantize
-from tests.amounts import amount, few, pairwise
+from tests.amounts import amount, pairwise
 from tests.kernels.references import quantize as reference
 from tests.kernels.tensors import random
 
@@ -108,7 +108,7 @@ def test_dequantized_is_the_reference_rounded_once(axis, dtype, bits, num_rows, 
         assert torch.equal(ours, expected.float().to(dtype))
 
 
-@pytest.mark.parametrize("axis", few(3, AXES))
+@pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", BITS)
 @settings(max_examples=amount(20, 40), deadline=None)
 @given(data=st.data())

@@ -34,7 +34,7 @@ from kvshelf.training import head_search
 from kvshelf.training.head_search import Needle
 from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
-from tests.amounts import few
+from tests.amounts import few, in_turn
 from tests.engine.asking import ids, logits_behind
 
 OLD = Version(transformers.__version__) < Version("5.24")
@@ -187,8 +187,7 @@ def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pyte
     assert kept[0] > kept[-1]
 
 
-@pytest.mark.parametrize("family", few(5, SOME))
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "cake", "kvzip", "streaming_llm"])
+@in_turn({"policy": ["keydiff", "snapkv", "cake", "kvzip", "streaming_llm"], "family": SOME})
 def test_what_was_evicted_is_not_seen_and_the_rest_is(family: str, policy: str) -> None:
     """The logits are those of the model under a mask that hides what each layer evicted."""
     engine, document, behind = Engine(made(family), name="m"), ids(60), ids(9, seed=2)

@@ -106,7 +106,7 @@ def naive(model, layer, budget, *, sink=4, n_future=512, covariance=True, value_
 @pytest.mark.parametrize(
     "params",
     few(
-        9,
+        5,
         [
             {},
             {"covariance": False},
