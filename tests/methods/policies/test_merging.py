@@ -410,6 +410,6 @@ def test_a_merged_cache_is_stored_and_answers(tiny, name, store, codec):
     cache = tiny.encoded(tiny.compress(text, policy=name, compression_ratio=0.5, store=store), codec)
     again = type(cache).from_bytes(cache.to_bytes())
     question = "What is the access code of the amber falcon?"
-    answers = [tiny.answer(each, question, max_new_tokens=8).text for each in (cache, again)]
+    answers = [tiny.answer(stored, question, max_new_tokens=8).text for stored in (cache, again)]
     assert answers[0] == answers[1]
     assert cache.kept_tokens <= cache.num_tokens // 2

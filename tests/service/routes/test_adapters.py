@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from kvshelf import Client, Engine, open_store
 from kvshelf.cli import app
 from kvshelf.model.loading import load
-from tests.amounts import amount
 from tests.model.weights.test_adapter import save_adapter
 from tests.service.conftest import created, refused
 from tests.service.jobs.test_batch_questions import begun as asked_in_a_batch
@@ -68,8 +67,9 @@ def ids(http: httpx.Client) -> dict[str | None, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_questions_at_once_cross_nowhere(
+def test_two_hundred_questions_at_once_cross_nowhere(
     http: httpx.Client, ids: dict[str | None, str], folders: dict[str, Path]
 ) -> None:
     """Each answer is, token for token, that of a new engine with the one adapter."""
@@ -82,9 +82,7 @@ def test_questions_at_once_cross_nowhere(
     assert len(set(ids.values())) == 3
 
     draw = random.Random(7)
-    draws = [
-        (draw.choice(list(FIELDS)), draw.randrange(len(QUESTIONS)), draw.random() < 0.5) for _ in range(amount(60, 200))
-    ]
+    draws = [(draw.choice(list(FIELDS)), draw.randrange(len(QUESTIONS)), draw.random() < 0.5) for _ in range(200)]
 
     def ask(drawn: tuple[str | None, int, bool]) -> str:
         name, number, by_name = drawn  # the cache's own adapter answers, named or not
@@ -180,6 +178,7 @@ def test_nothing_answers_for_an_adapter_that_is_gone_unless_it_is_named(
         assert (answer["recomputed"], answer["cache_id"]) == ("model_changed", made)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_name_their_adapter(http: httpx.Client, ids: dict[str | None, str]) -> None:
     same: dict[str, Any] = {"document": DOCUMENT, "policy": "full", "codec": "none"}
     rows = lines(

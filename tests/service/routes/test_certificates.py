@@ -87,6 +87,7 @@ def test_a_creation_keeps_the_smallest_level_that_it_allows(
     assert plain["certificate"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("certificate")
 def test_a_cache_that_was_there_is_certified_too(http: httpx.Client) -> None:
     cache = created(http, document=document("earlier"), certificate="own")
