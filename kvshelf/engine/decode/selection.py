@@ -288,7 +288,7 @@ class SentenceSelection(UnitSelection):
 def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
     """How a query chooses at a layer; None where all entries are read, as the budget has room for them."""
     entries = sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer)))
-    if entries <= budget and selector.fills:
+    if entries <= (budget if selector.fills else 0):
         return None
     every = (each for part in document.parts for each in part.units(selector, layer))
     found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]

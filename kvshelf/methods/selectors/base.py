@@ -66,7 +66,7 @@ class UnitSelector(Selector):
     token: for all heads of a layer together, and for the tokens of the question, too. Rows that are not chosen are then
     not read from the shelf. One that needs SENTENCES chooses for a sentence of the answer, by the mean of its queries.
     One that needs EARLY chooses before a layer runs, by queries that it would make of the input of the layer before
-    (`foretold`); the first layer is read whole.
+    (`foretold`), so never for the first.
     """
 
     cut: ClassVar[bool] = False

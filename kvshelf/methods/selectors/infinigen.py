@@ -30,12 +30,14 @@ class InfiniGen(UnitSelector):
 
     with the rotation of its position. Entries with g_j >= max_j g_j - `alpha` are critical. Every head of a layer
     reads as many, the mean number of critical ones over its heads, those of greatest g_j, and at most a fifth of the
-    cache by default. The first layer reads all. The parts k_j A' are held in bf16 beside the cache, 2 * `channels` * D
-    bytes for each token and query head, once for all questions.
+    cache by default. The first two layers read all: outliers emerge in the first, so guesses begin with the input of
+    the second. The parts k_j A' are held in bf16 beside the cache, 2 * `channels` * D bytes for each token and query
+    head, once for all questions.
 
     Departures: a KV head reads what any of its query heads finds critical, by the greatest g_j - max_j g_j (the paper
     has no GQA). A' is chosen over the calibration's text, as in the authors' code for Llama, not over each prompt.
-    Question and answer are always read whole. Nothing is fetched: what is read lies in memory.
+    Question and answer are always read whole, and max_j is over the documents. Nothing is fetched: what is read lies in
+    memory.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -62,7 +64,7 @@ class InfiniGen(UnitSelector):
         return max(LEAST_TOKENS, entries // 5)
 
     def chooses(self, layer: int, num_layers: int) -> bool:  # noqa: ARG002
-        return layer > 0
+        return layer > 1
 
     def units(self, stored: StoredLayer) -> list[Units]:
         basis = self._basis(stored.layer, stored.kv_heads)

@@ -121,7 +121,7 @@ def test_the_best_win_and_those_even_with_them():
 def test_command(tmp_path):
     report = tmp_path / "report.json"
     small = ["--requests", "4", "--documents", "1", "--tokens", "512", "--answer-tokens", "2", "--rates", "100,200"]
-    arguments = ["--models", "random:2", "--shares", "0.5", "--systems", "full,infinigen", *small]
+    arguments = ["--models", "random:3", "--shares", "0.5", "--systems", "full,infinigen", *small]
     result = CliRunner().invoke(app, ["characterize", *arguments, "--output", str(report)])
     assert result.exit_code == 0, result.output
     assert "which wins where" in result.output
