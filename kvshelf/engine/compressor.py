@@ -32,6 +32,7 @@ from kvshelf.engine.quality import BATCH, CUES, CueAgreement, Probe, Reference, 
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
+from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.model.text import EncodedDocument
 
 
@@ -96,8 +97,11 @@ class Compressor:
         them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
         policy's defaults. protect: rules of what is appended.
 
+        With parameter prefill "chunked" the cache's policy goes on instead (`ChunkedPolicy.resumes`): what the cache
+        keeps competes with the tokens, budget and ratio are of all, and parameters that are not given are the cache's.
+
         So this differs from compressing the whole text anew: what the parent's policy removed, these tokens never saw;
-        no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+        but in chunks no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
         policy, of the cache or of this call, that cannot go on.
@@ -107,16 +111,23 @@ class Compressor:
         require_possible(Combination(facts=self._facts, verb="append", cache=cache, appends_images=appends_images))
         made = cache.identity
         encoded = self._encoder.appended(made, more, protect)
+        options = options.behind(made)
         policy = options.built(made.policy)
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(encoded.token_ids))
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
             self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.told, len(encoded.token_ids))
         same = options.policy is None or options.policy == made.policy
+        goes_on = isinstance(policy, ChunkedPolicy) and policy.resumes(made)
         return self._preparer.job(
             view,
             policy,
-            options.budget(policy, self._preparer.of_model(view), made.compression_ratio if same else None),
+            options.budget(
+                policy,
+                self._preparer.of_model(view),
+                made.compression_ratio if same else None,
+                before=cache.num_tokens if goes_on else 0,
+            ),
             encoded=encoded,
             given=options.chosen_params,
             questions=options.expected_questions,

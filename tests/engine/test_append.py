@@ -246,7 +246,11 @@ def test_a_search_finds_what_was_appended(tiny: Engine) -> None:
     ("change", "error", "message"),
     [
         ({"policy": "streaming_llm", "policy_params": {"positions": "cache"}}, PolicyUnsupported, "counts positions"),
-        ({"policy": "lagkv", "policy_params": {"prefill": "chunked"}}, PolicyUnsupported, "chunk by chunk"),
+        (
+            {"policy": "lagkv", "policy_params": {"prefill": "chunked"}},
+            PolicyUnsupported,
+            "chunk by chunk itself .* of 'full', read 'whole'",
+        ),
         ({"policy": "infllm"}, PolicyUnsupported, "makes an index"),
         ({"policy": "lookaheadkv"}, PolicyUnsupported, "runs learned tokens"),
         ({"policy": "keydif"}, InvalidRequest, "keydiff"),
