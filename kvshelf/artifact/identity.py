@@ -164,15 +164,14 @@ class Identity:
     document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
     requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
     other codec. `parent` is the digest of the cache that the document was appended to (`as_parent`), "" for a document
-    that was compressed as one. Then the policy and what is said of it are those of the appended tokens (of all
-    where `prefill` is not "appended"), `num_tokens` and `budget_tokens` count those of the parent, too, and `document`
-    follows from its document and the tokens. `date`
-    is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
-    `document` is the same whatever the day. `variables` are those that the chat template was told and that changed
-    what it wrote into these tokens. `protect` are spans of the document's tokens, each with the place behind its last,
-    ascending and apart: every policy keeps them, and no codec rounds them. `images` are the spans of tokens that are
-    images, each with the hex SHA-256 of its pixels, of which `document` is a digest, too; `image_encoder` is the digest
-    of what read them.
+    that was compressed as one. Then the policy and what is said of it are those of the appended tokens (of all, where
+    `prefill` is not "appended"), `num_tokens` and `budget_tokens` count those of the parent, too, and `document`
+    follows from its document and the tokens. `date` is the day, as YYYY-MM-DD, that a chat template wrote into the
+    document's tokens, "" where it writes none; `document` is the same whatever the day. `variables` are those that the
+    chat template was told and that changed what it wrote into these tokens. `protect` are spans of the document's
+    tokens, each with the place behind its last, ascending and apart: every policy keeps them, and no codec rounds them.
+    `images` are the spans of tokens that are images, each with the hex SHA-256 of its pixels, of which `document` is a
+    digest, too; `image_encoder` is the digest of what read them.
     """
 
     model: ModelIdentity

@@ -213,6 +213,27 @@ def test_texts_and_turns_go_on_where_the_cache_ends(tiny: Engine) -> None:
     assert tiny.extend(plain, " three").sentence_ends[-1] == tiny.extend(plain, " three").num_tokens - 1
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "klt"])
+def test_a_conversation_goes_on_under_one_budget(tiny: Engine, codec: str) -> None:
+    """Turns of a text under every kind of codec; then an answer shrinks together with the entries of all of them."""
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+    first = tiny.compress("The lamp is green. " * 30, policy="make_each_token_count", budget_tokens=80, **params)
+    cache = tiny.encoded(first, codec)
+    for number in (37, 58):
+        turns = [{"role": "user", "content": f"Room {number}? "}, {"role": "assistant", "content": "Dark. " * 40}]
+        before = cache
+        cache = tiny.extend(before, turns, prefill="chunked", budget_tokens=80)
+        assert (cache.kept_tokens, cache.codec, cache.identity.transforms) == (80, codec, before.identity.transforms)
+        assert cache.identity.parent == before.identity.as_parent(codec)
+        assert cache.sentence_ends[-1] == cache.num_tokens - 1
+        assert CompressedCache.from_bytes(cache.to_bytes()).to_bytes() == cache.to_bytes()
+    newest = [int(head.max()) for layer in cache.layers for head in layer.positions]
+    assert max(newest) >= before.num_tokens, "the last turn has entries"
+    suffix = {"policy": "trimkv", "scope": "cache", "params": {"gates": "make_each_token_count"}}
+    answer = tiny.answer(cache, "Which lamp?", max_new_tokens=8, suffix=suffix)
+    assert answer.usage.cache_read_tokens == cache.num_tokens
+
+
 def test_quality_of_what_is_appended_is_measured_behind_the_parent(tiny: Engine) -> None:
     facts = [f"The code of gate {n} is {n * 7919 % 9973}. " for n in range(120)]
     parent = tiny.compress("".join(facts[:60]), policy="full")

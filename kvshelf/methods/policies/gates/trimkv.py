@@ -31,7 +31,7 @@ class TrimKV(KeepsScores, TokenGate):
 
     With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
     `horizon`: a chunk is what the authors call the buffer. While the model answers, suffix policy `trimkv` goes on with
-    each entry's log beta, which the cache has with `keep_scores`; so does text that is appended in chunks.
+    each entry's log beta, which the cache has with `keep_scores`, and so do chunks that are appended.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
