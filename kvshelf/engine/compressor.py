@@ -32,7 +32,6 @@ from kvshelf.engine.quality import BATCH, CUES, CueAgreement, Probe, Reference, 
 from kvshelf.engine.summary import Searcher
 from kvshelf.errors import DocumentTooLong, InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
-from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.model.text import EncodedDocument
 
 
@@ -118,7 +117,6 @@ class Compressor:
         if not isinstance(more, EncodedDocument):  # a turn that has been answered is kept, though it may be the last
             self._encoder.require_question(cache.num_tokens, encoded.boundary, encoded.told, len(encoded.token_ids))
         same = options.policy is None or options.policy == made.policy
-        goes_on = isinstance(policy, ChunkedPolicy) and policy.resumes(made)
         return self._preparer.job(
             view,
             policy,
@@ -126,7 +124,7 @@ class Compressor:
                 policy,
                 self._preparer.of_model(view),
                 made.compression_ratio if same else None,
-                before=cache.num_tokens if goes_on else 0,
+                before=cache.num_tokens if policy.resumes(made) else 0,
             ),
             encoded=encoded,
             given=options.chosen_params,

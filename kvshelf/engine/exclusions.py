@@ -21,7 +21,6 @@ from kvshelf.errors import CallerError, InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Absorber, Policy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.chunked import ChunkedPolicy
 from kvshelf.methods.policies.together import chooses_together
 from kvshelf.methods.policies.view import DocumentView, ProbePass, output_weight
 from kvshelf.methods.selectors.base import Selector
@@ -282,7 +281,7 @@ KLT: Final = _of_codec("klt", lambda codec: codec.name == "klt")
 
 def _goes_on(c: Combination) -> bool:
     """Whether the policy of what is appended goes on from the cache."""
-    if c.cache is None or not isinstance(c.policy, ChunkedPolicy) or (c.document is not None and c.document.protect):
+    if c.cache is None or c.policy is None or PROTECT.used(c):
         return False
     return c.policy.resumes(c.cache.identity) and not Codec.parse(c.cache.codec).splits
 

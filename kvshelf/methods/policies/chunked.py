@@ -231,8 +231,8 @@ class ChunkedPolicy(Policy):
         return False
 
     def resumes(self, made: Identity) -> bool:
-        """Whether this identity is of a cache that it goes on from: one that it read itself, with the same parameters
-        but for `chunk`, and of which nothing is protected."""
+        """Of a cache that it read itself, with the same parameters but for `chunk`, and of which nothing is
+        protected."""
         own, other = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
         same = (self.name, self.revision, own) == (made.policy, made.policy_version, other)
         return self.goes_on and same and made.prefill.startswith("chunked:") and not made.protect

@@ -34,6 +34,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
+from kvshelf.model.text import EncodedDocument
 from tests.methods.policies.gates import GATED, header, random_gates
 
 TOKENS, CHUNK, BUDGET, SINK, HEAD = 158, 64, 44, 3, 8
@@ -608,6 +609,7 @@ def test_locret_leaves_the_authors_part_of_a_budget_and_a_chunk_alone(
 # Turns: a prefill that stopped goes on
 
 GOING_ON = ("trimkv", "make_each_token_count")
+CHUNKED = {"prefill": "chunked", "chunk": CHUNK}
 
 
 def in_turns(engine: Engine, name: str, ends: Sequence[int], **changes: Any) -> CompressedCache:
@@ -641,6 +643,23 @@ def test_turns_are_one_prefill_with_the_same_chunks(name: str, kind: str, group:
         assert own.offsets == other.offsets
         for name in ("keys", "values", "entry_positions"):
             assert torch.equal(getattr(own, name), getattr(other, name))
+        assert torch.equal(own.columns["rate"], other.columns["rate"])
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_what_the_template_wrote_stays_over_turns(engine: Engine, name: str) -> None:
+    """No append knows how many tokens these were: their rates say that they never fade."""
+    gated(engine, name)
+    params = SETTINGS[name][1] | CHUNKED | {"keep_scores": True, "sink": 0}
+    asked = {"policy": name, "budget_tokens": BUDGET, "policy_params": params}
+    written = EncodedDocument(document(), 9, "chat", "document")
+    once = engine.run(engine.prepare(written, **asked)).cache
+    cache = engine.run(engine.prepare(replace(written, token_ids=document()[:64]), **asked)).cache
+    cache = engine.extend(cache, document()[64:], prefill="chunked", budget_tokens=BUDGET)
+    for own, other in zip(cache.layers, once.layers, strict=True):
+        assert all(positions[:9].tolist() == list(range(9)) for positions in own.positions)
+        assert torch.equal(own.entry_positions, other.entry_positions)
+        assert torch.equal(own.keys, other.keys)
         assert torch.equal(own.columns["rate"], other.columns["rate"])
 
 
@@ -683,9 +702,6 @@ def test_coded_entries_are_read_as_they_decode(engine: Engine, codec: str) -> No
             assert torch.equal(one.entry_positions, another.entry_positions)
             for of_one, of_another in zip(one.plain_heads(), another.plain_heads(), strict=True):
                 assert all(map(torch.equal, of_one, of_another))
-
-
-CHUNKED = {"prefill": "chunked", "chunk": CHUNK}
 
 
 @pytest.mark.parametrize(
