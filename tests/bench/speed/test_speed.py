@@ -25,7 +25,7 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import EngineOptions, endless_answers
 from kvshelf_bench.peers import kvpress_worker
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.quality.grid import Row
@@ -197,7 +197,7 @@ def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subjec
 
 
 def test_serving_measures_a_random_model_without_a_tokenizer():
-    with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
+    with load_subject(EngineOptions("random:1", "cpu", "float32", 1, "int8")) as subject:
         found = serving.serving(subject, [96], serving.ServingPace(1, 60.0, 0.0), {"vLLM": None, "llama.cpp": None}, 1)
     assert [row.rounds for row in found.rows] == [1] * 4
 
@@ -377,7 +377,7 @@ def test_a_random_model_is_the_same_every_time(tmp_path):
     first, second = (load_random_model(tmp_path / name, torch.device("cpu"), "auto") for name in ("first", "second"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert len(first.base_model.layers) == 2
-    with load_subject("random:2", "cpu", "bfloat16", 0) as loaded:
+    with load_subject(EngineOptions("random:2", "cpu", "bfloat16", 0)) as loaded:
         assert loaded.dtype == "bfloat16"
         assert torch.equal(loaded.engine.model.state_dict()["lm_head.weight"], first.lm_head.weight.bfloat16())
         assert compress(loaded, loaded.tokens(64, seed=0), "knorm", 0.5).hook_s > 0
@@ -385,7 +385,7 @@ def test_a_random_model_is_the_same_every_time(tmp_path):
 
 @pytest.fixture(scope="module")
 def random_subject():
-    with load_subject("random:2", "cpu", "float32", 0) as loaded:
+    with load_subject(EngineOptions("random:2", "cpu", "float32", 0)) as loaded:
         yield loaded
 
 
