@@ -100,7 +100,7 @@ class Compressor:
         keeps competes with the tokens, budget and ratio are of all, and parameters that are not given are the cache's.
 
         So this differs from compressing the whole text anew: what the parent's policy removed, these tokens never saw;
-        but in chunks no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+        outside chunks no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
         policy, of the cache or of this call, that cannot go on.
@@ -124,7 +124,7 @@ class Compressor:
                 policy,
                 self._preparer.of_model(view),
                 made.compression_ratio if same else None,
-                before=cache.num_tokens if policy.resumes(made) else 0,
+                before=cache if policy.resumes(made) else None,
             ),
             encoded=encoded,
             given=options.chosen_params,

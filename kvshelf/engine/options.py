@@ -10,6 +10,7 @@ from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.creation import default_policy
 from kvshelf.api.options import Ask, AskFields
 from kvshelf.api.queries import SuffixScope
+from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
@@ -73,10 +74,15 @@ class CompressOptions:
         return replace(self, policy_params={**made.policy_params, **said})
 
     def budget(
-        self, policy: Policy, document: DocumentView, default_ratio: float | None = None, *, before: int = 0
+        self,
+        policy: Policy,
+        document: DocumentView,
+        default_ratio: float | None = None,
+        *,
+        before: CompressedCache | None = None,
     ) -> Budget:
         """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed. before:
-        tokens whose entries compete with those of the document."""
+        whose entries compete with those of the document; what it let go of is of the size, and does not come back."""
         if policy.sizes_itself:
             protected = document.num_protected
             if protected == document.num_tokens:  # which is refused, and of no tokens nothing has a size
@@ -85,8 +91,10 @@ class CompressOptions:
         ratio = self.compression_ratio
         if ratio is None and self.budget_tokens is None:
             ratio = default_ratio
-        tokens = before + document.num_tokens
-        return Budget.resolve(tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        read, kept = (0, 0) if before is None else (before.num_tokens, before.kept_tokens)
+        tokens = document.num_tokens
+        budget = Budget.resolve(read + tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        return replace(budget, tokens=min(budget.tokens, kept + tokens))
 
 
 class BoundFields(TypedDict, total=False):

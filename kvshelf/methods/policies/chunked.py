@@ -180,7 +180,7 @@ class ChunkedPolicy(Policy):
         return super().fitted(document, budget, given)
 
     def absorber(self, document: DocumentView, budget: Budget) -> ChunkAbsorber | None:
-        everything = budget.tokens >= document.num_tokens and not (self.sizes_itself or self.goes_on)
+        everything = budget.tokens >= document.end and not (self.sizes_itself or document.first_position)
         return ChunkAbsorber(self, document, budget) if self.chunked and not everything else None
 
     def ends(self, document: DocumentView) -> list[int]:
@@ -231,11 +231,11 @@ class ChunkedPolicy(Policy):
         return False
 
     def resumes(self, made: Identity) -> bool:
-        """Of a cache that it read itself, with the same parameters but for `chunk`, and of which nothing is
-        protected."""
+        """Of a cache that it read itself, though in one pass where nothing had to go, with the same parameters but for
+        `chunk`, and of which nothing is protected."""
         own, other = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
         same = (self.name, self.revision, own) == (made.policy, made.policy_version, other)
-        return self.goes_on and same and made.prefill.startswith("chunked:") and not made.protect
+        return self.chunked and self.goes_on and same and made.prefill != "appended" and not made.protect
 
     def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
         """What `record`, a layer of such a cache, was made of by `recorded`. read: its tokens. num_tokens: with those

@@ -632,7 +632,7 @@ def in_turns(engine: Engine, name: str, ends: Sequence[int], **changes: Any) -> 
 @pytest.mark.parametrize(("kind", "group"), SHAPES)
 @pytest.mark.parametrize("name", GOING_ON)
 def test_turns_are_one_prefill_with_the_same_chunks(name: str, kind: str, group: int, budget: int) -> None:
-    """To the last bit, also where the first turn does not fill the budget."""
+    """To the last bit. A first turn that does not fill the budget is read in one pass, which rounds its rates."""
     engine = Engine(small(kind, group))
     turns = in_turns(engine, name, [64, 128, TOKENS], budget_tokens=budget)
     once = compressed(engine, name, keep_scores=True, budget_tokens=budget)
@@ -643,7 +643,8 @@ def test_turns_are_one_prefill_with_the_same_chunks(name: str, kind: str, group:
         assert own.offsets == other.offsets
         for name in ("keys", "values", "entry_positions"):
             assert torch.equal(getattr(own, name), getattr(other, name))
-        assert torch.equal(own.columns["rate"], other.columns["rate"])
+        rounding = 0 if budget < CHUNK else 1e-6
+        torch.testing.assert_close(own.columns["rate"], other.columns["rate"], rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("name", GOING_ON)
@@ -684,6 +685,9 @@ def test_a_ratio_is_of_everything_that_was_read(engine: Engine) -> None:
     by_default = engine.extend(cache, document()[100:], prefill="chunked", chunk=128)
     assert (by_default.kept_tokens, by_default.identity.compression_ratio) == (TOKENS // 2, 0.5)
     assert by_default.identity.prefill == "chunked:chunk=128"
+    larger = engine.extend(cache, document()[100:], prefill="chunked", compression_ratio=0.1)
+    there = 50 + TOKENS - 100
+    assert (larger.kept_tokens, larger.identity.budget_tokens) == (there, there), "what went does not come back"
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "lossless"])
