@@ -234,6 +234,15 @@ def test_a_conversation_goes_on_under_one_budget(tiny: Engine, codec: str) -> No
     assert answer.usage.cache_read_tokens == cache.num_tokens
 
 
+@pytest.mark.parametrize("codec", ["mixed:share=0.3", "klt:classes=0.5/1.5,shares=20/30"])
+def test_no_policy_goes_on_from_entries_that_classes_hold_apart(tiny: Engine, codec: str) -> None:
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+    first = tiny.compress("The lamp is green. " * 30, policy="make_each_token_count", budget_tokens=80, **params)
+    with pytest.raises(PolicyUnsupported, match="and codecs of classes") as refused:
+        tiny.prepare_append(tiny.encoded(first, codec), " More.", budget_tokens=80, policy_params={"prefill": "chunked"})
+    assert refused.value.param == "policy_params.prefill"
+
+
 def test_quality_of_what_is_appended_is_measured_behind_the_parent(tiny: Engine) -> None:
     facts = [f"The code of gate {n} is {n * 7919 % 9973}. " for n in range(120)]
     parent = tiny.compress("".join(facts[:60]), policy="full")

@@ -13,8 +13,8 @@ from kvshelf.methods.policies.sharing import GlobalSharing, Sharing
 
 @dataclass(frozen=True)
 class MakeEachTokenCount(TrimKV):
-    """In part, as of text alone: keep what fades least of the whole cache: gates as those of `trimkv`, whose scores all
-    layers and heads compare.
+    """In part, as its gates learn from text alone: keep what fades least of the whole cache: gates as those of
+    `trimkv`, whose scores all layers and heads compare.
 
     The last projection is one for all layers, so that rates mean the same in each, and b begins at 18. All heads of all
     layers share one budget; `floor` of an even share stays each head's own. In training the whole cache may leave a
