@@ -238,8 +238,9 @@ def test_a_conversation_goes_on_under_one_budget(tiny: Engine, codec: str) -> No
 def test_no_policy_goes_on_from_entries_that_classes_hold_apart(tiny: Engine, codec: str) -> None:
     params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
     first = tiny.compress("The lamp is green. " * 30, policy="make_each_token_count", budget_tokens=80, **params)
+    coded, on = tiny.encoded(first, codec), {"prefill": "chunked"}
     with pytest.raises(PolicyUnsupported, match="and codecs of classes") as refused:
-        tiny.prepare_append(tiny.encoded(first, codec), " More.", budget_tokens=80, policy_params={"prefill": "chunked"})
+        tiny.prepare_append(coded, " More.", budget_tokens=80, policy_params=on)
     assert refused.value.param == "policy_params.prefill"
 
 

@@ -180,7 +180,7 @@ class ChunkedPolicy(Policy):
         return super().fitted(document, budget, given)
 
     def absorber(self, document: DocumentView, budget: Budget) -> ChunkAbsorber | None:
-        everything = budget.tokens >= document.end and not (self.sizes_itself or document.first_position)
+        everything = budget.tokens >= document.num_tokens and not (self.sizes_itself or document.first_position)
         return ChunkAbsorber(self, document, budget) if self.chunked and not everything else None
 
     def ends(self, document: DocumentView) -> list[int]:

@@ -534,6 +534,8 @@ def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> 
     for one, other in zip(whole.layers, full.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
+    more = {"keep_scores": True} if name in GOING_ON else {"protect": ["tokens:2-6"]}
+    assert compressed(engine, name, budget_tokens=TOKENS, **more).identity.prefill == "whole"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
