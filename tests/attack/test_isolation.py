@@ -132,6 +132,7 @@ def shelved(attacked: Attacked) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_the_service_passes_and_nothing_is_left(attacked: Attacked, soak: bool) -> None:
     before = shelved(attacked)
     done = doctor(attacked, "--json", "--pairs", "400" if soak else "20")

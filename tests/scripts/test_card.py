@@ -148,10 +148,9 @@ def engine():
     "policy",
     [
         "full",
-        "snapkv",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("streaming_llm", "keydiff", "lagkv", "expected_attention")
+            for name in ("snapkv", "streaming_llm", "keydiff", "lagkv", "expected_attention")
         ),
     ],
 )

@@ -52,6 +52,7 @@ def cells():
         return {cell.system: cell for cell in characterized(subject, "kvshelf-tiny", WAYS, SMALL)}
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_under_the_same_load(cells):
     assert list(cells) == ["full", "quest", "h2o"]
     for cell in cells.values():
