@@ -411,9 +411,10 @@ class AppendCache(Protecting, Renewable):
     goes on where the document ends), `messages` (whole turns) and `token_ids` is required.
 
     A new cache is stored; the one that it was appended to stays as it is. Policy, ratio and budget are of what is
-    appended alone: by default the policy and the ratio of the cache, under whose codec all of it is stored. Without
-    `ttl_s` and `expires_at` the new cache has the lifetime of the cache that it was appended to. `protect` is of what
-    is appended; what was protected before stays so.
+    appended alone: by default the policy and the ratio of the cache, under whose codec all of it is stored. With
+    `policy_params` `{"prefill": "chunked"}` the policy of the cache goes on: one budget, or ratio, for all of both.
+    Without `ttl_s` and `expires_at` the new cache has the lifetime of the cache that it was appended to. `protect` is
+    of what is appended; what was protected before stays so.
     """
 
     model_config = ConfigDict(json_schema_extra=one_of(document="string", messages="array", token_ids="array"))

@@ -164,14 +164,14 @@ class Identity:
     document. `budget_tokens` is the mean number of entries kept per layer and KV head, `compression_ratio` the
     requested fraction to remove. `transforms` is the digest of those that the codec `klt` encoded it by, "" under any
     other codec. `parent` is the digest of the cache that the document was appended to (`as_parent`), "" for a document
-    that was compressed as one. Then the policy and what is said of it are those of the appended tokens, `num_tokens`
-    and `budget_tokens` count those of the parent, too, and `document` follows from its document and the tokens. `date`
-    is the day, as YYYY-MM-DD, that a chat template wrote into the document's tokens, "" where it writes none;
-    `document` is the same whatever the day. `variables` are those that the chat template was told and that changed
-    what it wrote into these tokens. `protect` are spans of the document's tokens, each with the place behind its last,
-    ascending and apart: every policy keeps them, and no codec rounds them. `images` are the spans of tokens that are
-    images, each with the hex SHA-256 of its pixels, of which `document` is a digest, too; `image_encoder` is the digest
-    of what read them.
+    that was compressed as one. Then the policy and what is said of it are those of the appended tokens (of all, where
+    `prefill` is not "appended"), `num_tokens` and `budget_tokens` count those of the parent, too, and `document`
+    follows from its document and the tokens. `date` is the day, as YYYY-MM-DD, that a chat template wrote into the
+    document's tokens, "" where it writes none; `document` is the same whatever the day. `variables` are those that the
+    chat template was told and that changed what it wrote into these tokens. `protect` are spans of the document's
+    tokens, each with the place behind its last, ascending and apart: every policy keeps them, and no codec rounds them.
+    `images` are the spans of tokens that are images, each with the hex SHA-256 of its pixels, of which `document` is a
+    digest, too; `image_encoder` is the digest of what read them.
     """
 
     model: ModelIdentity
@@ -232,15 +232,15 @@ class Identity:
         canonical text. The same in every home, unlike the cache's id."""
         return digest("kvshelf.parent", self.content(), codec)
 
-    def behind(self, parent: Identity, codec: str, kept_tokens: int, token_ids: bytes) -> Identity:
+    def behind(self, parent: Identity, codec: str, kept_tokens: int | None, token_ids: bytes) -> Identity:
         """This identity, of tokens as a document, for these tokens appended to a cache. codec, kept_tokens: of that
-        cache. token_ids: int64, little-endian."""
+        cache; None: its entries compete with those of the tokens for the budget. token_ids: int64, little-endian."""
         return replace(
             self,
             document=digest("kvshelf.appended", parent.document, token_ids),
             num_tokens=parent.num_tokens + self.num_tokens,
-            prefill="appended",
-            budget_tokens=kept_tokens + self.budget_tokens,
+            prefill=self.prefill if kept_tokens is None else "appended",
+            budget_tokens=self.budget_tokens + (kept_tokens or 0),
             protect=parent.protect + tuple((a + parent.num_tokens, b + parent.num_tokens) for a, b in self.protect),
             parent=parent.as_parent(codec),
             images=parent.images,

@@ -96,8 +96,11 @@ class Compressor:
         them alone. By default the policy and the ratio are those of the cache; parameters that are not given are the
         policy's defaults. protect: rules of what is appended.
 
+        With parameter prefill "chunked" the cache's policy goes on instead (`ChunkedPolicy.resumes`): what the cache
+        keeps competes with the tokens, budget and ratio are of all, and parameters that are not given are the cache's.
+
         So this differs from compressing the whole text anew: what the parent's policy removed, these tokens never saw;
-        no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
+        outside chunks no policy compares them with earlier ones; and a text is tokenized apart from what it follows.
 
         Raises `InvalidRequest`, `DocumentTooLong`, `DocumentTooShort`, `ModelMismatch`, and `PolicyUnsupported` for a
         policy, of the cache or of this call, that cannot go on.
@@ -107,6 +110,7 @@ class Compressor:
         require_possible(Combination(facts=self._facts, verb="append", cache=cache, appends_images=appends_images))
         made = cache.identity
         encoded = self._encoder.appended(made, more, protect)
+        options = options.behind(made)
         policy = options.built(made.policy)
         view = replace(self._encoder.view(encoded, options.expected_questions), first_position=cache.num_tokens)
         self._require_room(cache, len(encoded.token_ids))
@@ -116,7 +120,12 @@ class Compressor:
         return self._preparer.job(
             view,
             policy,
-            options.budget(policy, self._preparer.of_model(view), made.compression_ratio if same else None),
+            options.budget(
+                policy,
+                self._preparer.of_model(view),
+                made.compression_ratio if same else None,
+                before=cache if policy.resumes(made) else None,
+            ),
             encoded=encoded,
             given=options.chosen_params,
             questions=options.expected_questions,

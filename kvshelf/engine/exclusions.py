@@ -279,12 +279,23 @@ CUTS: Final = Feature("a group that cuts the blocks", lambda c: _cuts(c.codec, c
 KLT: Final = _of_codec("klt", lambda codec: codec.name == "klt")
 
 
+def _goes_on(c: Combination) -> bool:
+    """Whether the policy of what is appended goes on from the cache."""
+    if c.cache is None or c.policy is None or PROTECT.used(c):
+        return False
+    return c.policy.resumes(c.cache.identity) and not Codec.parse(c.cache.codec).splits
+
+
 def _cuts(codec: Codec | None, policy: Policy | None) -> bool:
     block = None if policy is None else policy.index_block
     return codec is not None and block is not None and codec.cuts(block)
 
 
 APPEND: Final = _verb("append", "append")
+ASKS_CHUNKS: Final = _of_policy(
+    "prefill=chunked, asked for", lambda policy: policy.parameters().get("prefill") == "chunked"
+)
+READ_OTHERWISE: Final = Feature("a cache that was read otherwise", lambda c: not _goes_on(c))
 REPOSITIONED: Final = Feature("a cache under positions=cache", lambda c: c.cache is not None and c.cache.repositioned)
 INDEXED: Final = Feature(
     "a cache with an index",
@@ -565,9 +576,11 @@ EXCLUSIONS: Final[tuple[Exclusion, ...]] = (
         "policy",
     ),
     Exclusion(
-        (APPEND, IN_CHUNKS),
-        "policy {policy!r} reads a document chunk by chunk from its beginning, so it cannot reduce what is appended to "
-        "a cache; take prefill=whole, or policy full",
+        (APPEND, ASKS_CHUNKS, READ_OTHERWISE),
+        "policy {policy!r} with prefill=chunked goes on from a cache that it read chunk by chunk itself with "
+        "keep_scores, by the same parameters, without protected tokens and codecs of classes; only trimkv and "
+        "make_each_token_count do, and this cache is of {c.cache.identity.policy!r}, read "
+        "{c.cache.identity.prefill!r}; take prefill=whole",
         "policy_params.prefill",
     ),
     # Several processes see a part of the heads each.

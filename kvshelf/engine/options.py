@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypedDict, get_args
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.creation import default_policy
 from kvshelf.api.options import Ask, AskFields
 from kvshelf.api.queries import SuffixScope
+from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.identity import Identity
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.exclusions import Combination, require_possible
@@ -63,8 +65,24 @@ class CompressOptions:
         require_possible(Combination(policy=policy, sizes=self.sizes, questions=self.expected_questions))
         return policy
 
-    def budget(self, policy: Policy, document: DocumentView, default_ratio: float | None = None) -> Budget:
-        """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed."""
+    def behind(self, made: Identity) -> Self:
+        """The same for what is appended to a cache: in chunks its own policy goes on, by its own parameters where no
+        others are said."""
+        said = dict(self.policy_params or {})
+        if said.get("prefill") != "chunked" or self.policy not in (None, made.policy):
+            return self
+        return replace(self, policy_params={**made.policy_params, **said})
+
+    def budget(
+        self,
+        policy: Policy,
+        document: DocumentView,
+        default_ratio: float | None = None,
+        *,
+        before: CompressedCache | None = None,
+    ) -> Budget:
+        """What the policy keeps of a document. default_ratio: where no size is given; None: half is removed. before:
+        whose entries compete with those of the document; what it let go of is of the size, and does not come back."""
         if policy.sizes_itself:
             protected = document.num_protected
             if protected == document.num_tokens:  # which is refused, and of no tokens nothing has a size
@@ -73,7 +91,10 @@ class CompressOptions:
         ratio = self.compression_ratio
         if ratio is None and self.budget_tokens is None:
             ratio = default_ratio
-        return Budget.resolve(document.num_tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        read, kept = (0, 0) if before is None else (before.num_tokens, before.kept_tokens)
+        tokens = document.num_tokens
+        budget = Budget.resolve(read + tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        return replace(budget, tokens=min(budget.tokens, kept + tokens))
 
 
 class BoundFields(TypedDict, total=False):

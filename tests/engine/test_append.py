@@ -214,6 +214,37 @@ def test_texts_and_turns_go_on_where_the_cache_ends(tiny: Engine) -> None:
     assert tiny.extend(plain, " three").sentence_ends[-1] == tiny.extend(plain, " three").num_tokens - 1
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "klt"])
+def test_a_conversation_goes_on_under_one_budget(tiny: Engine, codec: str) -> None:
+    """Turns of a text under every kind of codec; then an answer shrinks together with the entries of all of them."""
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+    first = tiny.compress("The lamp is green. " * 30, policy="make_each_token_count", budget_tokens=80, **params)
+    cache = tiny.encoded(first, codec)
+    for number in (37, 58):
+        turns = [{"role": "user", "content": f"Room {number}? "}, {"role": "assistant", "content": "Dark. " * 40}]
+        before = cache
+        cache = tiny.extend(before, turns, prefill="chunked", budget_tokens=80)
+        assert (cache.kept_tokens, cache.codec, cache.identity.transforms) == (80, codec, before.identity.transforms)
+        assert cache.identity.parent == before.identity.as_parent(codec)
+        assert cache.sentence_ends[-1] == cache.num_tokens - 1
+        assert CompressedCache.from_bytes(cache.to_bytes()).to_bytes() == cache.to_bytes()
+    newest = [int(head.max()) for layer in cache.layers for head in layer.positions]
+    assert max(newest) >= before.num_tokens, "the last turn has entries"
+    suffix = {"policy": "trimkv", "scope": "cache", "params": {"gates": "make_each_token_count"}}
+    answer = tiny.answer(cache, "Which lamp?", max_new_tokens=8, suffix=suffix)
+    assert answer.usage.cache_read_tokens == cache.num_tokens
+
+
+@pytest.mark.parametrize("codec", ["mixed:share=0.3", "klt:classes=0.5/1.5,shares=20/30"])
+def test_no_policy_goes_on_from_entries_that_classes_hold_apart(tiny: Engine, codec: str) -> None:
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+    first = tiny.compress("The lamp is green. " * 30, policy="make_each_token_count", budget_tokens=80, **params)
+    coded, on = tiny.encoded(first, codec), {"prefill": "chunked"}
+    with pytest.raises(PolicyUnsupported, match="and codecs of classes") as refused:
+        tiny.prepare_append(coded, " More.", budget_tokens=80, policy_params=on)
+    assert refused.value.param == "policy_params.prefill"
+
+
 def test_quality_of_what_is_appended_is_measured_behind_the_parent(tiny: Engine) -> None:
     facts = [f"The code of gate {n} is {n * 7919 % 9973}. " for n in range(120)]
     parent = tiny.compress("".join(facts[:60]), policy="full")
@@ -247,7 +278,11 @@ def test_a_search_finds_what_was_appended(tiny: Engine) -> None:
     ("change", "error", "message"),
     [
         ({"policy": "streaming_llm", "policy_params": {"positions": "cache"}}, PolicyUnsupported, "counts positions"),
-        ({"policy": "lagkv", "policy_params": {"prefill": "chunked"}}, PolicyUnsupported, "chunk by chunk"),
+        (
+            {"policy": "lagkv", "policy_params": {"prefill": "chunked"}},
+            PolicyUnsupported,
+            "chunk by chunk itself .* of 'full', read 'whole'",
+        ),
         ({"policy": "infllm"}, PolicyUnsupported, "makes an index"),
         ({"policy": "lookaheadkv"}, PolicyUnsupported, "runs learned tokens"),
         ({"policy": "keydif"}, InvalidRequest, "keydiff"),

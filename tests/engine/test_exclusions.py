@@ -192,10 +192,14 @@ CHOSEN: Final = {
     "cam": chosen("cam", x.BLIND, x.APART),
     "keep_scores": chosen("h2o", x.BLIND, x.KEEPS_SCORES, x.APART, keep_scores=True),
     "dapq": chosen("dapq", x.ELSEWHERE, x.BEHIND, offset=7),
-    "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, prefill="chunked", **SMALL),
-    "kvzip chunked": chosen("kvzip", x.BLIND, x.IN_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]),
-    "snapkv chunked": chosen("snapkv", x.BLIND, x.IN_CHUNKS, x.AGAIN, **IN_CHUNKS),
-    "trimkv chunked": chosen("trimkv", x.BLIND, x.IN_CHUNKS, x.AGAIN, x.UNROTATES, prefill="chunked", chunk=64),
+    "lagkv chunked": chosen("lagkv", x.BLIND, x.APART, x.IN_CHUNKS, x.ASKS_CHUNKS, prefill="chunked", **SMALL),
+    "kvzip chunked": chosen(
+        "kvzip", x.BLIND, x.IN_CHUNKS, x.ASKS_CHUNKS, x.AGAIN, prefill="chunked", chunk=64, entries=["uneven"]
+    ),
+    "snapkv chunked": chosen("snapkv", x.BLIND, x.IN_CHUNKS, x.ASKS_CHUNKS, x.AGAIN, **IN_CHUNKS),
+    "trimkv chunked": chosen(
+        "trimkv", x.BLIND, x.IN_CHUNKS, x.ASKS_CHUNKS, x.AGAIN, x.UNROTATES, prefill="chunked", chunk=64
+    ),
     "kvzip": chosen("kvzip", x.BLIND, x.BEHIND, x.REPEATS_IMAGES, entries=["uneven"]),
     "lookaheadkv": chosen("lookaheadkv", x.BLIND, x.SOFT, x.BEHIND),
     "infllm": chosen(
@@ -239,9 +243,9 @@ OPTIONS: Final = {
     "mixed": option(x.ENCODED, x.SPLITS, codec="mixed"),
     "share=policy": option(x.ENCODED, x.SPLITS, x.SHARE_OF_POLICY, codec="mixed:share=policy", policy="mikv"),
     "klt": option(x.ENCODED, x.KLT, codec="klt"),
-    "append": option(x.APPEND),
-    "behind positions=cache": option(x.APPEND, x.REPOSITIONED),
-    "behind an index": option(x.APPEND, x.INDEXED),
+    "append": option(x.APPEND, x.READ_OTHERWISE),
+    "behind positions=cache": option(x.APPEND, x.READ_OTHERWISE, x.REPOSITIONED),
+    "behind an index": option(x.APPEND, x.READ_OTHERWISE, x.INDEXED),
     "no sentences": option(x.NO_SENTENCES),
     "select quest": option(x.SELECT, select="quest"),
     "select snapkv": option(x.SELECT, x.SELECT_POLICY, select="policy:snapkv", params={"window": 4}),

@@ -1,8 +1,11 @@
-"""Layers that read the keys and values of others (Stochastic KV Routing): against the model with its modules joined."""
+"""Layers that read the keys and values of others (Stochastic KV Routing), served and trained: against loops in fp64."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from kvshelf.errors import ModelMismatch, PolicyUnsupported
 from kvshelf.model.layers import layer_kinds, readers
 from kvshelf.model.prepacking import prepack
 from kvshelf_bench.models.small import small_model
+from scripts.route_tiny import maps, routed, routes
 
 MAP = [0, 0, 2, 2]
 
@@ -32,48 +36,54 @@ def made(layer_map: Any = MAP, kind: str = "llama") -> Engine:
     return Engine(model, name="m")
 
 
-@contextmanager
-def joined(model: Any, layer_map: list[int]):
-    """The model itself, without kvshelf: projections of a follower give what those of its leader gave."""
-    held: dict[tuple[int, str], torch.Tensor] = {}
+def reference(model: Any, reads: Sequence[int], tokens: list[int]) -> torch.Tensor:
+    """Logits `[T, vocabulary]` in float64, in loops over layers, heads and tokens: Llama's formulas, where a layer
+    attends to the keys and values that the layer `reads` names made."""
+    weights = {name: weight.double() for name, weight in model.state_dict().items()}
+    config, dim, count = model.config, model.config.head_dim, len(tokens)
+    steps = config.rope_parameters["rope_theta"] ** (-torch.arange(0, dim, 2).double() / dim)
+    angles = torch.arange(count).double()[:, None] * steps
 
-    def keep(leader: int, name: str):
-        def hook(_m: Any, _a: Any, out: torch.Tensor) -> None:
-            held[leader, name] = out
+    def norm(hidden: torch.Tensor, name: str) -> torch.Tensor:
+        return (
+            hidden / (hidden.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[name + ".weight"]
+        )
 
-        return hook
+    def turned(heads: torch.Tensor) -> torch.Tensor:
+        first, second = heads.chunk(2, -1)
+        sine, cosine = angles.sin(), angles.cos()
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
-    def give(leader: int, name: str):
-        return lambda _m, _a, _out: held[leader, name]
-
-    hooks = []
-    for layer, leader in enumerate(layer_map):
-        attention = model.model.layers[layer].self_attn
-        for name in ("k_proj", "v_proj"):
-            hook = keep(layer, name) if leader == layer else give(leader, name)
-            hooks.append(getattr(attention, name).register_forward_hook(hook))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def reference(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    model = engine.model
-    with torch.no_grad(), joined(model, list(model.config.layer_map)):
-        return model(torch.tensor([tokens]), use_cache=False).logits[0]
+    hidden, made_by_layer = weights["model.embed_tokens.weight"][tokens], []
+    for layer, read in enumerate(reads):
+        name = f"model.layers.{layer}."
+        q, k, v, o = (weights[f"{name}self_attn.{kind}_proj.weight"].T for kind in "qkvo")
+        gate, up, down = (weights[f"{name}mlp.{kind}_proj.weight"].T for kind in ("gate", "up", "down"))
+        normed = norm(hidden, name + "input_layernorm")
+        queries, keys, values = ((normed @ part).view(count, -1, dim).transpose(0, 1) for part in (q, k, v))
+        queries = turned(queries)
+        made_by_layer.append((turned(keys), values))
+        keys, values = made_by_layer[read]
+        attended = torch.zeros(count, len(queries), dim).double()
+        for head, token in product(range(len(queries)), range(count)):
+            kv_head, seen = head * len(keys) // len(queries), token + 1
+            weight = (keys[kv_head, :seen] @ queries[head, token] / dim**0.5).softmax(0)
+            attended[token, head] = weight @ values[kv_head, :seen]
+        hidden = hidden + attended.flatten(1) @ o
+        normed = norm(hidden, name + "post_attention_layernorm")
+        hidden = hidden + (torch.nn.functional.silu(normed @ gate) * (normed @ up)) @ down
+    return norm(hidden, "model.norm") @ weights["lm_head.weight"].T
 
 
 @pytest.mark.parametrize("layer_map", [MAP, [0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 3]], ids=str)
-def test_answers_are_those_of_the_joined_model(layer_map: list[int]) -> None:
+def test_logits_are_those_of_a_loop_in_fp64(layer_map: list[int]) -> None:
     engine, document, behind = made(layer_map), ids(60), ids(9, seed=2)
     cache = CompressedCache.from_bytes(engine.compress(document, policy="full").to_bytes())
     leaders = [layer == leader for layer, leader in enumerate(layer_map)]
     assert [entries_of(layer) is not None for layer in cache.layers] == leaders
     with torch.no_grad(), engine.attached(cache) as past:
         found = engine.model(torch.tensor([behind]), use_cache=True, **{CACHE_ARGUMENT: past}).logits[0]
-    expected = reference(engine, document + behind)[60:]
+    expected = reference(engine.model, layer_map, document + behind)[60:].float()
     assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
     # Other keys and values than the followers' own.
     apart = made([0, 1, 2, 3])
@@ -82,7 +92,7 @@ def test_answers_are_those_of_the_joined_model(layer_map: list[int]) -> None:
     assert not torch.allclose(found, other, atol=1e-2 * float(expected.abs().max()))
 
 
-def test_the_tokens_of_a_batch_are_those_of_the_joined_model() -> None:
+def test_the_tokens_of_a_batch_are_those_of_the_loop() -> None:
     engine, document = made(), ids(60)
     cache = engine.compress(document, policy="full")
     asked = [(cache, ids(5, seed=seed)) for seed in range(3)]
@@ -90,10 +100,37 @@ def test_the_tokens_of_a_batch_are_those_of_the_joined_model() -> None:
     for (_, question), answer in zip(asked, answers, strict=True):
         tokens, expected = document + question, []
         for _ in answer.token_ids:
-            expected.append(int(reference(engine, tokens)[-1].argmax()))
+            expected.append(int(reference(engine.model, MAP, tokens)[-1].argmax()))
             tokens.append(expected[-1])
         assert answer.token_ids == expected
         assert engine.answer(cache, question, max_new_tokens=6).token_ids == expected
+
+
+@pytest.mark.parametrize("reads", [[0, 1, 2, 0], [0, 1, 1, 2]], ids=str)
+def test_a_training_pass_is_the_loop(reads: list[int]) -> None:
+    """Also where a layer reads one that reads another, as random routes do: it is that layer's own that it reads."""
+    torch.manual_seed(0)
+    model, tokens = small_model("llama"), ids(60)
+    with torch.no_grad():
+        run = routed(model, reads)
+        logits = run.lm_head(run.model(input_ids=torch.tensor([tokens])).last_hidden_state)[0]
+    expected = reference(model, reads, tokens).float()
+    assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-3)
+
+
+def test_a_route_is_random_among_the_layers_before() -> None:
+    rng = random.Random(0)
+    drawn = [routes(rng, 4, 0.5) for _ in range(4000)]
+    assert {tuple(reads[:2]) for reads in drawn} == {(0, 1)}
+    for layer in (2, 3):
+        shares = Counter(reads[layer] for reads in drawn)
+        assert shares[layer] / 4000 == pytest.approx(0.5, abs=0.04)
+        assert all(shares[other] / 4000 == pytest.approx(0.5 / layer, abs=0.04) for other in range(layer))
+    assert len(maps(4)) == 10
+    for layer_map in maps(4):
+        assert readers(layer_kinds(made(list(layer_map)).model.config)).keys() == {
+            layer for layer, read in enumerate(layer_map) if layer != read
+        }
 
 
 def test_the_recorded_program_reads_the_same() -> None:

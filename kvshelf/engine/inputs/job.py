@@ -13,6 +13,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coder import CacheDecoder, Coder
 from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import Rotate
+from kvshelf.artifact.records import LayerRecord
 from kvshelf.artifact.transforms import Transforms
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.soft import Soft
@@ -39,6 +40,11 @@ class Parent:
     def plain(self) -> CompressedCache:
         """The cache with rows that attention can read."""
         return self.cache.decoded(self.decoder) if self.cache.coded else self.cache
+
+    @property
+    def layers(self) -> Sequence[LayerRecord]:
+        """Those of `plain`, where the model's layers are."""
+        return self.plain.to(self.devices).layers
 
     @cached_property
     def document(self) -> Attachment:

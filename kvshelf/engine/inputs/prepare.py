@@ -57,6 +57,7 @@ class Preparer:
             document=document,
             budget=budget,
             verb=None if parent is None else "append",
+            cache=None if parent is None else parent.cache,
         )
         require_possible(combination)
         if combination.at_work is not None:
@@ -97,7 +98,8 @@ class Preparer:
         )
         if parent is not None:
             before = parent.cache
-            identity = identity.behind(before.identity, before.codec, before.kept_tokens, token_ids)
+            kept_tokens = before.kept_tokens if absorber is None else None
+            identity = identity.behind(before.identity, before.codec, kept_tokens, token_ids)
         return Job(document, policy, budget, passes, absorber, identity, parent, encoded.images)
 
     def of_model(self, document: DocumentView) -> DocumentView:

@@ -41,6 +41,16 @@ def continued(parent: Parent, appended: CompressedCache, identity: Identity, bud
     )
 
 
+def resumed(parent: Parent, read: CompressedCache, identity: Identity) -> CompressedCache:
+    """The same where the policy went on reading: `read`, not encoded, has what stays of the whole document, and nothing
+    of the parent stays as it is. Raises `InvalidRequest` as `CompressedCache.encoded`."""
+    ends = _sentence_ends(parent.cache, read)
+    whole = replace(
+        read, num_tokens=identity.num_tokens, next_position=identity.num_tokens, identity=identity, sentence_ends=ends
+    )
+    return whole.encoded(parent.cache.codec, parent.coder)
+
+
 def _sentence_ends(before: CompressedCache, appended: CompressedCache) -> tuple[int, ...]:
     """Of both; of neither where those of one are not known. Of more than fit, neighbours are one."""
     if not (before.sentence_ends and appended.sentence_ends):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from kvshelf.artifact.growth import plain_again
 from kvshelf.artifact.records import Entries, Kept, LayerRecord
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, AttachedLayer, AttachedStates
 from kvshelf.engine.attention.function import CONTEXT, Attended, ForwardContext
@@ -65,6 +66,9 @@ class ChunkedPrefill(ForwardContext):
             ChunkedLayer(cast(PartitionAbsorber, self._absorber)) if again is None else RejudgedLayer(again)
             for _ in kinds
         ]
+        if job.parent is not None:
+            for layer, record in zip(cast("list[RejudgedLayer]", self._layers), job.parent.layers, strict=True):
+                layer.resume(cast(Kept, plain_again(record, ())), job.document)
         self._checkpoint = checkpoint
         self.compress_s = 0.0
         self.paused_s = 0.0
@@ -74,11 +78,11 @@ class ChunkedPrefill(ForwardContext):
         cache = Cache(layers=self._layers)
         device = input_device(model)
         judged, document = self._job.document.judged, self._job.document
-        ends = [0, *accumulate(self._absorber.chunks)]
+        ends, before = [0, *accumulate(self._absorber.chunks)], document.first_position
         for (first, last), probe in zip(pairwise(ends), self._probes, strict=True):
-            start, end = (0 if count == 0 else judged.behind(count) for count in (first, last))
+            start, end = (0 if count == 0 else judged.behind(count) - before for count in (first, last))
             ids = torch.tensor([[*token_ids[start:end], *probe]], device=device)
-            at = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
+            at = torch.arange(before + start, before + start + ids.shape[1], device=device).unsqueeze(0)
             self._protected = pad(document.protected[start:end], (0, len(probe)))
             self._chunk = self._reducer(judged.part(first, last), len(probe))
             model.base_model(input_ids=ids, position_ids=at, use_cache=True, **{CACHE_ARGUMENT: cache, CONTEXT: self})
@@ -200,6 +204,11 @@ class RejudgedLayer(ReadLayer):
         self._absorber = absorber
         self._past: LayerPast | None = None
         self._taken: LayerPast | None = None
+
+    def resume(self, record: Kept, document: DocumentView) -> None:
+        """Go on from what a stored cache has of the tokens before the document."""
+        self.start = document.first_position
+        self._hold(self._absorber.policy.resumed(record, document.first_position, document.end))
 
     def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         self.is_initialized = True

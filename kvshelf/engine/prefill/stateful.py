@@ -93,7 +93,7 @@ class Read:
         """queries: whether the queries of the document's tokens are held, too. paused_s: what `checkpoint` took."""
         held = _Held(checkpoint, queries)
         states = read(passes, job, held)
-        before = () if job.parent is None else job.parent.plain.to(passes.devices.layers).layers
+        before = () if job.parent is None else job.parent.layers
         whole_budget = Budget.full(job.num_tokens)
         whole = LayerReducer(everything(), job.document, whole_budget, passes.kinds, (), None, behind=before)
         for attended in held.attended.values():

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
-from kvshelf.artifact.identity import ModelIdentity
+from kvshelf.artifact.identity import Identity, ModelIdentity
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
@@ -213,6 +213,10 @@ class Policy(Method):
         """How to compress during a chunked prefill; None for a prefill in one pass, with a `reduce` after each
         layer."""
         return None
+
+    def resumes(self, made: Identity) -> bool:  # noqa: ARG002
+        """Whether its chunked prefill goes on where a stored cache with this identity ends."""
+        return False
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
         """This policy, its defaults fitted to the document, the budget, the model and its calibration.

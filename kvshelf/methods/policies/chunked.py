@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvshelf.artifact.identity import Identity
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
@@ -179,8 +180,8 @@ class ChunkedPolicy(Policy):
         return super().fitted(document, budget, given)
 
     def absorber(self, document: DocumentView, budget: Budget) -> ChunkAbsorber | None:
-        whole = not self.chunked or (budget.tokens >= document.num_tokens and not self.sizes_itself)
-        return None if whole else ChunkAbsorber(self, document, budget)
+        everything = budget.tokens >= document.num_tokens and not (self.sizes_itself or document.first_position)
+        return ChunkAbsorber(self, document, budget) if self.chunked and not everything else None
 
     def ends(self, document: DocumentView) -> list[int]:
         """Where its chunks end."""
@@ -223,6 +224,23 @@ class ChunkedPolicy(Policy):
     def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
         """What stays of a layer whose head h keeps `counts[h]` entries."""
         return past.best(counts)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its caches have all that it decides by, so that more chunks may follow."""
+        return False
+
+    def resumes(self, made: Identity) -> bool:
+        """Of a cache that it read itself, though in one pass where nothing had to go, with the same parameters but for
+        `chunk`, and of which nothing is protected."""
+        own, other = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
+        same = (self.name, self.revision, own) == (made.policy, made.policy_version, other)
+        return self.chunked and self.goes_on and same and made.prefill != "appended" and not made.protect
+
+    def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
+        """What `record`, a layer of such a cache, was made of by `recorded`. read: its tokens. num_tokens: with those
+        that follow."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ import copy
 import gc
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from transformers import (
 )
 
 from kvshelf.artifact.cache import CompressedCache
+from kvshelf.artifact.growth import plain_again
+from kvshelf.artifact.records import parts_of
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.prefill.chunked import RejudgedLayer
@@ -30,6 +34,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
+from kvshelf.model.text import EncodedDocument
 from tests.amounts import few, in_turn
 from tests.methods.policies.gates import GATED, header, random_gates
 
@@ -520,6 +525,8 @@ def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> 
     for one, other in zip(whole.layers, full.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
+    more = {"keep_scores": True} if name in GOING_ON else {"protect": ["tokens:2-6"]}
+    assert compressed(engine, name, budget_tokens=TOKENS, **more).identity.prefill == "whole"
 
 
 @pytest.mark.parametrize("name", few(5, SETTINGS))
@@ -590,3 +597,141 @@ def test_locret_leaves_the_authors_part_of_a_budget_and_a_chunk_alone(
     given = {"prefill": "chunked", "chunk": chunk, "sink": 0}
     job = engine.prepare(document() * 50, policy="locret", budget_tokens=budget, policy_params=given)
     assert job.identity.policy_params.get("stabilizers", 2500) == stabilizers
+
+
+# Turns: a prefill that stopped goes on
+
+GOING_ON = ("trimkv", "make_each_token_count")
+CHUNKED = {"prefill": "chunked", "chunk": CHUNK}
+
+
+def in_turns(engine: Engine, name: str, ends: Sequence[int], **changes: Any) -> CompressedCache:
+    """A cache of the first tokens, and what follows appended turn by turn, from one blob to the next."""
+    policy, params = SETTINGS[name]
+    gated(engine, policy)
+    size = {"budget_tokens": BUDGET} | changes
+    given = {"prefill": "chunked", "chunk": CHUNK, "keep_scores": True} | params
+    cache = engine.compress(document()[: ends[0]], policy=policy, **given, **size)
+    for start, end in pairwise(ends):
+        before = cache.to_bytes()
+        grown = engine.extend(cache, document()[start:end], prefill="chunked", **size)
+        assert cache.to_bytes() == before, "the parent stays as it is"
+        assert grown.identity.parent == cache.identity.as_parent("none")
+        cache = CompressedCache.from_bytes(grown.to_bytes())
+    return cache
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 100])
+@in_turn({"name": GOING_ON, "kind, group": SHAPES})
+def test_turns_are_one_prefill_with_the_same_chunks(name: str, kind: str, group: int, budget: int) -> None:
+    """To the last bit. A first turn that does not fill the budget is read in one pass, which rounds its rates."""
+    engine = Engine(small(kind, group))
+    turns = in_turns(engine, name, [64, 128, TOKENS], budget_tokens=budget)
+    once = compressed(engine, name, keep_scores=True, budget_tokens=budget)
+    assert turns.identity.prefill == once.identity.prefill == f"chunked:chunk={CHUNK}"
+    assert (turns.num_tokens, turns.next_position, turns.kept_tokens) == (TOKENS, TOKENS, budget)
+    assert turns.identity.budget_tokens == budget
+    for own, other in zip(turns.layers, once.layers, strict=True):
+        assert own.offsets == other.offsets
+        for name in ("keys", "values", "entry_positions"):
+            assert torch.equal(getattr(own, name), getattr(other, name))
+        rounding = 0 if budget < CHUNK else 1e-6
+        torch.testing.assert_close(own.columns["rate"], other.columns["rate"], rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_what_the_template_wrote_stays_over_turns(engine: Engine, name: str) -> None:
+    """No append knows how many tokens these were: their rates say that they never fade."""
+    gated(engine, name)
+    params = SETTINGS[name][1] | CHUNKED | {"keep_scores": True, "sink": 0}
+    asked = {"policy": name, "budget_tokens": BUDGET, "policy_params": params}
+    written = EncodedDocument(document(), 9, "chat", "document")
+    once = engine.run(engine.prepare(written, **asked)).cache
+    cache = engine.run(engine.prepare(replace(written, token_ids=document()[:64]), **asked)).cache
+    cache = engine.extend(cache, document()[64:], prefill="chunked", budget_tokens=BUDGET)
+    for own, other in zip(cache.layers, once.layers, strict=True):
+        assert all(positions[:9].tolist() == list(range(9)) for positions in own.positions)
+        assert torch.equal(own.entry_positions, other.entry_positions)
+        assert torch.equal(own.keys, other.keys)
+        assert torch.equal(own.columns["rate"], other.columns["rate"])
+
+
+@in_turn({"name": GOING_ON, "kind, group": SHAPES})
+def test_turns_compete_with_all_before_them(name: str, kind: str, group: int) -> None:
+    """By hand in fp64, in turns that end within chunks; the last has more than one."""
+    engine, ends = Engine(small(kind, group)), [50, 81, 90, TOKENS]
+    policy, params = SETTINGS[name]
+    cache = in_turns(engine, name, ends)
+    by_hand = ByHand(engine.model, policy, params, gated(engine, policy)).run(document(), [50, 81, 90, 154, TOKENS])
+    require_same(cache, by_hand)
+    assert min(int(of_head.min()) for record in cache.layers for of_head in record.positions) == 0
+    assert sum(record.entries for record in cache.layers) == BUDGET * 2 * len(cache.layers)
+    kept = [int((of_head < ends[0]).sum()) for record in cache.layers for of_head in record.positions]
+    assert sum(kept) < sum(BUDGET for _ in kept), "later turns took the place of entries of the first"
+
+
+def test_a_ratio_is_of_everything_that_was_read(engine: Engine) -> None:
+    cache = in_turns(engine, "make_each_token_count", [64, 100], budget_tokens=None, compression_ratio=0.5)
+    assert (cache.kept_tokens, cache.identity.budget_tokens) == (50, 50)
+    by_default = engine.extend(cache, document()[100:], prefill="chunked", chunk=128)
+    assert (by_default.kept_tokens, by_default.identity.compression_ratio) == (TOKENS // 2, 0.5)
+    assert by_default.identity.prefill == "chunked:chunk=128"
+    larger = engine.extend(cache, document()[100:], prefill="chunked", compression_ratio=0.1)
+    there = 50 + TOKENS - 100
+    assert (larger.kept_tokens, larger.identity.budget_tokens) == (there, there), "what went does not come back"
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "lossless"])
+def test_coded_entries_are_read_as_they_decode(engine: Engine, codec: str) -> None:
+    name, more = "make_each_token_count", {"prefill": "chunked", "budget_tokens": BUDGET}
+    plain = in_turns(engine, name, [100])
+    coded = engine.encoded(plain, codec)
+    grown = engine.extend(coded, document()[100:], **more)
+    assert grown.codec == codec
+    assert CompressedCache.from_bytes(grown.to_bytes()).to_bytes() == grown.to_bytes()
+    decoded = replace(plain, layers=tuple(plain_again(layer, ()) for layer in engine.decoded(coded).layers))
+    expected = engine.encoded(engine.extend(decoded, document()[100:], **more), codec)
+    for own, other in zip(engine.decoded(grown).layers, engine.decoded(expected).layers, strict=True):
+        for one, another in zip(parts_of(own), parts_of(other), strict=True):
+            assert torch.equal(one.columns["rate"], another.columns["rate"])
+            assert torch.equal(one.entry_positions, another.entry_positions)
+            for of_one, of_another in zip(one.plain_heads(), another.plain_heads(), strict=True):
+                assert all(map(torch.equal, of_one, of_another))
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "changes", "param"),
+    [
+        ("trimkv", {"keep_scores": True, "prefill": "whole", "chunk": None}, {}, "policy_params.prefill"),
+        ("trimkv", {}, {}, "policy_params.prefill"),
+        ("trimkv", {"keep_scores": True}, {"policy": "make_each_token_count"}, "policy_params.prefill"),
+        ("trimkv", {"keep_scores": True}, {"policy_params": {"sink": 2}}, "policy_params.prefill"),
+        ("trimkv", {"keep_scores": True}, {"policy_params": {"keep_scores": False}}, "policy_params.prefill"),
+        ("trimkv", {"keep_scores": True}, {"protect": ["tokens:2-6"]}, "policy_params.prefill"),
+        ("trimkv", {"keep_scores": True, "protect": ["tokens:2-6"]}, {}, "policy_params.prefill"),
+        ("d2o", {"keep_scores": True}, {}, "policy_params.prefill"),
+        ("locret", {}, {}, "policy_params.prefill"),
+        ("lagkv", {"chunk": None, "lag": 16}, {}, "policy_params.prefill"),
+        ("full", {"chunk": None, "prefill": None, "budget_tokens": None}, {}, "policy_params.prefill"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_any_work(
+    engine: Engine, policy: str, params: dict[str, Any], changes: dict[str, Any], param: str
+) -> None:
+    for name in ("trimkv", "make_each_token_count", "locret"):
+        gated(engine, name)
+    given = {"budget_tokens": BUDGET} | CHUNKED | params
+    cache = engine.compress(document()[:100], policy=policy, **{k: v for k, v in given.items() if v is not None})
+    more = {"budget_tokens": BUDGET} if policy != "full" else {"policy": "trimkv"}
+    changes = more | changes | {"policy_params": {"prefill": "chunked"} | changes.get("policy_params", {})}
+    with pytest.raises(CallerError) as refused:
+        engine.prepare_append(cache, document()[100:], **changes)
+    assert refused.value.param == param
+
+
+def test_what_was_appended_by_itself_is_no_prefill_that_stopped(engine: Engine) -> None:
+    cache = in_turns(engine, "trimkv", [64])
+    apart = engine.extend(cache, document()[64:100], budget_tokens=20)
+    assert apart.kept_tokens == BUDGET + 20
+    with pytest.raises(CallerError, match="read 'appended'"):
+        engine.prepare_append(apart, document()[100:], policy_params=CHUNKED)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvshelf import Client
 from tests.service.conftest import created, refused
 from tests.service.scrape import moving
 
@@ -102,6 +103,33 @@ def test_what_cannot_be_appended_is_refused_by_name(
     assert response.status_code == status
     if param is not None:
         assert error["param"] == param
+
+
+def test_turns_go_on_under_one_budget(bundled_service: str) -> None:
+    """By raw HTTP, and by the client."""
+    on = {"policy_params": {"prefill": "chunked"}, "budget_tokens": 64}
+    with httpx.Client(base_url=bundled_service, timeout=120) as http, Client(bundled_service) as client:
+        params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+        asked = {"policy": "make_each_token_count", "policy_params": params, "budget_tokens": 64}
+        root = created(http, document=unique(facts(0, 20)), **asked)
+        blob = http.get(f"/v1/caches/{root['id']}/blob").content
+        grown = append(http, root, document=facts(20, 10), **on)
+        assert (grown["parent_id"], grown["tokens"]["kept"], grown["policy_params"]["keep_scores"]) == (
+            root["id"],
+            64,
+            True,
+        )
+        assert append(http, root, document=facts(20, 10), **on)["id"] == grown["id"]
+        apart = append(http, root, document=facts(20, 10), budget_tokens=64)
+        assert apart["tokens"]["kept"] == 128
+        assert http.get(f"/v1/caches/{root['id']}/blob").content == blob, "the parent stays as it is"
+        last = client.caches.append(grown["id"], document=facts(30, 10), **on)
+        assert last.tokens.kept == 64
+        assert client.caches.query(last.id, "What is the code?", max_tokens=2).usage.cache_read_tokens
+        for cache in (apart["id"], created(http, document=unique("x"), policy="full")["id"]):
+            response = http.post(f"/v1/caches/{cache}/append", json={"document": "more", **on, "policy": "trimkv"})
+            assert refused(response, 422, "policy_unsupported")["param"] == "policy_params.prefill"
+        client.caches.delete(root["id"], cascade=True)
 
 
 def test_nothing_is_appended_to_a_cache_that_is_gone_or_another_s(http: httpx.Client) -> None:

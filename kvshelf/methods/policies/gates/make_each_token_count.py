@@ -13,7 +13,7 @@ from kvshelf.methods.policies.sharing import GlobalSharing, Sharing
 
 @dataclass(frozen=True)
 class MakeEachTokenCount(TrimKV):
-    """In part, as of text alone, and turns do not compete: keep what fades least of the whole cache: gates as those of
+    """In part, as its gates learn from text alone: keep what fades least of the whole cache: gates as those of
     `trimkv`, whose scores all layers and heads compare.
 
     The last projection is one for all layers, so that rates mean the same in each, and b begins at 18. All heads of all
@@ -22,7 +22,7 @@ class MakeEachTokenCount(TrimKV):
 
     With `prefill` "chunked" they compare behind each chunk, once the last layer has read it: until then each has the
     chunk beside its entries. While the model answers they go on to compare under suffix policy `trimkv`, whose `gates`
-    name these, with `keep_scores`.
+    name these, and turns that are appended in chunks compete with all before them, both with `keep_scores`.
 
     Departures: as for `trimkv`, and one hidden layer in place of two.
     """

@@ -31,7 +31,7 @@ class TrimKV(KeepsScores, TokenGate):
 
     With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
     `horizon`: a chunk is what the authors call the buffer. While the model answers, suffix policy `trimkv` goes on with
-    each entry's log beta, which the cache has with `keep_scores`.
+    each entry's log beta, which the cache has with `keep_scores`, and so do chunks that are appended.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
@@ -49,8 +49,13 @@ class TrimKV(KeepsScores, TokenGate):
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
+    @classmethod
+    def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:
+        """log beta of its tokens."""
+        return torch.nn.functional.logsigmoid(super().outputs(gate, layer))
+
     def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:
-        return (read + self.horizon - positions) * torch.nn.functional.logsigmoid(outputs)
+        return (read + self.horizon - positions) * outputs
 
     def noted(self, layer: LayerView) -> int:
         return layer.num_tokens
@@ -62,16 +67,27 @@ class TrimKV(KeepsScores, TokenGate):
         budget: Budget,  # noqa: ARG002
     ) -> Mapping[int, Entries]:
         return {
-            layer: record if (read := notes[layer]) is None else self._rated(cast("Kept", record), read)
+            layer: record if (read := notes[layer]) is None else self._judged_at(cast("Kept", record), read)
             for layer, record in records.items()
         }
 
-    def recorded(self, past: LayerPast) -> Kept:
-        return self._rated(past.record, past.num_tokens)
-
-    def _rated(self, record: Kept, read: int) -> Kept:
-        """A record whose importance is that of `judged` with its rates log beta: 0, as of what never fades, where an
-        entry is protected."""
+    def _judged_at(self, record: Kept, read: int) -> Kept:
+        """A record whose importance is that of `judged` when `read` tokens had been read, with its rates log beta."""
         assert record.importance is not None
-        rates = record.importance / (read + self.horizon - record.entry_positions)
+        return self._rated(record, record.importance / (read + self.horizon - record.entry_positions))
+
+    def recorded(self, past: LayerPast) -> Kept:
+        return self._rated(past.record, past.columns["outputs"])
+
+    def _rated(self, record: Kept, rates: Tensor) -> Kept:
+        """The record with its rates: 0, as of what never fades, where an entry is protected."""
+        assert record.importance is not None
         return self.keeping(record, rate=rates.masked_fill(record.importance.isposinf(), 0.0))
+
+    @property
+    def goes_on(self) -> bool:
+        return self.keep_scores
+
+    def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
+        """What was protected has rate 0, so it stays."""
+        return LayerPast(record, num_tokens, read, {"outputs": record.columns["rate"]})

@@ -260,8 +260,8 @@ class MemoryPlan:
         reading = (chunk + max((len(probe.token_ids) for probe in job.passes), default=0)) * self.token_bytes
         if not isinstance(absorber, ChunkAbsorber):
             return reading
-        entries = min(job.num_tokens, job.budget.tokens + chunk)
-        layer = self.shape.held_bytes(job.num_tokens, entries) // self.shape.layers
+        entries = min(job.document.end, job.budget.tokens + chunk)
+        layer = self.shape.held_bytes(job.document.end, entries) // self.shape.layers
         return max(reading, reading // 2 + 2 * layer) + absorber.policy.own_bytes(job.document)
 
     def _parent_bytes(self, cache: CompressedCache) -> int:
@@ -271,14 +271,14 @@ class MemoryPlan:
 
     def _kept_bytes(self, job: Job) -> int:
         """Of all layers, when the last one is reduced; of a document in chunks, when it has read one."""
-        entries = job.budget.tokens
+        entries, tokens = job.budget.tokens, job.num_tokens if job.absorber is None else job.document.end
         if job.policy.phase != "during":
             if job.absorber is not None:
                 entries += max(job.absorber.chunks)
             else:
                 entries = job.num_tokens if job.policy.phase == "after" else int(_CASCADE * entries)
         columns = job.policy.stored_beside.get("columns", 0)
-        return self.shape.held_bytes(job.num_tokens, min(job.num_tokens, entries), columns)
+        return self.shape.held_bytes(tokens, min(tokens, entries), columns)
 
 
 def _advice(job: Job) -> str:
