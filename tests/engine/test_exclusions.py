@@ -381,7 +381,9 @@ class Maker:
         more: dict[str, Any] = {}
         if asked := next((OPTIONS[name] for name in one.options if OPTIONS[name].select), None):
             size = {"tokens": self.tokens if asked.select == "quest" else asked.tokens, "params": asked.params}
-            assert engine.select(joined, asked.select, question_tokens=len(QUESTION), **size), "reads a part"
+            selection = engine.select(joined, asked.select, question_tokens=len(QUESTION), **size)
+            whole = asked.select == "infinigen" and len(engine.facts.kinds) == 2  # it reads two layers whole
+            assert whole or selection, "reads a part"
             more = {"select": asked.select, **{f"select_{name}": value for name, value in size.items()}}
         if "suffix" in options:
             engine.bound("window", question_tokens=len(QUESTION), budget=64)
