@@ -478,6 +478,8 @@ def outcome(maker: Maker, one: Tried) -> tuple[str, CallerError | None]:
 def unread(one: Tried) -> list[str]:
     """Patterns of what a selector says of the entries of this cache."""
     asked = [OPTIONS[name].select or name for name in one.options if OPTIONS[name].select or name == "scope"]
+    if one.model == PLAIN:  # its two layers infinigen reads whole
+        asked = [name for name in asked if name != "infinigen"]
     entries = CHOSEN[one.chosen].entries
     return [said for part, word, said in UNREAD for name in asked if part in name and word in entries]
 
