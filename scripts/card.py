@@ -97,8 +97,8 @@ class Card:
         if find_spec("triton") is not None:
             self._within.enter_context(self._starts_watched())
         for kept in (staging.arriving, staging.leaving, staging.decoding):  # of another card
-            kept.cache_clear()
-            self._within.callback(kept.cache_clear)
+            kept.clear()
+            self._within.callback(kept.clear)
         self._using(self._within)
         return self
 
