@@ -305,6 +305,8 @@ class _Lists(TorchFunctionMode):
         device = kwargs.get("device")
         if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type != "cpu":
             return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
+        if func is Tensor.__getitem__ and isinstance(args[0], _OnCard) and isinstance(args[1], list):
+            return args[0][torch.tensor(args[1]).to(CARD)]  # torch's C++ would make it on "meta"
         if func is Tensor.new_tensor and isinstance(args[0], _OnCard) and device is None:
             return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(CARD)
         return func(*args, **kwargs)

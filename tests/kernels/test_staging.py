@@ -134,7 +134,9 @@ def test_without_memory_to_pin_copies_are_waited_for_and_one_warning_says_so(car
         require_equal(download(there), tensors())
         assert card.waits.total() > 4 * len(there)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].endswith("slower for it: CUDA error: OS call failed or operation not supported on this OS")
+    assert caplog.messages[0].endswith(
+        "slower for it: CUDA error: OS call failed or operation not supported on this OS"
+    )
 
 
 def test_threads_that_come_at_once_pin_one_object_of_a_card():

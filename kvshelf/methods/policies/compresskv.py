@@ -64,9 +64,11 @@ class CompressKV(CalibratedPolicy, TailPolicy):
         best = calibration_of(layer.document).best_heads(layer.layer_idx, self.heads)
         first = layer.first_kv_head
         rows = [
-            window.attention(kv_head - first)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
+            window.attention(kv_head - first)[head % group].sum(dim=0, keepdim=True)
             for kv_head in sorted({head // group for head in best}.intersection(range(first, first + layer.kv_heads)))
-        ]  # each [chosen heads of the group, columns]
+            for head in best
+            if head // group == kv_head
+        ]  # each [1, columns]
         none = torch.zeros(1, window.columns, device=layer.keys.device)
         chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
         scores = layer.all_heads(chosen).sum(dim=0) / len(best)
@@ -75,7 +77,7 @@ class CompressKV(CalibratedPolicy, TailPolicy):
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         mean = budget.total // len(budget.per_head)
         errors = calibration_of(layer.document).layer_errors
-        lowest = min(mean, max(_LEAST, int(protected.sum())))
+        lowest = min(mean, max(_LEAST, self.always(layer)))
         highest = min(_MOST * mean, layer.num_tokens)
         return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * len(budget.per_head)
 

@@ -60,7 +60,7 @@ def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: in
     return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
 
 
-_KEEPS_FAILED: Final = TorchVersion(torch.__version__) < (2, 13)
+_KEEPS_FAILED: Final = TorchVersion(torch.__version__) < "2.13"
 """Whether the allocator takes a capture that failed for one under way (pytorch#180395)."""
 
 Forward = Callable[[Checkpoint], PassOutcome]
