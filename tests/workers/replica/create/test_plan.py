@@ -135,9 +135,7 @@ def test_what_decodes_klt_on_a_card_has_its_part(tiny: Engine) -> None:
     assert codes * 1.5 < on_a_card.decoding < codes * 2.5 + (4 << 20)
     assert on_a_card.parts["decoding klt"] == on_a_card.decoding
     assert on_a_card.longest < plan.longest
-    large = replace(
-        shape, layers=32, kv_heads=32, head_dim=128, value_dim=128, device="cuda"
-    )
+    large = replace(shape, layers=32, kv_heads=32, head_dim=128, value_dim=128, device="cuda")
     assert replace(plan, shape=large, wanted=65536).decoding == (1 << 31) * 7 // 2
 
 
