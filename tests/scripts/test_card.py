@@ -16,7 +16,7 @@ from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
 from kvshelf.kernels.row_norms import row_norms
-from kvshelf.kernels.select import Shares, importance_of, keep_best
+from kvshelf.kernels.select import QueuedCounts, importance_of, keep_best
 from kvshelf.kernels.transfer import download, settle, upload
 from kvshelf.methods.policies.sharing import flat_counts, flat_shares
 from kvshelf.model import loading
@@ -118,7 +118,7 @@ def test_entries_are_packed_by_counts_that_the_card_decided(floor):
         shares = flat_shares(importance_of(own[2], own[3]), 60, floor)
         kept = keep_best(*own, shares)
         assert card.waits.total() == 0
-        assert isinstance(shares, Shares)
+        assert isinstance(shares, QueuedCounts)
         assert (shares.known(), shares.total) == (counts, sum(counts))
         for ours, other in zip(kept, expected, strict=True):
             assert torch.equal(ours.cpu(), other)

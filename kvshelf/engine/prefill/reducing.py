@@ -102,14 +102,14 @@ class LayerReducer:
         self._notes[layer.layer_idx] = self.policy.noted(layer)
         if self._cascade is None:
             tokens = self._budget.tokens
-            record = (
-                self._chooser.begin(layer, LayerBudget.uniform(layer.kv_heads, tokens))
-                if latents is None
-                else reduce_together(self._chooser, layer, latents, tokens)
-            )
-            self._records[layer.layer_idx] = record
+            index, budget = layer.layer_idx, LayerBudget.uniform(layer.kv_heads, tokens)
+            if latents is not None:
+                self._records[index] = reduce_together(self._chooser, layer, latents, tokens)
+            else:
+                self._records[index] = self._chooser.begin(layer, budget)
             if self._nests:
-                self._before = _kept_tokens(record, layer.num_tokens)
+                self._records |= (record := sized({index: self._records[index]}))
+                self._before = _kept_tokens(record[index], layer.num_tokens)
         else:
             assert self._scorer is not None, "the one that shares"
             weight = self._scorer.weight(layer)
@@ -262,9 +262,8 @@ class SharedReducer(ForwardContext):
         projection.require_exact(layer.layer_idx, inputs[0, rows], rows, own)
 
 
-def _kept_tokens(entries: Entries | Unsized, num_tokens: int) -> Tensor:
+def _kept_tokens(entries: Entries, num_tokens: int) -> Tensor:
     """The tokens that some head keeps, `[N]` bool."""
-    entries = entries.record if isinstance(entries, Unsized) else entries
     assert isinstance(entries, Kept), "a policy that merges keeps no tokens"
     kept = torch.zeros(num_tokens, dtype=torch.bool, device=entries.entry_positions.device)
     kept[entries.entry_positions.long()] = True

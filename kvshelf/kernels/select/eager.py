@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshelf.kernels.select.shares import Counts, Shares
+from kvshelf.kernels.select.counts import Counts, QueuedCounts
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
@@ -45,7 +45,7 @@ def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
 
 def of_entries(numbers: Tensor, positions: Tensor, counts: Counts) -> Tensor:
     """`numbers` `[kv_heads, N]` at packed entries, `[entries]`. Read by index: a mask would wait for the device."""
-    if isinstance(counts, Shares):
+    if isinstance(counts, QueuedCounts):
         return numbers[counts.heads, positions.long()]
     if len(set(counts)) == 1:
         return numbers.gather(1, positions.view(len(counts), -1).long()).flatten()

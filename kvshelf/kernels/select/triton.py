@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvshelf.kernels.select.shares import Counts, Shares, total_of
+from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
 from kvshelf.kernels.transfer import upload_numbers
 
 _SPAN = 256
@@ -32,7 +32,7 @@ def select(scores: Tensor, protected: Tensor, counts: Counts) -> Tensor:
     """See `kvshelf.kernels.select.select`."""
     rows, num_tokens = scores.shape
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    wanted = counts.counts if isinstance(counts, Shares) else upload_numbers(counts, scores.device)
+    wanted = counts.counts if isinstance(counts, QueuedCounts) else upload_numbers(counts, scores.device)
     block = min(4096, triton.next_power_of_2(num_tokens))
     _select[(rows,)](
         scores, protected.view(torch.uint8), wanted, mask.view(torch.uint8), num_tokens, *scores.stride(),
@@ -50,7 +50,7 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Counts) -> tuple[Te
     if entries:
         key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
         tile = min(_SPAN, max(16, _TILE_BYTES // (max(key_block, value_block) * keys.element_size())))
-        if isinstance(counts, Shares):
+        if isinstance(counts, QueuedCounts):
             starts = counts.counts.cumsum(0) - counts.counts
         else:
             starts = upload_numbers([0, *accumulate(counts[:-1])], keys.device)

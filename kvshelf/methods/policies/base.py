@@ -17,7 +17,7 @@ from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.select import Counts, Shares, importance_of, keep_best, of_entries, pack
+from kvshelf.kernels.select import Counts, QueuedCounts, importance_of, keep_best, of_entries, pack
 from kvshelf.kernels.transfer import download
 from kvshelf.methods.method import POLICY, Kind, Method, Needs, parameter
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
@@ -34,7 +34,7 @@ class Unsized(NamedTuple):
     """A reduced layer, as if it had one head, and how many entries each of its heads has."""
 
     record: Kept
-    shares: Shares
+    shares: QueuedCounts
 
     def sized(self, counts: Tensor) -> Kept:
         return replace(self.record, offsets=offsets_of(counts.tolist()))
@@ -323,7 +323,7 @@ class ScoringPolicy(Policy):
         whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
         counts = self.counts(layer, of_all, protected, whole)
         if layer.ranks is not None:  # what its own heads add up to is not known without a wait
-            counts = layer.own_heads(counts.known() if isinstance(counts, Shares) else counts)
+            counts = layer.own_heads(counts.known() if isinstance(counts, QueuedCounts) else counts)
         decides = self.precedence(layer, scores)
         keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
         if decides is not scores:  # codecs compare entries of all layers and heads by their scores
@@ -335,11 +335,11 @@ class ScoringPolicy(Policy):
             keys=keys,
             values=values,
             entries_at=positions,
-            offsets=(0, counts.total) if isinstance(counts, Shares) else offsets_of(counts),
+            offsets=(0, counts.total) if isinstance(counts, QueuedCounts) else offsets_of(counts),
             importance=importance,
             columns=columns,
         )
-        return Unsized(kept, counts) if isinstance(counts, Shares) else kept
+        return Unsized(kept, counts) if isinstance(counts, QueuedCounts) else kept
 
 
 @dataclass(frozen=True)

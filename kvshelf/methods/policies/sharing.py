@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.dispatch import form
-from kvshelf.kernels.select import Counts, Shares
+from kvshelf.kernels.select import Counts, QueuedCounts
 from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.methods.policies.budgets import Budget, WholeLayers
 
@@ -57,7 +57,7 @@ def flat_shares(heads: Tensor, total: int, floor: int = 0) -> Counts:
     """As `flat_counts`, with one floor, and nobody waits where Triton packs entries. heads: `[heads, N]`, with room for
     `total`."""
     counts = _flat_counts(list(heads), total, [floor] * len(heads))
-    shares = Shares(counts, total)
+    shares = QueuedCounts(counts, total)
     return shares if form(heads.device) == "triton" else shares.known()
 
 
@@ -115,7 +115,7 @@ class ProportionalSharing(Sharing):
 
     While layers are missing, shares are rounded up. At the end they are rounded by largest remainders to the exact
     total: down or up, and whole numbers stay. Neither way exceeds an earlier ceiling, since a <= b gives floor(a) <=
-    ceil(a) <= ceil(b). Shares are fractions, because a float's error around a whole number would lift a ceiling.
+    ceil(a) <= ceil(b). QueuedCounts are fractions, because a float's error around a whole number would lift a ceiling.
     """
 
     def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class QueuedCounts:
     """counts: of each head, `[heads]` int64 on the device. total: what they add up to, which the host knows."""
 
     counts: Tensor
@@ -29,9 +29,9 @@ class Shares:
         return counts
 
 
-Counts = Sequence[int] | Shares
+Counts = Sequence[int] | QueuedCounts
 
 
 def total_of(counts: Counts) -> int:
     """Entries of all heads."""
-    return counts.total if isinstance(counts, Shares) else sum(counts)
+    return counts.total if isinstance(counts, QueuedCounts) else sum(counts)
