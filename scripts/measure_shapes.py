@@ -20,7 +20,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.engine import Engine
 from kvshelf.samples.suite import Case, make_case, score
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import EngineOptions, endless_answers
 from kvshelf_bench.speed.subject import Subject, load_subject
 
 DOCUMENTS, QUESTIONS, TOKENS = 25, 8, 1024
@@ -102,7 +102,7 @@ def costs(subject: Subject, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    with load_subject("kvshelf-tiny", "cpu", "float32", 1) as subject:
+    with load_subject(EngineOptions("kvshelf-tiny", "cpu", "float32")) as subject:
         extractions(subject.engine)
         with endless_answers(subject.engine):
             for rows in (1, 8, 32):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -25,18 +25,56 @@ def pairwise(choices: Mapping[str, Sequence[Any]], **options: Any) -> pytest.Mar
     choices: values by the name of a parameter; for several names in one key, "dim, group", the values are tuples.
     options: of `pytest.mark.parametrize`.
     """
+    return _parametrize(choices, _covering, options)
+
+
+def in_turn(choices: Mapping[str, Sequence[Any]], **options: Any) -> pytest.MarkDecorator:
+    """As `pairwise`, by as many combinations as the longest parameter has values: each of these once, while the values
+    of the others take turns. Where the others' values matter little to what one value is about."""
+    return _parametrize(choices, _turning, options)
+
+
+def few(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values for `pytest.mark.parametrize`, of which so many run in `make test`, spread over all, and the others are
+    `slow`. A tuple has a value for each of several parameters."""
+    every = [*values]
+    assert count < len(every), "or all of them run"
+    return [
+        value if index * count // len(every) != (index - 1) * count // len(every) else _slow(value)
+        for index, value in enumerate(every)
+    ]
+
+
+def _slow(value: Any) -> Any:
+    if hasattr(value, "marks"):  # a `pytest.param`
+        return pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.slow])
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+
+_Combinations = list[tuple[int, ...]]
+
+
+def _parametrize(
+    choices: Mapping[str, Sequence[Any]], reduce: Callable[[_Combinations], _Combinations], options: dict[str, Any]
+) -> pytest.MarkDecorator:
     values = [[*of_one] if "," in key else [(one,) for one in of_one] for key, of_one in choices.items()]
     every = [*product(*(range(len(of_one)) for of_one in values))]
     cases = [
         [part for of_one, place in zip(values, places, strict=True) for part in of_one[place]]
-        for places in (every if SOAK else _covering(every))
+        for places in (every if SOAK else reduce(every))
     ]
     return pytest.mark.parametrize(
         ", ".join(choices), cases, ids=["-".join(map(str, case)) for case in cases], **options
     )
 
 
-def _covering(every: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _turning(every: _Combinations) -> _Combinations:
+    """The last combination has the last value of each parameter."""
+    counts = [last + 1 for last in every[-1]]
+    return [tuple(turn % count for count in counts) for turn in range(max(counts))]
+
+
+def _covering(every: _Combinations) -> _Combinations:
     """Combinations of which each takes in the most pairs that are left, until none is; every one without a third
     parameter."""
     pairs = {case: {*combinations(enumerate(case), 2)} for case in every}

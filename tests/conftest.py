@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -36,6 +37,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ray reads its environment on import, and many tests import it without starting a cluster.
 prepare_environment(None)
+
+# What imports and collection make stays to the end: the collector would walk over it each time.
+gc.disable()
 
 # No test is about the time of one example, and a busy machine takes longer than the 0.2 s that hypothesis allows.
 # Examples are the same in each run, so that a run fails because of a change; `make soak` tries new ones.
@@ -89,6 +93,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not starts and not _NO_UNITS.match(item.location[0]):
             item.add_marker(pytest.mark.unit)
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +175,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_random_model(tmp_path_factory.mktemp("models") / "random-tiny")
     save_transforms(folder)
     return folder
+
+
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """The collector lists and walks over only what is made from here on: all that tests hold takes it a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from kvshelf.methods.policies import Policy
 from kvshelf.methods.registry import Registry
 from kvshelf.methods.selectors import UnitSelector, names
 from kvshelf.methods.suffixes.base import SuffixPolicy
+from tests.amounts import few
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "internals" / "extend.md"
@@ -80,6 +81,7 @@ def test_the_commands_of_the_page_run(package: Path) -> None:
     assert re.search(r"\b17 passed\b", done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_what_it_adds_to_a_prefill_is_unknown(package: Path) -> None:
     command = [sys.executable, "-m", "kvshelf", "plan", "--policy", "vnorm"]
     refused = run(package, *command)
@@ -102,6 +104,7 @@ for page in (16, 8):
 """
 
 
+@pytest.mark.slow
 def test_the_selector_of_the_page_is_installed_and_used(selector_package: Path) -> None:
     (shell,) = SHELL.findall(SELECTORS_PAGE.read_text())
     assert "pip install ./middle" in shell
@@ -221,7 +224,7 @@ def test_a_suffix_policy_that_cannot_be_used_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("group", "command"),
-    [(POLICY.group, "policies"), (SELECTOR.group, "selectors"), (SUFFIX_POLICY.group, "suffixes")],
+    few(1, [(POLICY.group, "policies"), (SELECTOR.group, "selectors"), (SUFFIX_POLICY.group, "suffixes")]),
 )
 def test_the_command_line_says_it_in_a_line(strangers: Path, group: str, command: str) -> None:
     advertise(strangers, "strangers", group, {"odd": "strangers:NoPolicy"})

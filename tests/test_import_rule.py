@@ -175,13 +175,8 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def circles(sources: Mapping[str, str]) -> list[list[str]]:
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others."""
-    return _groups(imported_modules(sources))
-
-
-def _groups(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The circles of a graph."""
     reached = {node: _reached(node, graph) for node in graph}
     groups = {tuple(sorted({m, *(n for n in reached[m] if m in reached[n])})) for m in graph if m in reached[m]}
     return [list(group) for group in sorted(groups)]
@@ -198,11 +193,10 @@ def _reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def knots(sources: Mapping[str, str]) -> dict[str, list[list[str]]]:
+def knots(graph: Mapping[str, set[str]]) -> dict[str, list[list[str]]]:
     """For each folder, the groups of its files and folders that need each other, directly or through others."""
-    graph = imported_modules(sources)
-    folders = {".".join(parts[:depth]) for parts in (m.split(".") for m in sources) for depth in range(1, len(parts))}
-    groups = {folder: _groups(_within(folder, graph)) for folder in sorted(folders)}
+    folders = {".".join(parts[:depth]) for parts in (m.split(".") for m in graph) for depth in range(1, len(parts))}
+    groups = {folder: circles(_within(folder, graph)) for folder in sorted(folders)}
     return {folder: of_folder for folder, of_folder in groups.items() if of_folder}
 
 
@@ -293,12 +287,18 @@ def test_every_package_has_its_floor() -> None:
     assert {package(module_name(path)) for path in modules()} <= LEVEL.keys()
 
 
-def test_no_imports_form_a_circle() -> None:
-    assert circles({module_name(path): path.read_text() for path in modules()}) == []
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Of every module, those that it imports."""
+    return imported_modules({module_name(path): path.read_text() for path in modules()})
 
 
-def test_the_children_of_every_folder_form_an_order() -> None:
-    assert knots({module_name(path): path.read_text() for path in modules()}) == {}
+def test_no_imports_form_a_circle(graph: dict[str, set[str]]) -> None:
+    assert circles(graph) == []
+
+
+def test_the_children_of_every_folder_form_an_order(graph: dict[str, set[str]]) -> None:
+    assert knots(graph) == {}
 
 
 def test_a_knot_of_folders_is_seen_where_no_modules_form_a_circle() -> None:
@@ -309,8 +309,8 @@ def test_a_knot_of_folders_is_seen_where_no_modules_form_a_circle() -> None:
         "kvshelf.store.disk.d": "",
         "kvshelf.api.e": "import kvshelf.store.disk.a",
     }
-    assert circles(sources) == []
-    assert knots(sources) == {"kvshelf.store": [["kvshelf.store.disk", "kvshelf.store.redis"]]}
+    assert circles(imported_modules(sources)) == []
+    assert knots(imported_modules(sources)) == {"kvshelf.store": [["kvshelf.store.disk", "kvshelf.store.redis"]]}
 
 
 def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
@@ -320,7 +320,7 @@ def test_a_circle_is_seen_also_through_a_function_and_a_package() -> None:
         "kvshelf.store.c": "from kvshelf.store.a import y",
         "kvshelf.store.d": "import kvshelf.store.a",
     }
-    assert circles(sources) == [["kvshelf.store.a", "kvshelf.store.b", "kvshelf.store.c"]]
+    assert circles(imported_modules(sources)) == [["kvshelf.store.a", "kvshelf.store.b", "kvshelf.store.c"]]
 
 
 def test_the_engine_has_verbs_and_no_more() -> None:
@@ -355,8 +355,8 @@ def long_signatures(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            compiled = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            if len(own) - (own[:1] in (["self"], ["cls"])) > MOST_PARAMETERS and not compiled:
+            long = len(own) - (own[:1] in (["self"], ["cls"])) > MOST_PARAMETERS
+            if long and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
                 found.append(node.name)
     return found
 

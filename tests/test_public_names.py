@@ -113,6 +113,7 @@ def test_a_service_imports_no_model_code_and_nothing_slow_before_ray_starts() ->
     assert loaded.split() == ["False", "False", "False"]
 
 
+@pytest.mark.slow
 def test_what_a_service_imports_beside_ray_shares_no_package_with_it() -> None:
     """Two threads that import parts of one package can get half a module: 1 start in 40 ended with a KeyError."""
     loaded = run_python(

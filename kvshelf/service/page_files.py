@@ -18,16 +18,12 @@ _FILES: Final = StaticFiles(directory=FOLDER)
 @router.api_route("/", methods=["GET", "HEAD"])
 async def index(request: Request) -> Response:
     """The page's HTML. It needs no API key: if the service has keys, the page asks for one."""
-    return await _file("index.html", request)
+    return await file("index.html", request)
 
 
 @router.api_route("/page/{path:path}", methods=["GET", "HEAD"])
 async def file(path: str, request: Request) -> Response:
     """A file of the page. Every answer has the content security policy that allows only these scripts."""
-    return await _file(path, request)
-
-
-async def _file(path: str, request: Request) -> Response:
     response = await _FILES.get_response(path, request.scope)
     response.headers["cache-control"] = "no-cache"  # browsers revalidate each time, so an upgrade is seen at once
     return response

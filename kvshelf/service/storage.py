@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from kvshelf.errors import StorageFull
 from kvshelf.service.settings import Settings
@@ -14,16 +15,8 @@ from kvshelf.store.url import StoreConfig
 
 
 def store_config(settings: Settings) -> StoreConfig:
-    return StoreConfig(
-        url=settings.store,
-        default_ttl_s=settings.default_ttl_s,
-        max_ttl_s=settings.max_ttl_s,
-        tenant_max_caches=settings.tenant_max_caches,
-        tenant_max_bytes=settings.tenant_max_bytes,
-        tenant_promised_bytes=settings.tenant_promised_bytes,
-        promised_bytes=settings.promised_bytes,
-        encryption_key_file=settings.encryption_key_file,
-    )
+    rules = [field.name for field in fields(StoreConfig) if field.name != "url"]
+    return StoreConfig(settings.store, **{name: getattr(settings, name) for name in rules})
 
 
 @contextmanager

@@ -132,13 +132,7 @@ class Store(Protocol):
         """
 
     def keep_source(
-        self,
-        cache_id: str,
-        source: types.Source,
-        *,
-        tenant: str = "default",
-        ttl_s: float | None = None,
-        expires_at: float | None = None,
+        self, cache_id: str, source: types.Source, *, tenant: str = "default", **end: Unpack[types.EndFields]
     ) -> Manifest:
         """Keep a source for a stored cache. The caller vouches that it is the cache's document.
 

@@ -79,20 +79,21 @@ def require_revision(manifest: Manifest, if_revision: Collection[str] | None) ->
 def changes(fields: ChangeFields) -> dict[str, Any]:
     """Check the arguments of `update` except the expiry; returns the manifest's fields that change. Raises `TypeError`
     for other names, as a call does."""
-    if unknown := fields.keys() - ChangeFields.__annotations__.keys():
-        raise TypeError(f"update() got an unexpected keyword argument {min(unknown)!r}")
-    changed: dict[str, Any] = {}
+    require_names("update", fields, ChangeFields)
+    changed: dict[str, Any] = {name: value for name, value in fields.items() if name in ("guaranteed_until", "quality")}
     if "labels" in fields:
         changed["labels"] = require_labels(fields["labels"])
     if "name" in fields:
         changed["name"] = require_text(fields["name"], "name")
     if "pinned" in fields:
         changed["pinned"] = bool(fields["pinned"])
-    if "guaranteed_until" in fields:
-        changed["guaranteed_until"] = fields["guaranteed_until"]
-    if "quality" in fields:
-        changed["quality"] = fields["quality"]
     return changed
+
+
+def require_names(call: str, fields: Mapping[str, object], known: type) -> None:
+    """Raises `TypeError` for keyword arguments that are not those of the typed dictionary `known`, as a call does."""
+    if unknown := fields.keys() - known.__annotations__.keys():
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def require_text(value: str, param: str, *, limit: int = TEXT_LIMIT, empty: bool = True) -> str:

@@ -123,21 +123,23 @@ class Shelf(Store):
         tenant: str = "default",
         **fields: Unpack[types.KeepFields],
     ) -> Manifest:
-        keep = types.Keep(**fields)
-        until, parent_id = self.expiry(keep.source_ttl_s, None), keep.parent_id
+        checks.require_names("put", fields, types.KeepFields)
+        until, parent_id = self.expiry(fields.get("source_ttl_s"), None), fields.get("parent_id")
+        source, judged, promise = fields.get("source"), fields.get("judged"), fields.get("guaranteed_until")
         described: dict[str, Any] = {
-            "expires_at": self.expiry(keep.ttl_s, keep.expires_at),
-            "ttl_renew_s": self._rules.renewal(keep.ttl_renew_s),
+            "expires_at": self.expiry(fields.get("ttl_s"), fields.get("expires_at")),
+            "ttl_renew_s": self._rules.renewal(fields.get("ttl_renew_s")),
             "tenant": checks.require_text(tenant, "tenant", empty=False),
-            "labels": checks.require_labels(keep.labels or {}),
-            "name": checks.require_text(keep.name, "name"),
-            "pinned": bool(keep.pinned),
-            "guaranteed_until": keep.guaranteed_until,
-            "timings": keep.timings or Timings(),
-            **dict(keep.judged or Judgement()),
+            "labels": checks.require_labels(fields.get("labels") or {}),
+            "name": checks.require_text(fields.get("name", ""), "name"),
+            "pinned": bool(fields.get("pinned")),
+            "guaranteed_until": promise,
+            "timings": fields.get("timings") or Timings(),
+            **dict(judged or Judgement()),
         }
-        checks.require_promise(keep.guaranteed_until, described["expires_at"], self.clock())
-        source = None if keep.source is None else checks.require_source(keep.source)
+        checks.require_promise(promise, described["expires_at"], self.clock())
+        if source is not None:
+            checks.require_source(source)
         codec = str(codecs.resolve(cache.codec, codec))
         cache_id = self.cache_id(cache.identity, tenant=tenant, codec=codec)
         if parent_id is not None:
@@ -148,7 +150,7 @@ class Shelf(Store):
             there: Manifest | None = entry.manifest()
             if entry.manifest().recoded is not None:
                 packed = cache.encoded(codec).pack()
-                there = self._as_made(entry, packed, keep.judged)
+                there = self._as_made(entry, packed, judged)
             if there is not None and source is not None:
                 return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
             if there is not None:
@@ -286,16 +288,11 @@ class Shelf(Store):
                 raise quota.exceeded(limit, taken, nbytes)
 
     def keep_source(
-        self,
-        cache_id: str,
-        source: types.Source,
-        *,
-        tenant: str = "default",
-        ttl_s: float | None = None,
-        expires_at: float | None = None,
+        self, cache_id: str, source: types.Source, *, tenant: str = "default", **end: Unpack[types.EndFields]
     ) -> Manifest:
+        checks.require_names("keep_source", end, types.EndFields)
         checks.require_source(source)
-        until = self.expiry(ttl_s, expires_at)
+        until = self.expiry(end.get("ttl_s"), end.get("expires_at"))
         while True:
             entry = self.reader.ready(cache_id, tenant)
             with self._holding(entry.manifest(), source, until) as manifest:

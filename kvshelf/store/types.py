@@ -22,27 +22,16 @@ Source = str | TokenIds
 """The text of a document, messages as JSON, or the token ids alone."""
 
 
-@dataclass(frozen=True)
-class Keep:
-    """How a cache is kept, as `Store.put` takes it; `KeepFields` are its keyword arguments."""
+class EndFields(TypedDict, total=False):
+    """When something ends, see `Store.expiry`."""
 
-    ttl_s: float | None = None
-    expires_at: float | None = None
-    ttl_renew_s: float | None = None
-    labels: Mapping[str, str] | None = None
-    name: str = ""
-    pinned: bool = False
-    guaranteed_until: float | None = None
-    timings: Timings | None = None
-    source: Source | None = None
-    source_ttl_s: float | None = None
-    judged: Judgement | None = None
-    parent_id: str | None = None
-
-
-class KeepFields(TypedDict, total=False):
     ttl_s: float | None
     expires_at: float | None
+
+
+class KeepFields(EndFields, total=False):
+    """How a cache is kept, as `Store.put` takes it."""
+
     ttl_renew_s: float | None
     labels: Mapping[str, str] | None
     name: str
@@ -67,12 +56,10 @@ class FilterFields(TypedDict, total=False):
     parent_id: str | None
 
 
-class ChangeFields(TypedDict, total=False):
+class ChangeFields(EndFields, total=False):
     """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry. None as
     `guaranteed_until` takes the promise back. quality: as it was measured since."""
 
-    ttl_s: float | None
-    expires_at: float | None
     ttl_renew_s: float | None
     labels: Mapping[str, str]
     name: str

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvshelf._extras import needs_extra
-from kvshelf_bench.options import Device, Dtype, Model, Reporting, Threads, counted, decimals, publish, split
+from kvshelf_bench.options import Device, Dtype, Loading, Reporting, Threads, counted, decimals, publish, split
 
 if TYPE_CHECKING:
     from kvshelf_bench.characterize.load import Offer
-
-_TINY = "kvshelf-tiny"
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class _Subjects:
     """The models, and how they are loaded."""
 
     models: Annotated[str, typer.Option(help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")] = (
-        f"{_TINY},random:2,random:8"
+        "kvshelf-tiny,random:2,random:8"
     )
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -66,6 +64,7 @@ def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, report
         import torch
 
         from kvshelf_bench.characterize.load import LoadCell, cells_table, characterized, require_known, winners_table
+        from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
@@ -74,8 +73,10 @@ def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, report
     where, names, cells = machine(), [name.strip() for name in subjects.models.split(",")], list[LoadCell]()
     with counted("loads", len(names) * len(offer.rates) * len(known)) as step:
         for name in names:
-            with load_subject(name, subjects.device, subjects.dtype, subjects.threads) as subject:
-                cells += characterized(subject, name, known, offer, step)
+            with load_subject(EngineOptions(name, subjects.device, subjects.dtype, subjects.threads)) as subject:
+                for cell in characterized(subject, name, known, offer):
+                    cells.append(cell)
+                    step()
     where["threads"] = torch.get_num_threads()
     report: dict[str, Any] = {"bench": "characterize", "machine": where, "offer": offer, "cells": cells}
     publish(report, [cells_table(cells), winners_table(cells)], reporting, notes=load_warning(where))
@@ -83,10 +84,7 @@ def characterize(subjects: _Subjects, ways: _Ways, questions: _Questions, report
 
 def heads(
     *,
-    model: Model = _TINY,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 1,
+    loading: Loading,
     documents: Annotated[int, typer.Option(min=1, help="Documents, of prose.")] = 4,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of each document.")] = 2048,
     reporting: Reporting,
@@ -99,12 +97,12 @@ def heads(
         from kvshelf_bench.measure import machine
         from kvshelf_bench.speed.subject import load_subject
 
-    with load_subject(model, device, dtype, threads) as subject:
+    with load_subject(loading.engine_options()) as subject:
         where, text = machine(), subject.engine.text
         if text is None:
             ids = [subject.tokens(tokens, seed=10 + number) for number in range(documents)]
         else:
             ids = [text.encode(prose) for prose in haystacks(documents, tokens, text.count_tokens)]
         found = measured(subject.engine, ids)
-    report: dict[str, Any] = {"bench": "heads", "model": model, "machine": where, "heads": found}
+    report: dict[str, Any] = {"bench": "heads", "model": loading.model, "machine": where, "heads": found}
     publish(report, [heads_table(found)], reporting)

@@ -114,9 +114,7 @@ class LoadCell:
     exact: float | None
 
 
-def characterized(
-    subject: Subject, name: str, ways: Sequence[System], offer: Offer, progress: Callable[[], None] = lambda: None
-) -> list[LoadCell]:
+def characterized(subject: Subject, name: str, ways: Sequence[System], offer: Offer) -> Iterator[LoadCell]:
     """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
     machine for a while slows them alike."""
     engine = subject.engine
@@ -126,7 +124,6 @@ def characterized(
         for way in ways
     }
     exact = {way: _exact(subject, caches[way], asks, way) for way in ways}
-    cells = []
     scheduler = Scheduler(engine, SchedulerLimits(max_waiting=offer.requests))
     scheduler.start()
     try:
@@ -136,11 +133,9 @@ def characterized(
                 run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)
                 served, added = with_peak(subject.device, run)
                 held = sum(engine.attach(cache).nbytes for cache in caches[way])
-                cells.append(_cell(subject, name, rate, way, served, held + added, exact[way]))
-                progress()
+                yield _cell(subject, name, rate, way, served, held + added, exact[way])
     finally:
         scheduler.stop()
-    return cells
 
 
 @dataclass(frozen=True)

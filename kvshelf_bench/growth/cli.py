@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from kvshelf._extras import needs_extra
+from kvshelf.terminal import progress_bar
 from kvshelf_bench.growth.options import Documents
 from kvshelf_bench.options import Device, Dtype, Loading, Model, Reporting, Threads, counted, numbers, publish
 
@@ -30,18 +31,19 @@ def append(
     """
     with needs_extra("serve", "the bench"):
         from kvshelf.store.url import open_store
+        from kvshelf_bench.engines import EngineOptions
         from kvshelf_bench.growth.speed import growing_table, growings
         from kvshelf_bench.measure import load_warning, machine
         from kvshelf_bench.speed.subject import load_subject
 
     where, sizes = machine(), numbers(lengths)
     with (
-        load_subject(model, device, dtype, threads) as subject,
+        load_subject(EngineOptions(model, device, dtype, threads)) as subject,
         tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder,
         open_store(f"disk://{folder}/shelf") as store,
-        counted("appending", 2 * len(sizes)) as step,
+        progress_bar() as progress,
     ):
-        found = growings(subject, store, sizes, rounds, step)
+        found = [*progress.track(growings(subject, store, sizes, rounds), 2 * len(sizes), description="appending")]
     report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
     publish(report, [growing_table(found)], reporting, notes=load_warning(where))
 

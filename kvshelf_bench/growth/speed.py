@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from rich.table import Table
 
@@ -43,16 +44,10 @@ class Growing:
     whole_bytes: int
 
 
-def growings(
-    subject: Subject, store: Store, lengths: Sequence[int], rounds: int, progress: Callable[[], None] = lambda: None
-) -> list[Growing]:
+def growings(subject: Subject, store: Store, lengths: Sequence[int], rounds: int) -> Iterator[Growing]:
     """Every length at every level. The store is empty."""
-    found = []
-    for tokens in lengths:
-        for policy, removed, codec in _LEVELS:
-            found.append(_grown(subject, store, tokens, policy, removed, codec, rounds))
-            progress()
-    return found
+    for tokens, level in product(lengths, _LEVELS):
+        yield _grown(subject, store, tokens, *level, rounds)
 
 
 def _grown(

@@ -188,6 +188,12 @@ class Row:
             settings["budget"] = self.budget
         return settings
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, for a report."""
+        row = {name: value for name, value in asdict(self).items() if name != "variant"}
+        policy = {"policy": self.variant.policy, "policy_params": dict(self.variant.params)}
+        return policy | row
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -144,17 +144,17 @@ def _draw_panel(axes: Axes, summary: Summary, cell: Cell, lines: Sequence[_Line]
     if not able:
         text = f"the model itself:\nunder {ABLE:.0%}"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, fontsize=7, color="#777777", ha="center", va="center")
-    _scales(axes, (1, 4))
+    set_scales(axes, (1, 4))
     axes.set_ylim(-0.05, 1.05)
     axes.yaxis.set_ticks([0, 0.5, 1])
     axes.tick_params(labelsize=6.5, length=2)
 
 
-def _scales(axes: Axes, ticks: tuple[int, ...]) -> None:
+def set_scales(axes: Axes, ticks: tuple[int, ...], shown: Callable[[float], str] = "{:,.0f}".format) -> None:
     """Bytes on a log scale with labels at `ticks` of each power of ten, shares in percent."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=ticks))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.spines[["top", "right"]].set_visible(False)
@@ -164,7 +164,7 @@ def _finish(axes: Axes, summary: Summary, title: str) -> None:
     cells = ", ".join(cell.label for cell in summary.common())
     below = "\n".join(wrap(f"mean over {cells}; hollow: under a codec", 130))
     axes.set_title(f"{title}\n{below}", fontsize=10, loc="left")
-    _scales(axes, (1, 2, 5))
+    set_scales(axes, (1, 2, 5))
     axes.set_xlim(left=axes.get_xlim()[0] * 0.75)  # room for the names at the left end of the front
     axes.set_ylim(-0.02, 1.12)
     axes.set_xlabel("stored bytes per document token (log scale)")

@@ -153,14 +153,7 @@ class Summary:
     def _row_dict(self, row: Row) -> dict[str, Any]:
         overall = self.overall(row)
         measured = [cell for cell in self.cells if (row, cell) in self.entries]
-        return {
-            "policy": row.variant.policy,
-            "policy_params": dict(row.variant.params),
-            "removed": row.removed,
-            "budget": row.budget,
-            "codec": row.codec,
-            "exported": row.exported,
-            "select": None if row.select is None else asdict(row.select),
+        return row.to_dict() | {
             "overall": None if overall is None else asdict(overall),
             "cells": {cell.label: asdict(self.entries[row, cell]) for cell in measured},
         }

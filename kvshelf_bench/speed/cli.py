@@ -29,10 +29,7 @@ def speed(loading: WeightedLoading, options: SpeedOptions, reporting: Reporting)
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "speed", "model": loading.model, "weights": loading.weights}
     report["rounds"] = options.rounds
-    with (
-        load_subject(loading.model, loading.device, loading.dtype, loading.threads, loading.weights) as subject,
-        progress_bar() as progress,
-    ):
+    with load_subject(loading.engine_options()) as subject, progress_bar() as progress:
         report |= {"dtype": subject.dtype, "machine": where | {"threads": torch.get_num_threads()}}
         run = Run(subject, options, lengths, loading.threads, progress, report)
         for name, part in PARTS.items():

@@ -41,24 +41,16 @@ class Cold:
     part_bytes: int
 
 
-def colds(
-    subject: Subject,
-    stores: Mapping[str, Store],
-    lengths: Sequence[int],
-    rounds: int,
-    progress: Callable[[], None] = lambda: None,
-) -> list[Cold]:
+def colds(subject: Subject, stores: Mapping[str, Store], lengths: Sequence[int], rounds: int) -> Iterator[Cold]:
     """Every length from every place. Each question is to a document that this process has not in memory."""
-    found, question = [], subject.tokens(QUESTION_TOKENS, seed=3)
+    question = subject.tokens(QUESTION_TOKENS, seed=3)
     with ExitStack() as cleanup:
         for tokens in lengths:
             compressed = subject.engine.compress(subject.tokens(tokens, seed=2), policy=_SELECTOR)
             cache = subject.engine.encoded(compressed, _CODEC)
             for place, store, before in _places(stores):
                 cache_id = put(store, cache, cleanup)
-                found.append(_measure(subject, place, store, before, cache_id, question, tokens, rounds))
-                progress()
-    return found
+                yield _measure(subject, place, store, before, cache_id, question, tokens, rounds)
 
 
 def _places(stores: Mapping[str, Store]) -> Iterator[tuple[str, Store, Callable[[], None]]]:

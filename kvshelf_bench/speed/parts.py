@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.store.base import Store
 from kvshelf.store.url import open_store
-from kvshelf_bench.measure import Spread
+from kvshelf_bench.measure import ResultT, Spread
 from kvshelf_bench.options import ratio, split
 from kvshelf_bench.quality.grid import Row
 from kvshelf_bench.speed.codecs import CodecCosts, codec_costs
@@ -220,9 +220,9 @@ class Run:
     def tracked(self, usual: Sequence[int], part: str) -> Iterable[int]:
         return self.progress.track(self.lengths(usual, part), description=part)
 
-    def bar(self, title: str, total: int) -> Callable[[], None]:
-        """What is called after each of `total` steps."""
-        return partial(self.progress.advance, self.progress.add_task(title, total=total))
+    def all_of(self, results: Iterable[ResultT], total: int, title: str) -> list[ResultT]:
+        """The `total` results, with a bar as they come."""
+        return [*self.progress.track(results, total, description=title)]
 
 
 def _compression(run: Run) -> list[CompressionCosts]:
@@ -250,25 +250,26 @@ def _first_token(run: Run) -> list[FirstTokens]:
 def _decode(run: Run) -> Decodings:
     lengths, asked, answers = run.lengths((DOCUMENT_TOKENS,), "decode"), run.options.asked(), run.options.answered()
     rows = [Row.parse(way) for way in split(run.options.ways)] or [DEFAULT]
-    step = run.bar("decoding", len(asked) * len(lengths) * len(rows) * len(answers))
+    bar = run.progress.add_task("decoding", total=len(asked) * len(lengths) * len(rows) * len(answers))
+    step = partial(run.progress.advance, bar)
     return decodings(run.subject, asked, run.options.rounds, step, rows=rows, lengths=lengths, answers=answers)
 
 
 def _select(run: Run) -> list[Selecting]:
     lengths = run.lengths(_SELECT_LENGTHS, "select")
-    step = run.bar("selecting", len(lengths) * len(SELECTORS) * len(_SELECT_ROWS))
-    return selectings(run.subject, lengths, _SELECT_ROWS, run.options.rounds, step)
+    found = selectings(run.subject, lengths, _SELECT_ROWS, run.options.rounds)
+    return run.all_of(found, len(lengths) * len(SELECTORS) * len(_SELECT_ROWS), "selecting")
 
 
 def _cold(run: Run) -> list[Cold]:
     with _opened(run.options.stores or []) as homes:
         lengths = run.lengths(_SELECT_LENGTHS, "cold")
-        step = run.bar("reading", len(lengths) * (len(homes) + 1))
-        return colds(run.subject, homes, lengths, run.options.rounds, step)
+        found = colds(run.subject, homes, lengths, run.options.rounds)
+        return run.all_of(found, len(lengths) * (len(homes) + 1), "reading")
 
 
 def _suffix(run: Run) -> list[BoundedAnswer]:
-    return bounded_answers(run.subject, progress=run.bar("answering", 1 + len(untrained())))
+    return run.all_of(bounded_answers(run.subject), 1 + len(untrained()), "answering")
 
 
 def _serving(run: Run) -> Serving:

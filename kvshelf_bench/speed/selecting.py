@@ -48,24 +48,16 @@ class Selecting:
     choice_share: Spread
 
 
-def selectings(
-    subject: Subject,
-    lengths: Sequence[int],
-    rows: Sequence[int],
-    rounds: int,
-    progress: Callable[[], None] = lambda: None,
-) -> list[Selecting]:
+def selectings(subject: Subject, lengths: Sequence[int], rows: Sequence[int], rounds: int) -> Iterator[Selecting]:
     """Every length, selector, and number of rows."""
-    engine, found = subject.engine, []
+    engine = subject.engine
     for tokens in lengths:
         cache = engine.encoded(engine.compress(subject.tokens(tokens, seed=10), policy="full"), _CODEC)
         blob = cache.to_bytes()
         # Equal documents in memory of their own: nothing is in the processor's caches for another row.
         caches = [cache, *(CompressedCache.from_bytes(blob) for _ in range(max(rows) - 1))]
         for selector, count in product(SELECTORS, rows):
-            found.append(selecting(subject, caches[:count], selector, rounds))
-            progress()
-    return found
+            yield selecting(subject, caches[:count], selector, rounds)
 
 
 def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str, rounds: int) -> Selecting:

@@ -56,13 +56,12 @@ class Subject:
 
 
 @contextmanager
-def load_subject(name: str, device: str, dtype: str, threads: int, weights: str = "plain") -> Iterator[Subject]:
-    """`name` is a bundled model, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
+def load_subject(options: EngineOptions) -> Iterator[Subject]:
+    """Its model is a bundled one, a local folder, a hub id, or "random:8" for a random Llama of 8 layers.
 
-    `threads` is for torch; 0 leaves its own choice. The model is prepacked as in replicas, for everything that is
-    measured, including what kvshelf is compared with.
+    It is prepacked as in replicas, for everything that is measured, including what kvshelf is compared with.
     """
-    options, layers = EngineOptions(name, device, dtype, threads, weights), random_layers(name)
+    name, weights, layers = options.model, options.weights, random_layers(options.model)
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder:
         if layers is None:
             require_none(name, "what kvshelf is compared with")
@@ -72,9 +71,9 @@ def load_subject(name: str, device: str, dtype: str, threads: int, weights: str 
         else:
             options.configure()
             save_random_model(Path(folder), layers)
-            model = load_random_model(Path(folder), chosen_device(device), dtype)
+            model = load_random_model(Path(folder), chosen_device(options.device), options.dtype)
             if weights == "int8":
-                require_int8(model, name, device=device, dtype=dtype)
+                require_int8(model, name, device=options.device, dtype=options.dtype)
                 round_to_int8(model, name)
             engine, source, gguf = Engine(model, name=name), folder, None
             prepack(engine.model, weights)

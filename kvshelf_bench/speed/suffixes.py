@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvshelf.artifact.cache import CompressedCache
@@ -46,21 +46,17 @@ def bounded_answers(
     tokens: int = ANSWER_TOKENS,
     budget: int = BUDGET,
     policies: Sequence[str] = tuple(untrained()),
-    progress: Callable[[], None] = lambda: None,
-) -> list[BoundedAnswer]:
+) -> Iterator[BoundedAnswer]:
     """The answer with all of its suffix, and that of each policy."""
     engine = subject.engine
     cache = engine.compress(subject.tokens(_DOCUMENT_TOKENS, seed=10), policy="full")
     with endless_answers(engine), kvshelf_attention(engine.model):
         whole = _SuffixRun.of(subject, cache, None, tokens, budget)
-        found = [whole.told(whole.chosen, whole.chosen)]
-        progress()
+        yield whole.told(whole.chosen, whole.chosen)
         for policy in policies:
             own = _SuffixRun.of(subject, cache, policy, tokens, budget)
             forced = _SuffixRun.of(subject, cache, policy, tokens, budget, whole.chosen)
-            found.append(own.told(whole.chosen, forced.chosen))
-            progress()
-    return found
+            yield own.told(whole.chosen, forced.chosen)
 
 
 @dataclass(frozen=True)

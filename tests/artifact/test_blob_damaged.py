@@ -11,6 +11,7 @@ import pytest
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store.disk import DiskStore
+from tests.amounts import few
 from tests.store.caches import make_cache, require_equal
 from tests.store.hostile import (
     CODECS,
@@ -69,7 +70,7 @@ def test_every_bit_of_a_small_blob_counts(make: Make) -> None:
     CompressedCache.from_bytes(data)
 
 
-@pytest.mark.parametrize("make", VARIED + GOLDEN)
+@pytest.mark.parametrize("make", few(13, VARIED + GOLDEN))
 def test_random_flips_and_truncations_are_refused_in_bounded_memory(make: Make, soak: bool) -> None:
     rng = random.Random(20261121)
     data = make()
@@ -87,7 +88,7 @@ def test_random_flips_and_truncations_are_refused_in_bounded_memory(make: Make, 
     CompressedCache.from_bytes(data)
 
 
-@pytest.mark.parametrize("make", VARIED + GOLDEN)
+@pytest.mark.parametrize("make", few(13, VARIED + GOLDEN))
 def test_the_edges_of_every_region(make: Make) -> None:
     """Cut where a region begins and a byte to either side; the bits at both ends of each region turned over."""
     data = make()
@@ -99,7 +100,7 @@ def test_the_edges_of_every_region(make: Make) -> None:
         assert refusal(flipped(data, bit)) in reasons_of_a_flip(bit), bit
 
 
-@pytest.mark.parametrize("make", VARIED)
+@pytest.mark.parametrize("make", few(4, VARIED))
 def test_damaged_files_are_set_aside_and_nothing_else_is(make: Make, home: Path, soak: bool) -> None:
     """Between them the codecs make up the thousand flips and two hundred truncations."""
     rng = random.Random(20261121)

@@ -16,6 +16,7 @@ from kvshelf.artifact.records import Kept, Merged, Parts
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import RowTransform, Transforms
 from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, StateConflict
+from tests.amounts import amount, few
 from tests.store.caches import make_cache, make_identity, make_merged, require_equal
 from tests.store.hostile import Parts as Blob
 from tests.store.transforms import make_coder
@@ -135,7 +136,7 @@ def test_text_that_repeats_itself_takes_a_third_of_the_bytes() -> None:
     require_equal(CompressedCache.from_bytes(again.to_bytes()).decoded(coder), again.decoded(coder))
 
 
-@pytest.mark.parametrize("codec", ["klt:step=0.5", "klt:heads=each"])
+@pytest.mark.parametrize("codec", few(1, ["klt:step=0.5", "klt:heads=each"]))
 def test_layers_that_are_decoded_side_by_side_are_those_of_the_cpu(codec, monkeypatch) -> None:
     """But for the rounding of products. One layer repeats itself, so that its streams are frames."""
     cache, coder = scaled(((40, 40), (40, 40)), num_tokens=40), make_coder()
@@ -309,7 +310,7 @@ def test_forged_streams_are_refused_or_give_bounded_numbers(codec: str) -> None:
     coder = make_coder()
     blob = scored(((600, 600), (1, 600)), num_tokens=600).encoded(codec, coder).to_bytes()
     draw, outcomes = random.Random(18), {"refused": 0, "decoded": 0}
-    for number in range(300):
+    for number in range(amount(120, 300)):
         parts = Blob(blob)
         array = parts.array(0, draw.choice(["keys coded", "values coded"]))
         if number % 3:

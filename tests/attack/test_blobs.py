@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from kvshelf import CompressedCache
+from tests.amounts import few
 from tests.attack.conftest import Attacked
 from tests.attack.watch import watched
 from tests.service.conftest import created, refused
@@ -81,11 +82,14 @@ def long(blob: bytes, tokens: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("make", "problem"),
-    [
-        (lambda blob: emptied(blob, 2, 20_000_000), "20000000 tokens"),
-        (lambda blob: emptied(blob, 300, 1_000_000), "300 KV heads"),
-        (lambda blob: long(blob, 64 << 20), "layers"),
-    ],
+    few(
+        1,
+        [
+            (lambda blob: emptied(blob, 2, 20_000_000), "20000000 tokens"),
+            (lambda blob: emptied(blob, 300, 1_000_000), "300 KV heads"),
+            (lambda blob: long(blob, 64 << 20), "layers"),
+        ],
+    ),
     ids=["tokens", "heads", "deltas"],
 )
 def test_a_blob_is_checked_against_its_model_before_anything_is_allocated(

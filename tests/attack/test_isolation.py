@@ -91,17 +91,13 @@ def other_status(answer: httpx.Response) -> tuple[int, dict[str, str], bytes]:
 @pytest.mark.parametrize("known", [True, False], ids=["delayed", "as fast"])
 def test_a_planted_delay_of_two_milliseconds_is_found(attacked: Attacked, known: bool) -> None:
     with parties(attacked.url, [*attacked.keys.values()]) as (owner, stranger):
-        lookup, theirs, nothing = next(lookups(owner, owner.get("/v1/models")["data"][0]["id"]))
+        lookup = next(lookups(owner, owner.get("/v1/models")["data"][0]["id"]))
         plainly = stranger.http
         about = {"base_url": plainly.base_url, "headers": plainly.headers, "timeout": plainly.timeout}
-        with httpx.Client(**about, transport=Slower({theirs} if known else set())) as stranger.http:
+        with httpx.Client(**about, transport=Slower({lookup.theirs} if known else set())) as stranger.http:
             # More pairs only where 40 have left it open.
             found = next(
-                (
-                    found
-                    for pairs in (40, 200)
-                    if (found := probe(owner, stranger, lookup, theirs, nothing, pairs)).leaks
-                ),
+                (found for pairs in (40, 200) if (found := probe(owner, stranger, lookup, pairs)).leaks),
                 None,
             )
         stranger.http = plainly
@@ -114,10 +110,10 @@ def test_a_planted_leak_is_found(attacked: Attacked, leak: Change) -> None:
     known: set[str] = set()
     with leaking(attacked.url, known, leak) as url, parties(url, [*attacked.keys.values()]) as (owner, stranger):
         model = owner.get("/v1/models")["data"][0]["id"]
-        lookup, theirs, nothing = next(lookups(owner, model))
-        assert (lookup.what, theirs in owner.ids()) == ("show", True)
-        known.add(theirs)
-        found = probe(owner, stranger, lookup, theirs, nothing, 40)
+        lookup = next(lookups(owner, model))
+        assert (lookup.what, lookup.theirs in owner.ids()) == ("show", True)
+        known.add(lookup.theirs)
+        found = probe(owner, stranger, lookup, 40)
     assert found.leaks is (leak is not plain), found
     assert bool(found.differences) is (leak is not plain)
 
@@ -136,6 +132,7 @@ def shelved(attacked: Attacked) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_the_service_passes_and_nothing_is_left(attacked: Attacked, soak: bool) -> None:
     before = shelved(attacked)
     done = doctor(attacked, "--json", "--pairs", "400" if soak else "20")

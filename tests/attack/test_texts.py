@@ -93,6 +93,7 @@ def send(client: httpx.Client, name: str, text: str, cache_id: str) -> httpx.Res
     return client.post(path.format(id=cache_id), json=body(text, cache_id))
 
 
+@pytest.mark.slow
 def test_no_text_takes_memory_that_stays(attacked: Attacked, mallory: httpx.Client, mine: str, soak: bool) -> None:
     """100 of 2 MB are 15 s of tokenization each and 170 MB that stay, where they become tokens."""
     (replica,) = attacked.service.replica_pids()

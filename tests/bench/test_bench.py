@@ -90,6 +90,7 @@ def test_retrieval_command(tmp_path):
     assert [(cell["haystack"], cell["documents"]) for cell in cells] == [("filler", 2), ("prose", 2)]
 
 
+@pytest.mark.slow
 def test_search_command(tmp_path):
     report = tmp_path / "report.json"
     result = CliRunner().invoke(app, ["search", "--documents", "20", "--output", str(report)])

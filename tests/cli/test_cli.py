@@ -24,6 +24,7 @@ from kvshelf.methods.catalog import catalog
 from kvshelf.methods.method import SELECTOR
 from kvshelf.model.source import bundled_folder
 from kvshelf.training.key_search import BLOCK, SINK
+from tests.amounts import few
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "http://127.0.0.1:9"
@@ -299,15 +300,18 @@ def light() -> str:
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
-        (["policies"], "kvzip"),
-        (["policies", "kvzip"], "PARAMETER"),
-        (["suffixes"], "lagkv"),
-        (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
-        (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
-        (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
-        (["advise", "--scenario", "edge", "--tokens", "32000", "--memory", "8e9"], "SELECTOR"),
-    ],
+    few(
+        3,
+        [
+            (["policies"], "kvzip"),
+            (["policies", "kvzip"], "PARAMETER"),
+            (["suffixes"], "lagkv"),
+            (["plan", "--policy", "kvzip"], "tokens a second, each GPU"),
+            (["plan", "--model", "qwen3-8b", "--codec", "klt", "--gpus", "8", "--simulate"], "A RUN ON PAPER"),
+            (["plan", "--home", "objects", "--simulate"], "PUT requests to S3"),
+            (["advise", "--scenario", "edge", "--tokens", "32000", "--memory", "8e9"], "SELECTOR"),
+        ],
+    ),
     ids=lambda value: str(value)[:40],
 )
 def test_without_torch(light: str, command: list[str], said: str) -> None:
@@ -468,6 +472,7 @@ def test_transforms_are_made_from_one_s_own_texts(tmp_path: Path) -> None:
     assert "cannot be read as UTF-8 text" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.slow
 def test_calibrate_finds_the_folder_that_is_served_under_a_name(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -572,6 +572,7 @@ def test_the_passages_that_an_answer_read(tmp_path: Path) -> None:
     assert {line.split()[0] for line in together[-5:]} <= {kept, other}
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_the_service_and_a_store(tmp_path: Path, service_url: str) -> None:
     done = run("doctor", "--url", service_url, "--store", f"disk://{tmp_path}/home")
     for found in ("model", "store", "service", "template", "tools", "klt", "gates", "vllm", "restart"):

@@ -37,6 +37,7 @@ def gone_within(mark: str, seconds: float) -> bool:
     return not processes_with(mark)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to see what is left running")
 def test_the_demo_is_one_screen_and_leaves_nothing_behind() -> None:
     before = demo_folders()

@@ -14,6 +14,7 @@ import pytest
 from kvshelf.cli import output
 from kvshelf.cli.output import HarmlessConsole, harmless, say, say_json
 from kvshelf.cli.output import common as _common
+from tests.amounts import few, in_turn
 
 CLI = Path(_common.__file__).parent
 HOSTILE = "a\x1b[31m\x1b]0;title\x07b\x9b2Jc\rd\x08e\u202ef\x00\x7f\u2028g\ud800h"
@@ -113,8 +114,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("locale", ["C", "POSIX"])
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+@in_turn({"encoding": ["ascii", "cp1252", "utf-8"], "locale": ["C", "POSIX"]})
 def test_no_traceback_whatever_stdout_is(locale: str, encoding: str) -> None:
     environment = {"LC_ALL": locale, "PYTHONIOENCODING": encoding, "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", _TALK, "talk", "2"]
@@ -123,7 +123,7 @@ def test_no_traceback_whatever_stdout_is(locale: str, encoding: str) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("place", ["a closed pipe", "/dev/full", "nothing"])
+@pytest.mark.parametrize("place", few(1, ["a closed pipe", "/dev/full", "nothing"]))
 def test_no_traceback_where_stdout_takes_nothing(place: str) -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", _TALK, "talk", "100000"]

@@ -160,6 +160,7 @@ def test_what_the_command_writes_beside_its_input_is_no_input_of_the_next_run(
     assert [file.name for file in job.corpus().files] == ["jsonl", "one.txt"]
 
 
+@pytest.mark.slow
 def test_a_batch_into_s3_says_what_a_user_needs_and_another_one_replaces_nothing(
     tmp_path: Path, begin: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

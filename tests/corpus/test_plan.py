@@ -42,6 +42,7 @@ from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf_bench.stores.store import random_cache
+from tests.amounts import few
 from tests.store.objects.faulty import FaultyProxy
 from tests.store.objects.servers import BUCKET, S3Server
 
@@ -114,7 +115,7 @@ def test_objects_leave_the_index_in_redis_and_take_requests() -> None:
     assert (planned().puts, planned().gets) == (0, 0)
 
 
-@pytest.mark.parametrize("megabytes", [0.1, 0.5, 9, 16.7, 17, 34, 70])
+@pytest.mark.parametrize("megabytes", few(4, [0.1, 0.5, 9, 16.7, 17, 34, 70]))
 def test_requests_to_object_storage_are_as_many_as_are_planned(
     megabytes: float, tmp_path: Path, shared_s3: S3Server
 ) -> None:

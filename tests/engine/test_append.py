@@ -22,6 +22,7 @@ from kvshelf.methods.policies import POLICIES, build
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
 from kvshelf_bench.models.small import small_model
+from tests.amounts import few
 from tests.engine.asking import ids
 
 NEWER = pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for recurrent states")
@@ -42,7 +43,7 @@ def records_of(cache: CompressedCache, layer: int = 0) -> list[Any]:
     return [] if entries is None else list(parts_of(entries))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(5, FAMILIES))
 @pytest.mark.parametrize("steps", [(40,), (1, 25, 14)])
 def test_what_is_appended_to_a_full_cache_is_what_one_pass_makes(family: str, steps: tuple[int, ...]) -> None:
     engine, tokens = engine_of(family), ids(100)

@@ -18,6 +18,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheCorrupt, InvalidRequest, PolicyUnsupported
 from kvshelf.store.disk import DiskStore
+from tests.amounts import in_turn
 from tests.by_hand import Prefix, frequencies, greedy, turned
 from tests.store.places import DiskPlace
 from tests.store.test_parts import CountedFile
@@ -126,8 +127,7 @@ def blocks_by_hand(cache: CompressedCache, question_tokens: int, inv_freq: torch
     return chosen
 
 
-@pytest.mark.parametrize("refresh", ["question", "step"])
-@pytest.mark.parametrize("number", range(len(CODECS)), ids=["none", "int4"])
+@in_turn({"refresh": ["question", "step"], "number": range(len(CODECS))})
 def test_it_is_one_masked_forward_over_the_chosen_blocks(llama, caches, number, refresh):
     cache, inv_freq = caches[number], frequencies(llama.model)
     prefix = Prefix.spelled_out(cache, inv_freq)

@@ -17,6 +17,7 @@ from kvshelf.kernels.rowwise import available
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, untrained
 from kvshelf.model.prepacking import prepack
 from kvshelf_bench.models.small import small_model
+from tests.amounts import few
 from tests.engine.asking import ids
 
 LATENTS = pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="older transformers cache expanded keys and values")
@@ -131,7 +132,7 @@ def parts_of(row):
     return [states.clone() for layer in range(2) for states in row.slab.of_row(layer, row)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(4, NAMES))
 def test_the_question_stays_bit_by_bit(llama, caches, name):
     batch, answer = llama.engine.batch(), begun(llama.engine, caches[0], llama.ids[3:12], 100, (name, BUDGET))
     batch.step([answer])
@@ -167,7 +168,7 @@ def test_every_answer_is_the_one_it_is_alone(llama, caches, monkeypatch):
     assert batch.nbytes == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(3, NAMES))
 def test_an_abandoned_step_leaves_state_and_slab_as_they_were(llama, caches, monkeypatch, name):
     monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     begin = lambda: begun(llama.engine, caches[0], llama.ids[3:12], 70, (name, BUDGET))  # noqa: E731
@@ -315,7 +316,7 @@ def test_an_error_of_a_policy_ends_its_answer_alone(llama, caches, monkeypatch, 
     assert len(together[0].token_ids) == 59
 
 
-@pytest.mark.parametrize("name", ["window", "h2o", "ems"])
+@pytest.mark.parametrize("name", few(1, ["window", "h2o", "ems"]))
 def test_with_a_selector(llama, caches, followed, name):
     """A selector chooses what is read of the document, the policy what stays behind it."""
     question = llama.ids[3:12]
@@ -333,7 +334,7 @@ def test_with_a_selector(llama, caches, followed, name):
     assert bounded.usage.read_tokens <= 80
 
 
-@pytest.mark.parametrize("name", ["lagkv", "lazy_eviction", "ems"])
+@pytest.mark.parametrize("name", few(1, ["lagkv", "lazy_eviction", "ems"]))
 def test_several_documents(llama, caches, monkeypatch, name):
     monkeypatch.setattr(llama.engine.facts, "end_ids", frozenset)
     plain = llama.engine.answer(caches[:2], llama.ids[3:10], max_new_tokens=60)

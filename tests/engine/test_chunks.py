@@ -20,7 +20,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, PolicyUnsupported
 from kvshelf.model.prepacking import prepack
 from kvshelf.workers.replica.create.sizes import Dimensions
-from tests.amounts import SOAK
+from tests.amounts import SOAK, few
 from tests.engine.asking import ids, logits_behind
 
 CHUNK = 24
@@ -55,11 +55,14 @@ LENGTHS = [CHUNK - 1, CHUNK, 100, 1, CHUNK // 2, CHUNK + 1, CHUNK * 3 // 2, 4 * 
 
 @pytest.mark.parametrize(
     ("variant", "tokens"),
-    [
-        (variant, tokens)
-        for variant in VARIANTS
-        for tokens in (LENGTHS if variant == "chunks and temperature" or SOAK else LENGTHS[:3])
-    ],
+    few(
+        8,
+        [
+            (variant, tokens)
+            for variant in VARIANTS
+            for tokens in (LENGTHS if variant == "chunks and temperature" or SOAK else LENGTHS[:3])
+        ],
+    ),
 )
 def test_a_document_says_what_it_says_when_it_is_read_again(variant: str, tokens: int) -> None:
     """Questions that go on for two chunks, through bytes; a token at a time and many."""

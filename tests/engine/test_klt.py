@@ -20,6 +20,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, InvalidRequest, ModelMismatch, PolicyUnsupported
 from kvshelf.model import calibration
 from kvshelf.training.transform_search import find_transforms
+from tests.amounts import few
 from tests.conftest import save_random_model
 from tests.store.caches import make_cache
 from tests.store.transforms import make_coder
@@ -47,7 +48,7 @@ def digests(engine, cache, codec):
     return [layer.digest for layer in blob.inspect(engine.encoded(cache, codec).to_bytes()).header.layers]
 
 
-@pytest.mark.parametrize("step", [0.05, 0.5])
+@pytest.mark.parametrize("step", few(1, [0.05, 0.5]))
 def test_rows_come_back_in_the_model_s_dtype(engine, step):
     cache = engine.compress(TEXT, policy="full")
     coded = engine.encoded(cache, f"klt:step={step}")
@@ -148,6 +149,7 @@ def test_a_rotation_that_cannot_be_undone_is_refused_by_name(engine, change):
         assert error.value.param == "codec"
 
 
+@pytest.mark.slow
 def test_layers_are_decoded_side_by_side_and_one_that_cannot_be_is_named(monkeypatch, caplog):
     """As on a card: `KVSHELF_KERNELS=triton`. The CPU decodes what the card cannot, and says what is wrong."""
     coded, coder = make_coded(2)
@@ -194,6 +196,7 @@ def card(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_only_what_a_card_can_lack_is_decoded_by_the_cpu(card, caplog):
     coded, coder = make_coded(1)
     card.error = torch.OutOfMemoryError("no memory")
@@ -219,6 +222,7 @@ def test_as_many_layers_are_decoded_at_once_as_memory_is_for(card, monkeypatch, 
     assert {at_once for _, at_once in card.batches} == {1}
 
 
+@pytest.mark.slow
 def test_a_document_of_several_processes_is_decoded_in_the_host_s_memory(monkeypatch):
     """Each card has its own heads alone, and rank 0 sends the others' from there. `meta` stands for a card."""
     monkeypatch.setenv("KVSHELF_KERNELS", "triton")

@@ -26,6 +26,7 @@ from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.gates.base import GatePolicy
 from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES
+from tests.amounts import few, in_turn
 from tests.by_hand import Prefix, frequencies
 from tests.engine.asking import ids
 from tests.engine.left_by_hand import LeftByHand
@@ -49,6 +50,7 @@ from tests.methods.policies.gates import random_gates
 
 DOCUMENT, TOKENS = 120, 70
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+SHAPES = [(model, group) for group in (1, 4, 7) for model in MODELS]
 
 
 def engine_of(name, group):
@@ -346,9 +348,7 @@ def begun(engine, cache, policy, params, tokens=TOKENS, budget=None, question=No
     return engine.start(document, question, Sampling(tokens), reducer=reducer)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", CASES)
+@in_turn({"case": [*CASES], "model, group": SHAPES})
 def test_a_policy_over_the_whole_cache_is_its_paper_s_loop(monkeypatch, case, model, group):
     """The logits of each token, and what every reduction leaves of each head, by position."""
     made, name, params, tail, loop = CASES[case]
@@ -435,19 +435,23 @@ class GatedWholeCache(GatedByHand, WholeCache):
     """With gates."""
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("made", "params", "total"),
-    [
-        ({"budget_tokens": 48}, {"every": 1}, None),
-        ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, {"every": 8}, None),
-        ({"budget_tokens": 60, "protect": ["tokens:20-30"]}, {"every": 4}, 51),
-        ({"budget_tokens": 48}, {"every": 4, "protect_question": False}, None),
-        ({"budget_tokens": 48}, {"every": 1}, 14),  # some heads keep the question alone
-    ],
+RATED = [
+    ({"budget_tokens": 48}, {"every": 1}, None),
+    ({"budget_tokens": 70, "sink": 0, "prefill": "chunked", "chunk": 64}, {"every": 8}, None),
+    ({"budget_tokens": 60, "protect": ["tokens:20-30"]}, {"every": 4}, 51),
+    ({"budget_tokens": 48}, {"every": 4, "protect_question": False}, None),
+    ({"budget_tokens": 48}, {"every": 1}, 14),  # some heads keep the question alone
+]
+
+
+@in_turn(
+    {
+        "trained, made, params, total": [
+            (trained, *case) for trained in ("trimkv", "make_each_token_count") for case in RATED
+        ],
+        "model, group": SHAPES,
+    }
 )
-@pytest.mark.parametrize("trained", ["trimkv", "make_each_token_count"])
 def test_rates_of_the_document_compete_with_those_of_the_answer(
     monkeypatch, tmp_path, trained, made, params, total, model, group
 ):
@@ -594,7 +598,7 @@ def bits(cache):
     ]
 
 
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", few(4, SCOPED))
 def test_a_budget_for_all_changes_no_bit(scoped_engine, name):
     engine = scoped_engine("llama", 2)
     cache = engine.compress(ids(DOCUMENT), **(MADE[name] | ({} if name == "lagkv" else {"budget_tokens": DOCUMENT})))
@@ -608,7 +612,7 @@ def test_a_budget_for_all_changes_no_bit(scoped_engine, name):
     assert tight.seen is not scoped.seen is plain.seen
 
 
-@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("name", few(4, SCOPED))
 def test_other_answers_and_what_is_stored_see_nothing_of_it(scoped_engine, name):
     """In one batch, with and without a scope, streams of steps as they come; the stored cache keeps its bits."""
     engine = scoped_engine("qwen2", 4)
@@ -653,8 +657,7 @@ def logits_of(engine, answer):
     return torch.stack([row[0, -1] for row in rows])
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "stored": [*STORED]})
 def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
     """The budget has room for all but one token, so that until then all is seen, in another order: the logits."""
     engine, tokens = engine_of("llama", 2), 12
@@ -669,8 +672,7 @@ def test_entries_of_any_record_are_copied_as_they_are_read(codec, stored):
         assert (logits - right).abs().max() < 5e-6 * right.abs().max()
 
 
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
-@pytest.mark.parametrize("name", ["d2o", "trimkv"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "name": ["d2o", "trimkv"]})
 def test_so_are_those_of_heads_with_other_numbers(scoped_engine, codec, name):
     engine, tokens = scoped_engine("llama", 2), 12
     cache = engine.encoded(engine.compress(ids(DOCUMENT), **MADE[name]), codec)
@@ -729,8 +731,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("stored", CLASSES)
-@pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"])
+@in_turn({"codec": ["none", "int4:group=32,residual=16", "int8", "lossless", "mixed"], "stored": [*CLASSES]})
 def test_classes_of_any_record_go_on_with_their_tokens(codec, stored):
     """As above. What stands before protected text is read in place, class and tokens; and each token goes on with its
     own numbers, here its position."""
@@ -856,8 +857,7 @@ def test_tokens_of_the_chat_template_stay(tiny, name):
     assert reducer.of_document == cache.num_tokens - prefix
 
 
-@pytest.mark.parametrize("name", SCOPED)
-@pytest.mark.parametrize("protect", [True, False])
+@in_turn({"name": SCOPED, "protect": [True, False]})
 def test_what_a_reduction_leaves_is_within_the_budget(scoped_engine, name, protect):
     """The default one: as many entries as the document has, or what the policy always keeps."""
     engine = scoped_engine("llama", 2)

@@ -20,6 +20,7 @@ from kvshelf.methods.policies.sharing import floored
 from kvshelf.model import calibration
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf_bench.models.small import small_model
+from tests.amounts import in_turn, pairwise
 from tests.engine.asking import ids
 from tests.engine.attention.test_latents import OLD
 from tests.engine.attention.test_latents import made as with_latents
@@ -117,9 +118,7 @@ class ByHand:
         self.visible[layer, :, read] &= stays.reshape(heads, end)
 
 
-@pytest.mark.parametrize("protected", [[], PROTECTED], ids=["", "protect"])
-@pytest.mark.parametrize("across", ["layer", "head"])
-@pytest.mark.parametrize("policy", ["epicache", "kvzip"])
+@pairwise({"protected": [[], PROTECTED], "across": ["layer", "head"], "policy": ["epicache", "kvzip"]})
 def test_it_is_the_prefill_by_hand(oracle: Any, policy: str, across: str, protected: list[int]) -> None:
     """Hidden states depend on every choice before them: one wrong entry or position and all later keys are others."""
     document, budget = oracle.ids[: TOKENS + len(protected)], BUDGET + len(protected)
@@ -174,8 +173,7 @@ def calibrated(oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return similarities
 
 
-@pytest.mark.parametrize("prefill", ["chunked", "whole"])
-@pytest.mark.parametrize(("across", "sharpness"), [("layer", 1.1), ("head", 3.0), ("layer", 0.0)])
+@in_turn({"across, sharpness": [("layer", 1.1), ("head", 3.0), ("layer", 0.0)], "prefill": ["chunked", "whole"]})
 def test_layers_keep_by_how_much_their_keys_change(
     oracle: Any, calibrated: list[float], across: str, sharpness: float, prefill: str
 ) -> None:

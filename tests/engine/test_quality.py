@@ -35,6 +35,7 @@ from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.view import CUE_ASKED, CUE_EVERY, DocumentView, ProbePass
 from kvshelf.samples.tasks import make_document
+from tests.amounts import few
 from tests.by_hand import Prefix, logits_after
 
 TOKENS = 400
@@ -72,6 +73,7 @@ def test_progress_counts_the_layers_of_each_prefill_and_the_levels_that_are_meas
     assert phases == [("prefill", done, layers * rounds) for done in range(layers * rounds + 1)]
 
 
+@pytest.mark.slow
 def test_the_full_cache_has_quality_1_without_cues(tiny, prose):
     """What is appended to a cache that has lost something is measured."""
     for fields in ({"policy": "full"}, {"policy": "keydiff", "compression_ratio": 0.0}):
@@ -300,6 +302,7 @@ def test_a_quality_says_which_version_of_the_measurement_it_is_of(tiny, prose):
     assert measured(tiny, prose, compression_ratio=0.5).version == VERSION
 
 
+@pytest.mark.slow
 def test_measuring_again_gives_the_same_numbers(tiny, prose):
     first, second = (measured(tiny, prose, compression_ratio=0.5) for _ in range(2))
     assert (first.agreement, first.kl) == (second.agreement, second.kl)
@@ -392,7 +395,7 @@ def test_a_reference_measures_no_other_document_and_no_other_model(tiny, prose, 
 WHOLE = sorted(POLICIES)
 
 
-@pytest.mark.parametrize("policy", WHOLE)
+@pytest.mark.parametrize("policy", few(8, WHOLE))
 def test_a_level_is_what_a_prefill_of_its_own_gives(tiny, prose, policy):
     """Identity and bytes, for every policy, those in cascade included; with a probe running behind."""
     ratios = (0.5, 0.75) if POLICIES[policy].takes_budget else (None,)
@@ -408,7 +411,7 @@ def test_a_level_is_what_a_prefill_of_its_own_gives(tiny, prose, policy):
         assert made.quality is not None
 
 
-@pytest.mark.parametrize("policy", ["lagkv", "localkv"])
+@pytest.mark.parametrize("policy", few(1, ["lagkv", "localkv"]))
 def test_levels_that_are_read_chunk_by_chunk_are_made_one_by_one(tiny, prose, policy):
     """Later chunks see what was kept of earlier ones, so that their keys depend on the level."""
     jobs = [
@@ -422,6 +425,7 @@ def test_levels_that_are_read_chunk_by_chunk_are_made_one_by_one(tiny, prose, po
         assert made.quality is None
 
 
+@pytest.mark.slow
 def test_levels_that_look_behind_the_document_in_other_ways_have_their_own_prefill(tiny, prose):
     encoded = tiny.encode_document(prose)
     jobs = [tiny.prepare(encoded, policy=policy) for policy in ("keydiff", "snapkv", "knorm", "tova", "kvzip")]
@@ -525,6 +529,7 @@ def replace_s(quality):
     return quality.model_copy(update={"probe_s": 0.0, "kl": round(quality.kl, 5)})
 
 
+@pytest.mark.slow
 def test_the_figure_is_the_same_whatever_number_of_logits_is_held(tiny, prose, monkeypatch):
     """No call makes more than a part of them: 1,800 rows of a vocabulary of 150,000 are a gigabyte."""
     whole = measured(tiny, prose, compression_ratio=0.5)

@@ -21,7 +21,7 @@ from kvshelf.methods.selectors.base import of_pages
 from kvshelf.samples.tasks import make_document
 from kvshelf_bench.models.small import small_model
 from kvshelf_bench.quality.retrieval import counter
-from tests.amounts import amount
+from tests.amounts import amount, few
 from tests.by_hand import Prefix, frequencies, greedy
 from tests.engine.asking import ids
 from tests.model.test_rope import random_model
@@ -102,7 +102,7 @@ def pages_by_hand(cache, question_tokens, page, budget, whole, every=1):
 
 @pytest.mark.parametrize(
     ("number", "whole", "every"),
-    [(0, 0, 1), (1, 16, 1), (2, 0, 1), (3, 0, 1), (0, 0, 3)],
+    few(3, [(0, 0, 1), (1, 16, 1), (2, 0, 1), (3, 0, 1), (0, 0, 3)]),
     ids=["full", "int4", "ragged", "int8", "every third"],
 )
 def test_quest_is_one_masked_forward_over_the_chosen_pages(llama, caches, number, whole, every):
@@ -134,7 +134,7 @@ def test_a_budget_for_all_is_the_dense_answer(llama, caches, select):
         assert llama.engine.answer(cache, llama.ids[3:14], max_new_tokens=12, select=select, select_tokens=230) == dense
 
 
-@pytest.mark.parametrize(("select", "params"), [*((each, {}) for each in SELECTORS), ("quest", {"every": 3})])
+@pytest.mark.parametrize(("select", "params"), few(3, [*((each, {}) for each in SELECTORS), ("quest", {"every": 3})]))
 def test_alone_in_a_batch_and_twice_it_is_the_same(llama, caches, select, params):
     """Beside rows that read all of the same document, and in another order."""
     chosen = {"select": select, "select_tokens": BUDGET, "select_params": params}
@@ -279,7 +279,7 @@ AGREEING = (
 )
 
 
-@pytest.mark.parametrize(("select", "params"), AGREEING, ids=[name for name, _ in AGREEING])
+@pytest.mark.parametrize(("select", "params"), few(5, AGREEING), ids=[name for name, _ in AGREEING])
 def test_a_policy_at_the_question_reads_what_it_would_have_kept(tiny, select, params):
     """With this question expected: the same tokens, so the same entries, of every head and layer."""
     full, question = tiny.compress(TASK.text, policy="full"), TASK.questions[0].text
@@ -336,7 +336,7 @@ def test_what_cannot_be_selected_is_refused_by_name(llama, caches):
         llama.engine.answer(caches[2], llama.ids[3:14], select="sage", select_tokens=64)
 
 
-@pytest.mark.parametrize("model", ["window", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("model", few(2, ["window", "gemma3_text", "qwen3_next", "deepseek_v3"]))
 def test_models_of_other_layers(model):
     """A layer with a window is read whole, and latents as keys are; states are the row's own."""
     if model in ("qwen3_next", "deepseek_v3") and not SUPPORTED:

@@ -17,6 +17,7 @@ from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.slots.slots import Slots
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from tests.amounts import in_turn
 from tests.by_hand import Prefix, frequencies, greedy
 from tests.engine.decode.slots.test_slots import Tape
 from tests.engine.test_selecting import read_positions
@@ -90,8 +91,7 @@ def sentences_by_hand(cache, question_tokens: int, answer: list[int], step: bool
     return chosen
 
 
-@pytest.mark.parametrize("refresh", ["sentence", "step"])
-@pytest.mark.parametrize("number", [0, 1], ids=["full", "int4"])
+@in_turn({"refresh": ["sentence", "step"], "number": [0, 1]})
 def test_it_is_one_masked_forward_over_the_chosen_sentences(engine, llama, caches, number, refresh):
     cache, params = caches[number], PARAMS | {"refresh": refresh}
     prefix = Prefix.spelled_out(cache, frequencies(llama.model))

@@ -276,10 +276,9 @@ LATE = "start: /(.*a.{30}|.*b.{25}c)*/"
 @pytest.mark.parametrize(
     ("shape", "param"),
     [
-        (of_schema(TOGETHER), "response_format"),
-        ({"grammar": "start: A\nA: /.*a.{30}/ & /.*b.{29}/ & ~/.*c.{20}/"}, "grammar"),
+        pytest.param(of_schema(TOGETHER), "response_format", id="schema", marks=pytest.mark.slow),
+        pytest.param({"grammar": "start: A\nA: /.*a.{30}/ & /.*b.{29}/ & ~/.*c.{20}/"}, "grammar", id="grammar"),
     ],
-    ids=["schema", "grammar"],
 )
 def test_a_grammar_that_takes_minutes_to_compile_is_refused_after_its_limit(tiny, cache, shape, param):
     """3 kB of schema took minutes, in a thread that nothing could end."""

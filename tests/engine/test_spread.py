@@ -147,6 +147,7 @@ def test_weights_on_the_disk_are_read_where_they_lie(policy: str, tmp_path: Path
     assert found.answer(*asked[0], max_new_tokens=5).token_ids == expected.answer(*asked[1], max_new_tokens=5).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_what_else_an_engine_does_is_the_same() -> None:
     """The quality, codecs, export with keys that move, chunks, scores, and generate()."""

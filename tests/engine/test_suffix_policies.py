@@ -23,6 +23,7 @@ from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import SlotTable, Suffix
 from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
+from tests.amounts import few, in_turn
 from tests.by_hand import Prefix, drawn, frequencies, turned
 from tests.methods.policies.gates import random_gates
 from tests.views import random_layer
@@ -408,7 +409,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(6, CASES))
 def test_a_policy_is_its_loop_over_lists(llama, monkeypatch, name):
     """The logits of each token of an answer, which runs by hand as the engine chose it; and what is left at the end,
     by position. The document is reduced, too, and both layers are compared through the second one's logits."""
@@ -599,8 +600,7 @@ class GatedByHand(ByHand):
         return out
 
 
-@pytest.mark.parametrize("every", [1, 8])
-@pytest.mark.parametrize("trained", ["trimkv", "make_each_token_count"])
+@in_turn({"every": [1, 8], "trained": ["trimkv", "make_each_token_count"]})
 def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, every):
     """By random gates: the logits of each token, and that it was asked of a model that has none is told first."""
     engine, loop = llama.engine, TrimKVLoop(every)

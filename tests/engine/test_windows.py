@@ -24,7 +24,7 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from kvshelf_bench.models.small import small_model
-from tests.amounts import SOAK
+from tests.amounts import SOAK, few
 from tests.engine.asking import ids, logits_behind
 
 WINDOW = 24
@@ -57,11 +57,16 @@ def made(family: str, **more: object) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "tokens"),
-    [
-        (family, tokens)
-        for family in FAMILIES
-        for tokens in ([WINDOW // 2, WINDOW - 1, WINDOW, 100] if family in AT_EVERY_LENGTH or SOAK else [WINDOW, 100])
-    ],
+    few(
+        12,
+        [
+            (family, tokens)
+            for family in FAMILIES
+            for tokens in (
+                [WINDOW // 2, WINDOW - 1, WINDOW, 100] if family in AT_EVERY_LENGTH or SOAK else [WINDOW, 100]
+            )
+        ],
+    ),
 )
 def test_a_document_says_what_it_says_when_it_is_read_again(family: str, tokens: int) -> None:
     """Questions that go on for two windows, through bytes; a token at a time and many."""
@@ -82,7 +87,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "policy", ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm", "cam"]
+    "policy",
+    few(4, ["keydiff", "snapkv", "pyramidkv", "cake", "kvzip", "ems", "tova", "pyramidinfer", "sirllm", "cam"]),
 )
 def test_policies_reduce_the_other_layers_alone(engine: Engine, policy: str) -> None:
     """The budget is that of these layers, and what they keep is what the policy chooses among them."""

@@ -20,6 +20,7 @@ from kvshelf.integrations.vllm.request import is_ragged, require_places
 from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.samples.tasks import make_facts, write_document
 from kvshelf.store.manifest import Manifest
+from tests.amounts import few
 
 LAYERS, HEADS, PAGE, WIDTH, PAGES = 3, 2, 8, 4, 64
 
@@ -43,7 +44,7 @@ def plan(seed: int) -> HeadPages:
     return HeadPages.of(kept, stand_ins(mean, PAGE), PAGE)
 
 
-@pytest.mark.parametrize("caches", [layer_outermost, page_outermost])
+@pytest.mark.parametrize("caches", few(1, [layer_outermost, page_outermost]))
 @pytest.mark.parametrize("seed", range(20))
 def test_each_entry_has_its_place_on_the_requests_pages(caches, seed: int) -> None:
     """Those of two caches, then 21 tokens of three requests, of which one is vLLM's own."""
@@ -184,7 +185,7 @@ MADE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "params"), MADE, ids=str)
+@pytest.mark.parametrize(("policy", "params"), few(18, MADE), ids=str)
 def test_a_policy_says_whether_heads_differ(tiny: Engine, policy: str, params: dict[str, Any], tmp_path: Path) -> None:
     """By what the manifest of its cache has, which earlier versions read: it has no field of later ones."""
     document = write_document(

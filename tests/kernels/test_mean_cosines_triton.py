@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvshelf.kernels.mean_cosines import mean_cosines
+from tests.amounts import in_turn
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import mean_cosines as reference
 from tests.kernels.tensors import random
@@ -18,8 +19,7 @@ SHAPES = [(1, 1, 1), (2, 300, 24), (1, 2, 1100), (1, 700, 8), (1, 600, 3)]
 
 
 @pytest.mark.usefixtures("forced_triton")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
+@in_turn({"heads, rows, dim": SHAPES, "dtype": DTYPES})
 def test_equals_the_reference_in_every_layout(dtype, heads, rows, dim):
     found = layouts(heads, rows, dim, dtype)
     expected = reference.mean_cosines(found["head-major"])

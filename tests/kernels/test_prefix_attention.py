@@ -33,7 +33,7 @@ from kvshelf.kernels.prefix_attention import attend as attend_module
 from kvshelf.kernels.prefix_attention.attend import attend, attend_in_blocks, combine
 from kvshelf.kernels.prefix_attention.eager import attend_prefix
 from kvshelf.kernels.quantize.rows import QuantizedRows
-from tests.amounts import amount, pairwise
+from tests.amounts import amount, in_turn, pairwise
 from tests.kernels.references import prefix_attention as reference
 from tests.kernels.tensors import TOLERANCE, LargestTensor, error, random
 
@@ -264,7 +264,7 @@ def test_quantized_rows_of_whole_vectors(dtype, bits, dim, group, tokens):
     check(q, [(document,)], one_document(tokens), 3, dim, scale=dim**-0.5)
 
 
-@pairwise(
+@in_turn(
     {
         "dtype": TOLERANCE,
         "bits": [None, 2, 3, 4, 8],
@@ -483,9 +483,7 @@ def rules_of(*, softcap=0.0, sinks=None, window=None, chunk=None):
     return LogitRules(0.3, softcap, None if sinks is None else torch.tensor(sinks), window, chunk)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("given", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("kept", [3, 10, 700])
+@pairwise({"given": [*RULES.values()], "dtype": [*TOLERANCE], "kept": [3, 10, 700]})
 def test_softcaps_sinks_windows_and_chunks(dtype, given, kept):
     """Three documents, one with two rows; tokens that see all of a prefix, its end, and nothing of it any more."""
     rows = SuffixRows((3, 1, 25), (0, -1, 1)), SuffixRows((9,), (2,)), SuffixRows((40,), (3,), 40)
@@ -603,11 +601,13 @@ def test_causal_attention_by_rules(given, tokens):
     assert error(lse[0], logits.logsumexp(2)) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"softcap": 0.7, "sinks": RULES["all"]["sinks"]}], ids=["plain", "softcap, sinks"]
+@in_turn(
+    {
+        "rows_at_once": [1, 21, 2048],
+        "dtype": [*TOLERANCE],
+        "given": [{}, {"softcap": 0.7, "sinks": RULES["all"]["sinks"]}],
+    }
 )
-@pytest.mark.parametrize("rows_at_once", [1, 21, 2048])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_masses_of_documents_are_those_of_one_softmax(given, rows_at_once, dtype, monkeypatch):
     """Documents of every kind of prefix, one of two prefixes and one without entries, a few at a time or all."""
     monkeypatch.setattr(eager, "_ROWS_OF_DOCUMENTS", rows_at_once)

@@ -28,7 +28,7 @@ from kvshelf.kernels.prefix_attention import triton as fused
 from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind
 from kvshelf.kernels.prefix_attention.slots import fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
-from tests.amounts import SOAK, pairwise
+from tests.amounts import SOAK, amount, in_turn
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import prefix_attention as reference
 from tests.kernels.tensors import TOLERANCE, error, random
@@ -94,14 +94,13 @@ def selected(base):
     return SelectedPrefix(base, Chosen(rows, torch.tensor([5, 1], dtype=torch.int32)))
 
 
-@pairwise({"dtype": DTYPES, "kind": KINDS, "dim, value_dim": [(16, 16), (5, 24)]})
+@in_turn({"kind": [*KINDS], "dtype": DTYPES, "dim, value_dim": [(16, 16), (5, 24)]})
 def test_each_kind_of_prefix(kind, dtype, dim, value_dim):
     document = (KINDS[kind](dim, value_dim, dtype),)
     check(random(2, 6, dim, dtype=dtype, seed=1), [document], one_document(1, rows=2), 2, value_dim)
 
 
-@pytest.mark.parametrize("bits", [None, 2, 3, 4, 8])
-@pytest.mark.parametrize(("dim", "kept"), [(64, 39), (16, 1), (24, 16)])
+@in_turn({"bits": [None, 2, 3, 4, 8], "dim, kept": [(64, 39), (16, 1), (24, 16)]})
 def test_pruned_keys_are_keys_with_zeros(dim, kept, bits):
     document, beside = pruned([150, 5], dim, 24, kept, bits=bits, group=32), packed([3, 70], dim, 24, seed=7)
     q, layout, rules = random(3, 4, dim, seed=1), one_document(3), LogitRules(0.2)
@@ -231,7 +230,7 @@ def test_any_batch(batch):
     check(*batch)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=amount(2, 5), deadline=None)
 @given(batches())
 def test_equals_eager_and_itself(batch):
     queries, prefixes, layout, kv_heads, value_dim = batch
@@ -397,6 +396,7 @@ def test_splits_compile_for_gpus(compile_all):
     assert max(one.shared for one in compiled if one.arch == 80) < 163 * 1024 // 1.5
 
 
+@pytest.mark.slow
 def test_suffixes_compile_for_gpus(compile_all):
     variants = [
         suffix_variant("bf16", 128, 4, 4),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshelf.kernels.window_scores import eager, window_attention, window_scores
-from tests.amounts import SOAK
+from tests.amounts import SOAK, in_turn
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import window_scores as reference
 from tests.kernels.tensors import error
@@ -20,9 +20,11 @@ SPLIT = (2, 2, 1, 1030, 1, 8, "mean", 7, "max")  # several splits, and blocks of
 
 
 @pytest.mark.usefixtures("forced_triton")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "rows", "tokens", "own", "dim", "reduce", "kernel", "pooling"), [*CASES, SPLIT]
+@in_turn(
+    {
+        "q_heads, kv_heads, rows, tokens, own, dim, reduce, kernel, pooling": [*CASES, SPLIT],
+        "dtype": DTYPES,
+    }
 )
 def test_equals_the_reference(dtype, q_heads, kv_heads, rows, tokens, own, dim, reduce, kernel, pooling):
     queries, keys, own_keys = states(q_heads, kv_heads, rows, tokens, own, dim, dtype)

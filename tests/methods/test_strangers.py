@@ -17,6 +17,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_methods_of_another_package_get_gates_an_index_sentences_and_chunks(package: Path) -> None:
     """A policy with gates, selectors with each of their needs, and a suffix policy, each in an engine."""
     files = ["test_blocks.py", "test_sentences.py", "test_selecting.py", "test_bounded.py"]

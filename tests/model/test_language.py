@@ -17,6 +17,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.loading import load, skeleton
 from kvshelf.model.prepacking import prepack
 from kvshelf.model.source import bundled_folder
+from tests.amounts import few
 
 TEXT: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -87,7 +88,7 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
         return whole(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("family", ATTACHED)
+@pytest.mark.parametrize("family", few(3, ATTACHED))
 def test_a_stored_document_says_what_the_whole_model_says(family: str, tmp_path: Path) -> None:
     whole, document, question = made(family), ids(100), ids(30, seed=2)
     model = loaded(saved(whole, tmp_path))

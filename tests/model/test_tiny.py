@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from kvshelf.model.source import bundled_folder
 from kvshelf_bench.quality.retrieval import measure_cell
-from tests.amounts import amount
+from tests.amounts import amount, in_turn
 
 
-@pytest.mark.parametrize("haystack", ["filler", "prose"])
-@pytest.mark.parametrize("task", ["needle", "multikey"])
+@in_turn({"task": ["needle", "multikey"], "haystack": ["filler", "prose"]})
 def test_it_finds_facts_in_a_long_document(tiny, task, haystack):
     """By luck a value of three digits or more is right once in 900: all but one of them never."""
     documents = amount(5, 12)

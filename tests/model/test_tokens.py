@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from kvshelf.api.tools import Tool
 from kvshelf.engine.tools.tools import ToolFormat
 from kvshelf.model.text import TemplateOptions, TextFormat
+from tests.amounts import amount
 from tests.tokenizers import KINDS, MARKS, byte_level
 
 CHATML = """\
@@ -87,7 +88,7 @@ def prompts(form, text, think):
     yield form.conversation([{"role": "user", "content": "?" + text}]).token_ids
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=amount(8, 20), deadline=None)
 @given(text=st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map("".join))
 def test_text_from_outside_makes_no_marks(kind, text):
     """As many as with harmless text, in the same order: nothing opens or ends."""

@@ -20,6 +20,7 @@ from kvshelf.samples.suite import (
     score,
 )
 from kvshelf.samples.tasks import make_document
+from tests.amounts import in_turn
 
 CASES = [(task, haystack) for task in TASK_NAMES for haystack in HAYSTACK_NAMES if fits(task, haystack)]
 QUESTIONS = {"multikey": 4, "words": 4, "multiquery": 4, "vt": 4}
@@ -31,8 +32,7 @@ def count(tiny):
     return tiny.encoder.require_text("document").count_tokens
 
 
-@pytest.mark.parametrize(("task", "haystack"), CASES)
-@pytest.mark.parametrize("tokens", [1024, 2500])
+@in_turn({"task, haystack": CASES, "tokens": [1024, 2500]})
 def test_a_case_fills_its_length_and_holds_its_answers(count, task, haystack, tokens):
     for seed in range(3):
         case = make_case(task, haystack, tokens, seed, count)

@@ -177,11 +177,11 @@ def engine():
     "policy",
     [
         "full",
-        "snapkv",
         "ada",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
+                "snapkv",
                 "streaming_llm",
                 "keydiff",
                 "lagkv",

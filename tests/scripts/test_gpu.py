@@ -59,6 +59,7 @@ def test_every_part_runs_in_small(tmp_path):
     assert "a decode step" in (tmp_path / "profile.txt").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_that_a_machine_with_a_card_need_not_have():
     """In a process of its own: this one has imported all of it."""
     modules = ", ".join(f"scripts.gpu_parts.{task.name}" for task in gpu.TASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -230,6 +231,7 @@ def require_equal_records(ours: PackedRecord, theirs: PackedRecord) -> None:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)), name
 
 
+@functools.cache
 def golden_caches() -> dict[str, CompressedCache]:
     """Caches whose blobs are committed. Made by counting: torch's random numbers may change between versions."""
 

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.errors import CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.disk import DiskStore
+from tests.amounts import few
 from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, cut, remove_late_arrivals
 
@@ -98,8 +100,7 @@ def kill_at(step: str) -> Callable[[str], None]:
     return on_step
 
 
-@pytest.mark.parametrize("before", ["nothing", "expired", "corrupt"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "before"), few(9, product(STEPS, ["nothing", "expired", "corrupt"])))
 def test_killed_at_a_named_point(place: Place, step: str, before: str) -> None:
     other, cache = make_cache(1), make_cache(2)
     with place.open() as store:
@@ -183,7 +184,7 @@ def test_killed_at_random_moments(place: Place, tmp_path: Path, soak: bool) -> N
 # Caches that extend others
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", few(3, STEPS))
 def test_killed_while_a_child_is_put(place: Place, step: str) -> None:
     """The parent has expired in the meantime, so its blob is kept if its child is there, and gone if it is not."""
     root, child = family(2)

@@ -31,6 +31,7 @@ from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.tiered import TieredStore
+from tests.amounts import few
 from tests.store.caches import extended, make_cache
 from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace, flip, remove_late_arrivals
 
@@ -342,7 +343,9 @@ def killed_at(place: Place, clock: Clock, work: str, count: int) -> bool:
     return killed
 
 
-@pytest.mark.parametrize(("work", "count"), [(work, count) for work, counts in SOME.items() for count in counts])
+@pytest.mark.parametrize(
+    ("work", "count"), few(5, [(work, count) for work, counts in SOME.items() for count in counts])
+)
 def test_a_kill_between_two_steps_leaves_no_text(place: Place, clock: Clock, work: str, count: int) -> None:
     if place.kind == "objects":
         pytest.skip("in a folder the same steps are taken")
@@ -423,7 +426,7 @@ _LATER: Final = {
 }
 
 
-@pytest.mark.parametrize("ended", [True, False], ids=["ended before", "ended afterwards"])
+@pytest.mark.parametrize("ended", few(1, [True, False]), ids=["ended before", "ended afterwards"])
 def test_a_home_of_an_earlier_version_is_cleaned(place: Place, clock: Clock, ended: bool) -> None:
     with place.open(now=clock) as shelf:
         things = fill(shelf)

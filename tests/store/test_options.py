@@ -8,16 +8,15 @@ import pytest
 
 from kvshelf.store.base import Store
 from kvshelf.store.index import Filters
-from kvshelf.store.types import FilterFields, Keep, KeepFields
+from kvshelf.store.types import FilterFields
 
 
 def test_keyword_arguments_are_those_of_the_values() -> None:
-    assert KeepFields.__annotations__.keys() == {field.name for field in fields(Keep)}
     assert FilterFields.__annotations__.keys() == {field.name for field in fields(Filters)} - {"tenant"}
 
 
-@pytest.mark.parametrize("call", ["list", "update"])
+@pytest.mark.parametrize("call", ["list", "put", "update"])
 def test_a_name_that_does_not_exist_is_refused_as_by_a_call(store: Store, call: str) -> None:
-    given = [] if call == "list" else ["kvs_" + "0" * 40]
+    given = {"list": [], "put": [None], "update": ["kvs_" + "0" * 40]}[call]
     with pytest.raises(TypeError, match="unexpected keyword argument 'tag'"):
         getattr(store, call)(*given, tag="a")

@@ -94,6 +94,7 @@ def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_
         assert find_transforms(random, documents, checkpoint=path) == whole
 
 
+@pytest.mark.slow
 def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, monkeypatch):
     documents = prose(tiny, 3)
 
@@ -137,6 +138,7 @@ def learnt(tiny):
     return found
 
 
+@pytest.mark.slow
 def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
     """Against a transform that counts all errors alike, within values and between layers."""
     import numpy as np

@@ -45,12 +45,13 @@ _TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Lookup:
-    """A request. `{}` in the path and in the texts of the body stands for an id or another value that is looked up.
-    alike: whether both answers must be equal; False where a stranger's own caches are in it."""
+    """A request. `{}` in the path and in the texts of the body stands for an id or another value that is looked up,
+    `theirs` the owner's. alike: whether both answers must be equal; False where a stranger's own caches are in it."""
 
     what: str
     method: str
     path: str
+    theirs: str
     body: Any = None
     timed: bool = True
     alike: bool = True
@@ -201,46 +202,36 @@ def nobodys(id: str) -> str:
     return re.sub(r"[0-9a-f]{8,}", lambda match: secrets.token_hex(len(match[0]))[: len(match[0])], id)
 
 
-def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
-    """What a stranger can look up: the request, the owner's value, and one that nobody has. The owner makes it all."""
+def lookups(owner: Party, model: str) -> Iterator[Lookup]:
+    """What a stranger can look up. The owner makes it all."""
     mark = _mark()
     cache = owner.make(
         "/v1/caches",
         {"document": _document(mark), "model": model, "name": mark, "labels": {"mark": mark}, "keep_source": True},
     )
     id = cache["id"]
-    for what, method, path, body in (
-        ("show", "GET", "/v1/caches/{}", None),
-        ("kept entries", "GET", "/v1/caches/{}/kept", None),
-        ("turns", "GET", "/v1/caches/{}/turns", None),
-        ("blob", "GET", "/v1/caches/{}/blob", None),
-        ("export", "GET", "/v1/caches/{}/export?to=mlx", None),
-        ("query", "POST", "/v1/caches/{}/query", {"prompt": "What is the word?", "max_tokens": 1}),
-        ("prompt", "POST", "/v1/caches/{}/prompt", {"prompt": "What is the word?"}),
-        ("append", "POST", "/v1/caches/{}/append", {"document": " And so on."}),
-        ("extensions", "GET", "/v1/caches?parent_id={}", None),
-        ("next page", "GET", "/v1/caches?after={}", None),
-    ):
-        yield Lookup(what, method, path, body), id, nobodys(id)
-    for what, method, path, body in (
-        ("verify", "POST", "/v1/caches/{}/verify", None),
-        ("change", "PATCH", "/v1/caches/{}", {"name": "a stranger's"}),
-        ("delete", "DELETE", "/v1/caches/{}", None),
-    ):
-        yield Lookup(what, method, path, body, timed=False), id, nobodys(id)
-    yield Lookup("warm", "POST", "/v1/caches/warm", {"cache_ids": ["{}"]}, timed=False), id, nobodys(id)
-    yield Lookup("warm labels", "POST", "/v1/caches/warm", {"labels": {"mark": "{}"}}, timed=False), mark, _mark()
-    yield (
-        Lookup("documents", "GET", "/v1/caches?document_id={}"),
-        cache["document_id"],
-        nobodys(cache["document_id"]),
-    )
-    yield Lookup("names", "GET", "/v1/caches?name={}"), mark, _mark()
-    yield Lookup("labels", "GET", "/v1/caches?label.mark={}"), mark, _mark()
-    yield Lookup("short ids", "GET", "/v1/caches?id_prefix={}"), id[:12], nobodys(id)[:12]
+    yield Lookup("show", "GET", "/v1/caches/{}", id)
+    yield Lookup("kept entries", "GET", "/v1/caches/{}/kept", id)
+    yield Lookup("turns", "GET", "/v1/caches/{}/turns", id)
+    yield Lookup("blob", "GET", "/v1/caches/{}/blob", id)
+    yield Lookup("export", "GET", "/v1/caches/{}/export?to=mlx", id)
+    yield Lookup("query", "POST", "/v1/caches/{}/query", id, {"prompt": "What is the word?", "max_tokens": 1})
+    yield Lookup("prompt", "POST", "/v1/caches/{}/prompt", id, {"prompt": "What is the word?"})
+    yield Lookup("append", "POST", "/v1/caches/{}/append", id, {"document": " And so on."})
+    yield Lookup("extensions", "GET", "/v1/caches?parent_id={}", id)
+    yield Lookup("next page", "GET", "/v1/caches?after={}", id)
+    yield Lookup("verify", "POST", "/v1/caches/{}/verify", id, timed=False)
+    yield Lookup("change", "PATCH", "/v1/caches/{}", id, {"name": "a stranger's"}, timed=False)
+    yield Lookup("delete", "DELETE", "/v1/caches/{}", id, timed=False)
+    yield Lookup("warm", "POST", "/v1/caches/warm", id, {"cache_ids": ["{}"]}, timed=False)
+    yield Lookup("warm labels", "POST", "/v1/caches/warm", mark, {"labels": {"mark": "{}"}}, timed=False)
+    yield Lookup("documents", "GET", "/v1/caches?document_id={}", cache["document_id"])
+    yield Lookup("names", "GET", "/v1/caches?name={}", mark)
+    yield Lookup("labels", "GET", "/v1/caches?label.mark={}", mark)
+    yield Lookup("short ids", "GET", "/v1/caches?id_prefix={}", id[:12])
     query = {"query": "the word {}", "model": model}
-    yield Lookup("search", "POST", "/v1/caches/search", {**query, "labels": {"mark": mark}}), mark, _mark()
-    yield Lookup("search of all", "POST", "/v1/caches/search", query, timed=False, alike=False), mark, _mark()
+    yield Lookup("search", "POST", "/v1/caches/search", mark, {**query, "labels": {"mark": mark}})
+    yield Lookup("search of all", "POST", "/v1/caches/search", mark, query, timed=False, alike=False)
 
     yield from _named(owner, model, id, mark)
 
@@ -254,41 +245,38 @@ def lookups(owner: Party, model: str) -> Iterator[tuple[Lookup, str, str]]:
     results = (ended["output_file_id"], ended["error_file_id"])
     owner.made += [f"/v1/files/{result}" for result in results if result is not None]
     owner.made += [f"/v1/caches/{made['id']}" for made in owner.get(f"/v1/caches?label.mark={row}")["data"]]
-    for what, method, path, of in (
-        ("file", "GET", "/v1/files/{}", file_id),
-        ("file content", "GET", "/v1/files/{}/content", file_id),
-        ("batch", "GET", "/v1/batches/{}", batch_id),
-        ("batch events", "GET", "/v1/batches/{}/events", batch_id),
-    ):
-        yield Lookup(what, method, path), of, nobodys(of)
-    yield Lookup("file delete", "DELETE", "/v1/files/{}", timed=False), file_id, nobodys(file_id)
-    yield Lookup("batch cancel", "POST", "/v1/batches/{}/cancel", timed=False), batch_id, nobodys(batch_id)
+    yield Lookup("file", "GET", "/v1/files/{}", file_id)
+    yield Lookup("file content", "GET", "/v1/files/{}/content", file_id)
+    yield Lookup("batch", "GET", "/v1/batches/{}", batch_id)
+    yield Lookup("batch events", "GET", "/v1/batches/{}/events", batch_id)
+    yield Lookup("file delete", "DELETE", "/v1/files/{}", file_id, timed=False)
+    yield Lookup("batch cancel", "POST", "/v1/batches/{}/cancel", batch_id, timed=False)
     of_file = {"input_file_id": "{}", "endpoint": "/v1/caches"}
-    yield Lookup("batch of a file", "POST", "/v1/batches", of_file, timed=False), file_id, nobodys(file_id)
+    yield Lookup("batch of a file", "POST", "/v1/batches", file_id, of_file, timed=False)
 
     question = {"model": model, "cache_id": id, "input": "Say one word.", "max_output_tokens": 1, "store": True}
     response_id = owner.make("/v1/responses", question)["id"]
-    yield Lookup("response", "GET", "/v1/responses/{}"), response_id, nobodys(response_id)
+    yield Lookup("response", "GET", "/v1/responses/{}", response_id)
     follow = {"model": model, "input": "And?", "max_output_tokens": 1, "previous_response_id": "{}"}
-    yield Lookup("next response", "POST", "/v1/responses", follow), response_id, nobodys(response_id)
-    yield Lookup("response delete", "DELETE", "/v1/responses/{}", timed=False), response_id, nobodys(response_id)
+    yield Lookup("next response", "POST", "/v1/responses", response_id, follow)
+    yield Lookup("response delete", "DELETE", "/v1/responses/{}", response_id, timed=False)
 
 
-def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[tuple[Lookup, str, str]]:
+def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[Lookup]:
     """As `lookups`, of what the owner keeps under a name: a certificate, and a workflow that asks a cache."""
     owner.post("/v1/certificates", _certificate(owner, model, mark))
     owner.made.append(f"/v1/certificates/{mark}")
-    yield Lookup("certificate", "GET", "/v1/certificates/{}"), mark, _mark()
-    yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", timed=False), mark, _mark()
+    yield Lookup("certificate", "GET", "/v1/certificates/{}", mark)
+    yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", mark, timed=False)
     under = {"document": "It is.", "model": model, "certificate": "{}"}
-    yield Lookup("creation under a certificate", "POST", "/v1/caches", under, timed=False), mark, _mark()
+    yield Lookup("creation under a certificate", "POST", "/v1/caches", mark, under, timed=False)
 
     owner.made.append(f"/v1/workflows/{mark}")
     _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
     steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
-    yield Lookup("workflow", "GET", "/v1/workflows/{}"), mark, _mark()
-    yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", timed=False), mark, _mark()
-    yield Lookup("workflow of a cache", "PUT", f"/v1/workflows/{_mark()}", steps, timed=False), id, nobodys(id)
+    yield Lookup("workflow", "GET", "/v1/workflows/{}", mark)
+    yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", mark, timed=False)
+    yield Lookup("workflow of a cache", "PUT", f"/v1/workflows/{_mark()}", id, steps, timed=False)
 
 
 def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
@@ -324,8 +312,9 @@ def _await(party: Party, path: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-def probe(owner: Party, stranger: Party, lookup: Lookup, theirs: str, nothing: str, pairs: int) -> LookupProbe:
+def probe(owner: Party, stranger: Party, lookup: Lookup, pairs: int) -> LookupProbe:
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
+    theirs, nothing = lookup.theirs, nobodys(lookup.theirs)
     finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
     said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
@@ -412,9 +401,9 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
             tried = list(lookups(owner, model))
             differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
             findings.append(LookupProbe("listings", owner.tenant, differences))
-            for lookup, theirs, nothing in sorted(tried, key=lambda trial: not trial[0].timed):
+            for lookup in sorted(tried, key=lambda lookup: not lookup.timed):
                 show(f"{lookup.what} of tenant {owner.tenant}")
-                findings.append(probe(owner, stranger, lookup, theirs, nothing, pairs))
+                findings.append(probe(owner, stranger, lookup, pairs))
             show(f"put of what tenant {owner.tenant} has")
             findings.append(puts(owner, stranger, model, max(1, pairs // 4)))
             owner.clean()

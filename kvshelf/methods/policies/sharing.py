@@ -115,7 +115,7 @@ class ProportionalSharing(Sharing):
 
     While layers are missing, shares are rounded up. At the end they are rounded by largest remainders to the exact
     total: down or up, and whole numbers stay. Neither way exceeds an earlier ceiling, since a <= b gives floor(a) <=
-    ceil(a) <= ceil(b). QueuedCounts are fractions, because a float's error around a whole number would lift a ceiling.
+    ceil(a) <= ceil(b). Shares are fractions, because a float's error around a whole number would lift a ceiling.
     """
 
     def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,6 @@ from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.service import InService, written
-from kvshelf.store.base import Store
 
 router = APIRouter(prefix="/v1/certificates", tags=["certificates"], responses=openapi.ERRORS)
 
@@ -50,11 +49,8 @@ async def keep(request: Request, service: InService, caller: Writer) -> Response
 @router.get("", response_model=CertificateList)
 async def list_certificates(service: InService, caller: Reader) -> Response:
     """The certificates of the caller's tenant, newest first."""
-    return await service.listing.run(_listed, service.store, caller.tenant)
-
-
-def _listed(store: Store, tenant: str) -> Response:
-    return written(CertificateList(data=store.certificates.list(tenant=tenant)))
+    kept = service.store.certificates
+    return await service.listing.run(lambda: written(CertificateList(data=kept.list(tenant=caller.tenant))))
 
 
 @router.get("/{name}", response_model=Certificate)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -238,12 +238,7 @@ class TieredStore(Store):
     # Writing
 
     def put(
-        self,
-        cache: CompressedCache,
-        *,
-        codec: str = "none",
-        source: Source | None = None,
-        **fields: Any,
+        self, cache: CompressedCache, *, codec: str = "none", source: Source | None = None, **fields: Any
     ) -> Manifest:
         encoded = cache.encoded(codec)
         manifest = self.home.put(encoded, codec=codec, source=source, **fields)
@@ -269,16 +264,8 @@ class TieredStore(Store):
         self.tiers.confirm(manifest)
         return manifest
 
-    def delete(
-        self,
-        cache_id: str,
-        *,
-        tenant: str = "default",
-        if_revision: Collection[str] | None = None,
-        cascade: bool = False,
-    ) -> Receipt:
-        delete = partial(self.home.delete, cache_id, tenant=tenant, if_revision=if_revision, cascade=cascade)
-        receipt = self._insist(cache_id, tenant, delete)
+    def delete(self, cache_id: str, *, tenant: str = "default", **how: Any) -> Receipt:
+        receipt = self._insist(cache_id, tenant, partial(self.home.delete, cache_id, tenant=tenant, **how))
         for descendant in receipt.descendants:
             self.tiers.drop(descendant, tenant)
         return receipt.model_copy(update={"homes": (*receipt.homes, *self.tiers.drop(cache_id, tenant))})

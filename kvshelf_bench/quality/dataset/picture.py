@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from kvshelf_bench.quality.dataset.summary import DatasetSummary
-from kvshelf_bench.quality.picture import COLOURS, MARKERS, REST, spread_down
+from kvshelf_bench.quality.picture import COLOURS, MARKERS, REST, set_scales, spread_down
 from kvshelf_bench.quality.summary import pareto
 
 _LABEL_HEIGHT = 0.03
@@ -29,11 +28,7 @@ def draw(summary: DatasetSummary, path: Path, title: str) -> None:
         marker = "*" if place < 0 else MARKERS[place % len(MARKERS)]
         bars = [[max(0.0, way.score - way.low)], [max(0.0, way.high - way.score)]]  # a bound at 0 or 1 is rounded
         axes.errorbar(way.bytes, way.score, bars, color=colour, marker=marker, elinewidth=0.6, zorder=2)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:,.0f} kB"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    set_scales(axes, (1, 2, 5), lambda value: f"{value / 1000:,.0f} kB")
     axes.set_ylim(bottom=0)
     bottom, top = axes.get_ylim()
     ordered = sorted(ways, key=lambda way: -way.score)
@@ -44,7 +39,6 @@ def draw(summary: DatasetSummary, path: Path, title: str) -> None:
         axes.annotate(
             way.name, where, (1.02, height), textcoords="axes fraction", fontsize=8, va="center", arrowprops=arrow
         )
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("stored bytes of a document (log scale)")
     axes.set_ylabel("mean score, 95 % interval over documents")
     axes.set_title(title, fontsize=10, loc="left")

@@ -133,7 +133,7 @@ class DatasetSummary:
             for document in self.documents
         ]
         ways = [
-            {"way": way.name, **_settings(self.rows[way.name]), **_plain(way)}
+            {"way": way.name, **self.rows[way.name].to_dict(), **_plain(way)}
             | {"outcomes": [_outcome(*pair) for pair in zip(self.documents, outcomes, strict=True)]}
             for way, outcomes in zip(self.ways, self.outcomes.values(), strict=True)
         ]
@@ -163,17 +163,6 @@ def by_task(outcomes: Any) -> dict[str, float]:
         for question, score in zip(document.questions, outcome.partial, strict=True):
             scores.setdefault(question.task, []).append(score)
     return {task: fmean(found) for task, found in scores.items()}
-
-
-def _settings(row: Row) -> dict[str, Any]:
-    return {
-        "policy": row.variant.policy,
-        "policy_params": dict(row.variant.params),
-        "removed": row.removed,
-        "budget": row.budget,
-        "codec": row.codec,
-        "select": None if row.select is None else asdict(row.select),
-    }
 
 
 def _plain(way: WayScore) -> dict[str, Any]:

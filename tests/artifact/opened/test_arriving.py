@@ -26,6 +26,7 @@ from kvshelf.artifact.opened.arriving import ArrivingCache, batches_of, portions
 from kvshelf.artifact.records import LayerRecord
 from kvshelf.errors import BlobError, CacheCorrupt, CacheExpired, CacheNotFound, StoreUnavailable
 from kvshelf.store.disk import DiskStore
+from tests.amounts import few
 from tests.store.caches import golden_caches, make_cache, parts_of, require_equal, require_equal_records
 from tests.store.disk.test_faults import DAMAGE, file_of
 from tests.store.faults import CASES
@@ -161,7 +162,7 @@ def test_what_is_read_at_once_is_one_layer_or_at_most_4_mib_of_them(sizes: list[
     assert all(a + sizes[batch[0]] > 4 << 20 for a, batch in zip(volumes, batches[1:], strict=False)), "all that fit"
 
 
-@pytest.mark.parametrize("name", golden_caches())
+@pytest.mark.parametrize("name", few(9, golden_caches()))
 def test_what_arrives_is_what_was_stored(shelf: DiskStore, name: str) -> None:
     cache = golden_caches()[name]
     with shelf.open_cache(shelf.put(cache).id) as arriving:

@@ -24,7 +24,7 @@ from kvshelf_bench.characterize.load import (
     winners_table,
 )
 from kvshelf_bench.cli import app
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import EngineOptions, endless_answers
 from kvshelf_bench.speed.subject import load_subject
 
 SMALL = Offer([200.0], requests=6, documents=2, tokens=512, answer_tokens=4)
@@ -48,10 +48,11 @@ WAYS = [System("full"), System("quest", 0.5), System("h2o", 0.5)]
 
 @pytest.fixture(scope="module")
 def cells():
-    with load_subject("kvshelf-tiny", "cpu", "float32", 1) as subject:
+    with load_subject(EngineOptions("kvshelf-tiny", "cpu", "float32", 1)) as subject:
         return {cell.system: cell for cell in characterized(subject, "kvshelf-tiny", WAYS, SMALL)}
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_under_the_same_load(cells):
     assert list(cells) == ["full", "quest", "h2o"]
     for cell in cells.values():
@@ -70,7 +71,7 @@ def test_every_way_is_measured_under_the_same_load(cells):
 def test_a_question_that_waits_for_the_model_is_late_from_its_arrival():
     """All questions come at once, and two are answered at a time: the last ones wait for most of the others."""
     offer = Offer([1000.0], requests=24, documents=1, tokens=512, answer_tokens=24)
-    with load_subject("random:1", "cpu", "float32", 1) as subject, endless_answers(subject.engine):
+    with load_subject(EngineOptions("random:1", "cpu", "float32", 1)) as subject, endless_answers(subject.engine):
         caches = [subject.engine.compress(subject.tokens(512, seed=1), policy="full")]
         scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=2, max_waiting=24))
         scheduler.start()

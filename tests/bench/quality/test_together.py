@@ -12,6 +12,7 @@ from kvshelf_bench.quality.options import Sets
 from kvshelf_bench.quality.together import measure_together
 
 
+@pytest.mark.slow
 def test_routes_stand_beside_all_documents_and_the_one_that_knows(tiny):
     row = measure_together(tiny, 3, Sets(tokens=300, sets=1, questions=6))
     assert (row.documents, row.questions) == (3, 6)

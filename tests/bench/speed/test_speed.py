@@ -25,7 +25,7 @@ from kvshelf.model.loading import shares_models
 from kvshelf.model.source import bundled_folder
 from kvshelf.store.url import open_store
 from kvshelf_bench.cli import app
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import EngineOptions, endless_answers
 from kvshelf_bench.peers import kvpress_worker
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.quality.grid import Row
@@ -181,6 +181,7 @@ def measuring(subject, lengths, budget_s):
         yield run
 
 
+@pytest.mark.slow
 def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subject):
     told = []
     interpreters = {"vLLM": None, "llama.cpp": None}
@@ -197,7 +198,7 @@ def test_serving_has_a_row_for_each_work_and_tells_it_when_it_is_measured(subjec
 
 
 def test_serving_measures_a_random_model_without_a_tokenizer():
-    with load_subject("random:1", "cpu", "float32", 1, "int8") as subject:
+    with load_subject(EngineOptions("random:1", "cpu", "float32", 1, "int8")) as subject:
         found = serving.serving(subject, [96], serving.ServingPace(1, 60.0, 0.0), {"vLLM": None, "llama.cpp": None}, 1)
     assert [row.rounds for row in found.rows] == [1] * 4
 
@@ -211,6 +212,7 @@ def test_serving_stands_beside_a_peer(subject):
     assert row.beside["vLLM"].median == pytest.approx(2.0 / row.seconds["replica"].median)
 
 
+@pytest.mark.slow
 def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
     """A peer for which 100 tokens take 2 s cannot prefill 3,000 in a minute. Later rounds are left out as a whole."""
     with measuring(subject, [96, 3000], 60.0) as run:
@@ -354,6 +356,7 @@ def test_a_step_reads_weights_once_each_document_once_and_every_suffix(subject):
     assert decode.step_bytes(subject, [cache] * 3, 3) == weights + 3 * cache.nbytes + 3 * mean_suffix * per_token
 
 
+@pytest.mark.slow
 def test_decoding_is_measured_on_different_documents_and_on_one(subject):
     found = decode.decodings(subject, [1, 3], rounds=1, lengths=[128], answers=[8])
     assert [(row.questions, row.documents) for row in found.rows] == [(1, 1), (3, 3), (3, 1)]
@@ -377,7 +380,7 @@ def test_a_random_model_is_the_same_every_time(tmp_path):
     first, second = (load_random_model(tmp_path / name, torch.device("cpu"), "auto") for name in ("first", "second"))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert len(first.base_model.layers) == 2
-    with load_subject("random:2", "cpu", "bfloat16", 0) as loaded:
+    with load_subject(EngineOptions("random:2", "cpu", "bfloat16", 0)) as loaded:
         assert loaded.dtype == "bfloat16"
         assert torch.equal(loaded.engine.model.state_dict()["lm_head.weight"], first.lm_head.weight.bfloat16())
         assert compress(loaded, loaded.tokens(64, seed=0), "knorm", 0.5).hook_s > 0
@@ -385,7 +388,7 @@ def test_a_random_model_is_the_same_every_time(tmp_path):
 
 @pytest.fixture(scope="module")
 def random_subject():
-    with load_subject("random:2", "cpu", "float32", 0) as loaded:
+    with load_subject(EngineOptions("random:2", "cpu", "float32", 0)) as loaded:
         yield loaded
 
 
@@ -414,6 +417,7 @@ def test_a_random_model_has_a_row_for_each_codec_and_number_of_threads(random_su
     assert 0.5 < rows["none", 1].smaller + rows["none", 2].smaller < 1.0  # fp32, and a header
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_codec_fit_together(random_subject, tmp_path):
     with closing(open_store(f"disk://{tmp_path}/home")) as home:
         costs = codec_costs(random_subject, home, 400, 1)
@@ -508,6 +512,7 @@ def test_codecs_command(tmp_path):
     assert klt["symbols_s"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_stores_of_one_scheme_are_told_apart_without_their_urls(tmp_path):
     with ValkeyServer(tmp_path, requirepass="secret") as server:
         stores = ["--store", server.url + PATIENT, "--store", f"{server.url}{PATIENT}&prefix=b"]

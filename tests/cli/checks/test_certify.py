@@ -58,6 +58,7 @@ def test_a_certificate_is_written_and_an_interrupted_run_goes_on(
     assert list(tmp_path.rglob("*.unfinished")) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_its_own_groups_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     file, target = tmp_path / "asked.jsonl", tmp_path / "own.json"

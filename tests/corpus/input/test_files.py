@@ -204,6 +204,7 @@ def uvloop_policy() -> Iterator[None]:
     asyncio.set_event_loop_policy(before)
 
 
+@pytest.mark.slow
 def test_a_file_that_takes_too_long_ends_at_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(laborious(3_000_000))
     corpus = FileCorpus(str(tmp_path), {}, limits=ExtractLimits(1000, 1 << 30, 1))

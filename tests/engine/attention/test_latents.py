@@ -34,6 +34,7 @@ from kvshelf.training import head_search
 from kvshelf.training.head_search import Needle
 from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
+from tests.amounts import few, in_turn
 from tests.engine.asking import ids, logits_behind
 
 OLD = Version(transformers.__version__) < Version("5.24")
@@ -131,7 +132,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", few(5, POLICIES))
 def test_policies_keep_as_many_tokens_as_the_budget_has(one: Engine, policy: str) -> None:
     """In one head of each layer; policies that share a budget among layers in all layers together."""
     cache = one.compress(ids(100), policy=policy, compression_ratio=0.5)
@@ -186,8 +187,7 @@ def test_retrieval_heads_are_searched_and_choose_for_all_heads(monkeypatch: pyte
     assert kept[0] > kept[-1]
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "cake", "kvzip", "streaming_llm"])
+@in_turn({"policy": ["keydiff", "snapkv", "cake", "kvzip", "streaming_llm"], "family": SOME})
 def test_what_was_evicted_is_not_seen_and_the_rest_is(family: str, policy: str) -> None:
     """The logits are those of the model under a mask that hides what each layer evicted."""
     engine, document, behind = Engine(made(family), name="m"), ids(60), ids(9, seed=2)
@@ -231,7 +231,7 @@ def test_a_token_stays_by_the_mean_of_its_scores_over_the_heads(one: Engine) -> 
         assert layer.positions[0].tolist() == sorted(score[0].topk(40).indices.tolist())
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "mixed"])
+@pytest.mark.parametrize("codec", few(2, ["int8", "int4", "int2", "mixed"]))
 def test_codecs_take_latents_as_any_entries(engine: Engine, codec: str) -> None:
     cache = engine.compress(ids(150), policy="snapkv", compression_ratio=0.3)
     coded = CompressedCache.from_bytes(cache.to_bytes(codec))
@@ -314,7 +314,7 @@ def test_generate_says_what_it_says_without_kvshelf(engine: Engine) -> None:
     document, question = ids(60), ids(7, seed=4)
     whole = torch.tensor([document + question])
     cache = engine.compress(document, policy="full")
-    for options in ({"max_new_tokens": 50}, {"max_new_tokens": 9, "num_beams": 3}):
+    for options in ({"max_new_tokens": 16}, {"max_new_tokens": 9, "num_beams": 3}):
         expected = engine.model.generate(whole, **options, do_sample=False)[0, whole.shape[1] :]
         with engine.attached(cache) as past:
             given = past.with_document(torch.tensor([question]))
@@ -325,9 +325,9 @@ def test_generate_says_what_it_says_without_kvshelf(engine: Engine) -> None:
 def test_an_export_is_what_transformers_caches_itself(engine: Engine) -> None:
     document, question = ids(60), ids(7, seed=4)
     whole = torch.tensor([document + question])
-    expected = engine.model.generate(whole, max_new_tokens=20, do_sample=False)
+    expected = engine.model.generate(whole, max_new_tokens=8, do_sample=False)
     exported = engine.export(engine.compress(document, policy="full"))
-    found = engine.model.generate(whole, **{CACHE_ARGUMENT: exported}, max_new_tokens=20, do_sample=False)
+    found = engine.model.generate(whole, **{CACHE_ARGUMENT: exported}, max_new_tokens=8, do_sample=False)
     assert found.tolist() == expected.tolist()
     reduced = engine.compress(document, policy="tova", compression_ratio=0.5)
     assert engine.export(reduced, "absolute").get_seq_length() == 30

@@ -19,6 +19,7 @@ from kvshelf.errors import CacheCorrupt
 from kvshelf.kernels import staging
 from kvshelf.model import loading
 from scripts.card import CARD, Card
+from tests.amounts import few
 from tests.store.caches import make_cache, require_equal_records
 
 TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait."
@@ -98,7 +99,7 @@ def logits(engine: Engine, cache: CompressedCache) -> torch.Tensor:
         return engine.model(torch.tensor([QUESTION]).to(device), **{CACHE_ARGUMENT: past}).logits.cpu()
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "klt", "lossless"])
+@pytest.mark.parametrize("codec", few(2, ["none", "int4", "klt", "lossless"]))
 def test_a_question_reads_each_layer_behind_its_event_and_waits_for_none(engines, codec):
     """Whatever reads one too early is refused by the card. Positions are only checked of calls from outside."""
     card, here, there = engines
@@ -121,6 +122,7 @@ def test_a_document_that_could_not_be_sent_is_sent_anew(engines, monkeypatch):
     assert torch.allclose(logits(there, cache), logits(here, cache), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_streams_are_decoded_behind_positions_that_are_on_the_card(engines):
     _, here, there = engines
     cache = here.encoded(here.compress(TEXT, policy="keydiff", compression_ratio=0.5), "klt")

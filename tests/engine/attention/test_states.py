@@ -30,7 +30,7 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.sizes import Dimensions
 from kvshelf.workers.replica.inspect import kept_tokens
 from kvshelf_bench.models.small import small_model
-from tests.amounts import SOAK, amount
+from tests.amounts import SOAK, amount, few
 from tests.engine.asking import ids, logits_behind
 
 pytestmark = pytest.mark.skipif(
@@ -82,7 +82,10 @@ KINDS = ["keydiff", "snapkv", "pyramidkv", "kvzip", "ems"]
 
 @pytest.mark.parametrize(
     ("engine", "policy"),
-    [(each, policy) for each in MECHANISMS for policy in (POLICIES if each == MECHANISMS[0] or SOAK else KINDS)],
+    few(
+        12,
+        [(each, policy) for each in MECHANISMS for policy in (POLICIES if each == MECHANISMS[0] or SOAK else KINDS)],
+    ),
     indirect=["engine"],
 )
 def test_policies_reduce_entries_and_leave_states(engine: Engine, policy: str) -> None:
@@ -183,7 +186,7 @@ def test_a_step_that_fails_leaves_every_answer_where_it_was(engine: Engine) -> N
     assert answer.token_ids == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize("options", few(1, [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]))
 def test_generate_says_what_it_says_without_kvshelf(engine: Engine, options: dict[str, Any]) -> None:
     question = ids(7, seed=4)
     cache = engine.compress(ids(60), policy="full")

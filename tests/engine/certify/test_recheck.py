@@ -38,6 +38,7 @@ def test_what_loses_nothing_answers_as_the_full_cache(tiny, document, codec):
         assert result.kl < (1e-5 if codec == "none" else 0.2)
 
 
+@pytest.mark.slow
 def test_an_answer_that_differs_has_its_cache_measured(tiny, document):
     """By the same figure as at its creation, of all cues."""
     cache = tiny.compress(document.text, policy="streaming_llm", compression_ratio=0.9)

@@ -75,7 +75,7 @@ def require_equal(engine, cache, query, together, expected):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(24), Sampling(24, Ask(temperature=0.8, top_p=0.9, seed=5))], ids=["greedy", "drawn"]
+    "sampling", [Sampling(24), Sampling(12, Ask(temperature=0.8, top_p=0.9, seed=5))], ids=["greedy", "drawn"]
 )
 def test_every_answer_is_the_one_it_is_alone(llama, caches, sampling):
     """Rows on eight kinds of documents, several on one, with questions of 1 to 70 tokens."""

@@ -25,6 +25,7 @@ from kvshelf.engine.forward.tracing import AttentionCall
 from kvshelf.kernels.prefix_attention import attention_part
 from kvshelf.kernels.rowwise import available, multiplies_bf16
 from kvshelf.model.prepacking import prepack
+from tests.amounts import few, in_turn
 
 pytestmark = pytest.mark.skipif(not available(), reason="no library was compiled for this CPU")
 
@@ -55,7 +56,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Te
     return out.transpose(1, 2).contiguous()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(12, FAMILIES))
 def test_logits_are_those_of_the_models_modules(family):
     model, ids, positions = made(family), torch.randint(0, 130, (1, 13)), torch.arange(13)[None] + 20
     with torch.no_grad():
@@ -78,7 +79,7 @@ needs_bf16 = pytest.mark.skipif(
 
 
 @needs_bf16
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(7, FAMILIES))
 def test_in_bf16_logits_are_nearer_to_those_in_fp32_than_the_models_modules_are(family):
     """They round less often. The same weights; rounding of logits, which both do, is left a little room."""
     model, ids, positions = made(family).bfloat16(), torch.randint(0, 130, (1, 13)), torch.arange(13)[None] + 20
@@ -189,7 +190,8 @@ def test_caches_and_answers_are_those_of_the_modules():
 
 
 @pytest.mark.parametrize(
-    ("policy", "computed"), [("full", 2), ("lagkv", 2), ("snapkv", 2), ("h2o", 3), ("ems", 3), ("d2o", 3), ("cam", 3)]
+    ("policy", "computed"),
+    few(3, [("full", 2), ("lagkv", 2), ("snapkv", 2), ("h2o", 3), ("ems", 3), ("d2o", 3), ("cam", 3)]),
 )
 def test_the_last_of_three_attentions_is_computed_where_a_policy_reads_its_log_sum_exps(policy, computed, monkeypatch):
     calls, compute = [], function._causal
@@ -237,8 +239,7 @@ DOCUMENTS = (
 )
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kinds", [DOCUMENTS[:3], DOCUMENTS])
+@in_turn({"threads": [1, 2], "kinds": [DOCUMENTS[:3], DOCUMENTS]})
 def test_answers_of_batches_that_take_turns_are_those_that_modules_give(engines, kinds, threads):
     """Rows begin and end at any step, outgrow their memory, and another batch has the program's memory in between."""
     before = torch.get_num_threads()

@@ -259,6 +259,7 @@ def held(rows: int) -> int:
     return sum({each.data_ptr(): each.nbytes for each in found if each.numel() in (rows * 32, 2 * rows * 32)}.values())
 
 
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("codec", ["none", "int8:residual=0", "lossless"])
 @pytest.mark.parametrize(("kind", "group"), [(kind, group) for kind in ("llama", "qwen2") for group in (1, 4, 7)])
 def test_at_every_step_they_are_made_again_and_nothing_else_is_held(

@@ -21,6 +21,7 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.registry import parameters_of
 from kvshelf.samples.tasks import make_document
 from kvshelf_bench.models.small import small_model
+from tests.amounts import few, in_turn
 
 NEWER = pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for recurrent states")
 LATENTS = pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="older transformers cache expanded keys")
@@ -71,7 +72,7 @@ def inside(job: Job) -> list[int]:
     return [at for first, end in job.document.protect for at in range(first, end)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", few(20, POLICIES))
 def test_every_policy_keeps_what_is_protected(policy: str, tiny: Engine, messages: list[dict[str, str]]) -> None:
     job, plain = (prepared(tiny, messages, policy, protect) for protect in (RULES, []))
     places = inside(job)
@@ -95,9 +96,11 @@ def test_every_policy_keeps_what_is_protected(policy: str, tiny: Engine, message
     assert tiny.answer(read, asked, max_new_tokens=3).token_ids == tiny.answer(cache, asked, max_new_tokens=3).token_ids
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(
-    "policy", ["full", "keydiff", "kvdirect", "kvzip", "ada", "ems", "think", "streaming_llm", "mikv"]
+@in_turn(
+    {
+        "policy": ["full", "keydiff", "kvdirect", "kvzip", "ada", "ems", "think", "streaming_llm", "mikv"],
+        "codec": CODECS,
+    }
 )
 def test_no_codec_rounds_what_is_protected(
     codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]
@@ -122,8 +125,7 @@ def in_chunks(policy: str) -> dict[str, Any]:
     return {"prefill": "chunked", **blocks}
 
 
-@pytest.mark.parametrize("codec", ["none", *CODECS])
-@pytest.mark.parametrize("policy", CHUNKED)
+@in_turn({"policy": CHUNKED, "codec": ["none", *CODECS]})
 def test_a_prefill_in_chunks_keeps_them_and_no_codec_rounds_them(
     codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]
 ) -> None:
@@ -217,7 +219,7 @@ def test_latents_windows_and_states(family: str) -> None:
         assert CompressedCache.from_bytes(cache.to_bytes()).to_bytes() == cache.to_bytes()
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "klt"])
+@pytest.mark.parametrize("codec", few(2, ["none", "int4", "klt"]))
 def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, messages: list[dict[str, str]]) -> None:
     document = messages[1]["content"]
     job = prepared(tiny, document, "keydiff", [f"text:{RULE}"])
@@ -233,7 +235,7 @@ def test_what_is_appended_leaves_them_as_they_are(codec: str, tiny: Engine, mess
             assert torch.equal(values, same_values)
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "klt"])
+@pytest.mark.parametrize("codec", few(1, ["none", "int8", "klt"]))
 @pytest.mark.parametrize("policy", ["keydiff", "streaming_llm", "kvzip"])
 def test_what_is_appended_has_rules_of_its_own(
     codec: str, policy: str, tiny: Engine, messages: list[dict[str, str]]

@@ -12,6 +12,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView
+from tests.amounts import few
 from tests.by_hand import drawn
 from tests.methods.policies.shaped import SHAPES, random_ids, seen_by, shaped_model
 from tests.views import best, random_layer
@@ -171,7 +172,7 @@ def test_the_same_seed_gives_the_same_cache_and_another_one_another(llama):
     assert not torch.equal(first.layers[0].values, other.layers[0].values)
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "int4", "int2", "mixed", "klt"])
+@pytest.mark.parametrize("codec", few(2, ["none", "int8", "int4", "int2", "mixed", "klt"]))
 def test_a_merged_cache_is_stored_and_answers(codec):
     engine = Engine.load("kvshelf-tiny", device="cpu")
     text = "The access code of the amber falcon is 482913. " + "The harbour was quiet that morning. " * 40

@@ -30,6 +30,7 @@ from kvshelf.kernels.prefix_attention import PackedPrefix, StackedPrefix
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.chunked import LayerPast
 from kvshelf.methods.policies.gate_file import Gates, gate_path
+from tests.amounts import few, in_turn
 from tests.methods.policies.gates import GATED, header, random_gates
 
 TOKENS, CHUNK, BUDGET, SINK, HEAD = 158, 64, 44, 3, 8
@@ -381,8 +382,7 @@ def require_same(cache: CompressedCache, by_hand: ByHand) -> None:
                 torch.testing.assert_close(ours.double(), expected[0, head, positions.long()], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "group"), SHAPES)
-@pytest.mark.parametrize("name", SETTINGS)
+@in_turn({"name": [*SETTINGS], "kind, group": SHAPES})
 def test_it_is_the_rule_of_the_paper_at_each_chunk(
     name: str, kind: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,8 +405,7 @@ def test_it_is_the_rule_of_the_paper_at_each_chunk(
         ]
 
 
-@pytest.mark.parametrize(("kind", "group"), SHAPES)
-@pytest.mark.parametrize("protect", [None, (70, 75)])
+@in_turn({"kind, group": SHAPES, "protect": [None, (70, 75)]})
 def test_flags_hide_a_token_from_all_behind_it(kind: str, group: int, protect: tuple[int, int] | None) -> None:
     """By hand each token runs alone, and here 64 together: whether it stays is known before any other sees it."""
     engine = Engine(small(kind, group))
@@ -458,14 +457,6 @@ def test_the_last_chunk_has_the_rows_of_the_window(engine: Engine) -> None:
     for index, record in enumerate(engine.run(job).cache.layers):
         for head, positions in enumerate(record.positions):
             assert positions.tolist() == by_hand.visible[index, head, :132].nonzero()[:, 0].tolist()
-
-
-@pytest.fixture
-def frozen() -> Any:
-    """The collector lists only what is made from here on."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def alive() -> int:
@@ -531,7 +522,7 @@ def test_a_budget_of_everything_is_the_full_cache(engine: Engine, name: str) -> 
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(5, SETTINGS))
 def test_protected_tokens_stay_and_are_judged_by_nothing(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

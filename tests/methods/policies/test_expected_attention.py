@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.policies import build
+from tests.amounts import few
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -104,14 +105,17 @@ def naive(model, layer, budget, *, sink=4, n_future=512, covariance=True, value_
 
 @pytest.mark.parametrize(
     "params",
-    [
-        {},
-        {"covariance": False},
-        {"value_norm": False},
-        {"eps": 0.05},
-        {"n_future": 7, "sink": 1},
-        {"sink": 0, "covariance": False, "value_norm": False},
-    ],
+    few(
+        5,
+        [
+            {},
+            {"covariance": False},
+            {"value_norm": False},
+            {"eps": 0.05},
+            {"n_future": 7, "sink": 1},
+            {"sink": 0, "covariance": False, "value_norm": False},
+        ],
+    ),
     ids=str,
 )
 def test_keeps_what_the_formula_says(engine, params):

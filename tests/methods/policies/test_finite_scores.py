@@ -21,6 +21,7 @@ from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.scheduler import Scheduler
+from tests.amounts import few, in_turn
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book; the pilots ask for it. " * 16
 # compresskv refuses broken weights before the prefill: its calibration is of others.
@@ -53,7 +54,7 @@ def overflowing() -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(("name", "params"), [(name, {}) for name in SCORING] + [("lagkv", CHUNKED)])
+@pytest.mark.parametrize(("name", "params"), few(15, [*((name, {}) for name in SCORING), ("lagkv", CHUNKED)]))
 def test_nan_in_one_layer_is_refused_and_named(broken, name, params):
     ratio = {"compression_ratio": 0.75} if POLICIES[name].takes_budget else {}
     with pytest.raises(PolicyUnsupported, match="bfloat16") as refused:
@@ -66,7 +67,7 @@ def test_nan_in_one_layer_is_refused_and_named(broken, name, params):
     assert where.get(name, "in 1 of 4 layers (3)") in str(refused.value)
 
 
-@pytest.mark.parametrize("ratio", [0.02, 0.5, 0.95])
+@pytest.mark.parametrize("ratio", few(1, [0.02, 0.5, 0.95]))
 @pytest.mark.parametrize(
     ("name", "params"),
     [("snapkv", {}), ("keydiff", {}), ("layer_defensivekv", {}), ("ada", {"across": "cache"}), ("ems", {}),
@@ -91,8 +92,7 @@ def mute(request, tiny_folder: Path) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("name", ["keydiff", "full", "streaming_llm"])
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@in_turn({"name": ["keydiff", "full", "streaming_llm"], "codec": ["none", "int8"]})
 def test_logits_that_are_no_numbers_are_refused_where_quality_is_measured(mute, name, codec):
     job = mute.prepare(DOCUMENT, policy=name)
     with pytest.raises(PolicyUnsupported, match=r"are not numbers.*bfloat16") as refused:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.artifact.records import Kept, Merged
-from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies import build
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
@@ -406,11 +405,11 @@ def test_what_a_budget_has_no_room_for_is_refused(name, params, mean, param, nam
 @pytest.mark.parametrize("name", ["d2o", "kvmerger"])
 @pytest.mark.parametrize("store", ["means", "slots"])
 @pytest.mark.parametrize("codec", ["none", "int4", "mixed"])
-def test_a_merged_cache_is_stored_and_answers(name, store, codec):
-    engine = Engine.load("kvshelf-tiny", device="cpu")
+def test_a_merged_cache_is_stored_and_answers(tiny, name, store, codec):
     text = "The access code of the amber falcon is 482913. " + "The harbour was quiet that morning. " * 40
-    cache = engine.encoded(engine.compress(text, policy=name, compression_ratio=0.5, store=store), codec)
+    cache = tiny.encoded(tiny.compress(text, policy=name, compression_ratio=0.5, store=store), codec)
     again = type(cache).from_bytes(cache.to_bytes())
     question = "What is the access code of the amber falcon?"
-    assert engine.answer(again, question).text == engine.answer(cache, question).text
+    answers = [tiny.answer(stored, question, max_new_tokens=8).text for stored in (cache, again)]
+    assert answers[0] == answers[1]
     assert cache.kept_tokens <= cache.num_tokens // 2

@@ -262,6 +262,7 @@ def doctor(home: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_restart_finds_everything_and_keys_are_rotated(rules: httpx.Client, ruled: LiveService) -> None:
     """The last test of this file. Two lives of the service, with the old key and with the new one before it; then the

@@ -678,6 +678,7 @@ def test_every_answer_is_for_its_caller_alone_and_no_script(guarded: Guarded, ac
         assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
 
 
+@pytest.mark.slow
 def test_a_reader_who_stops_is_cut_off(guarded: Guarded, acme: httpx.Client) -> None:
     """A download that does not fit into the buffers between, of which nothing is read."""
     cache = created(acme, token_ids=[5 + n % 700 for n in range(15_000)], policy="full")["id"]

@@ -22,6 +22,7 @@ from kvshelf.service.http import parsing
 from kvshelf.service.http.parsing import LARGE_BYTES, Parser
 from kvshelf.service.settings import Settings
 from kvshelf.workers.replica.calls import Computing
+from tests.amounts import few
 from tests.attack.bodies import CALLS, CREATIONS, route_of
 from tests.timing import least_s
 
@@ -129,15 +130,18 @@ def test_a_large_bad_body_does_not_hold_the_loop(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"document": "größer 😀\n" * 200_000, "labels": {"team": "law"}, "compression_ratio": 0.5},
-        {
-            "messages": [{"role": "user", "content": "x" * 2_000}] * 1_000,
-            "policy": "lagkv",
-            "policy_params": {"lag": 32},
-        },
-        {"token_ids": list(range(300_000)), "name": "ids", "ttl_s": 5},
-    ],
+    few(
+        1,
+        [
+            {"document": "größer 😀\n" * 200_000, "labels": {"team": "law"}, "compression_ratio": 0.5},
+            {
+                "messages": [{"role": "user", "content": "x" * 2_000}] * 1_000,
+                "policy": "lagkv",
+                "policy_params": {"lag": 32},
+            },
+            {"token_ids": list(range(300_000)), "name": "ids", "ttl_s": 5},
+        ],
+    ),
     ids=["text", "messages", "tokens"],
 )
 def test_a_large_body_means_what_a_small_one_means(fields: dict[str, Any]) -> None:
@@ -219,7 +223,7 @@ def test_json_texts_of_a_body_have_its_bounds_together() -> None:
         parse_request(ChatCompletionRequest, json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("name", [*CREATIONS, *CALLS])
+@pytest.mark.parametrize("name", few(20, [*CREATIONS, *CALLS]))
 def test_a_body_takes_time_in_proportion_to_its_length(name: str) -> None:
     """On the event loop: 120 kB of the first took 24 s."""
     model = MODELS[route_of(name)]

@@ -26,7 +26,7 @@ from tests.service.scrape import moving
 ENDED = ("completed", "failed", "expired", "cancelled")
 OPTIONS: dict[str, Any] = {"policy": "keydiff", "compression_ratio": 0.5, "labels": {"by": "night"}}
 LONG_TOKENS = 15_000
-MANY_ROWS = 20  # a second each, or two: more than end while a test waits for the first of them
+MANY_ROWS = 12  # a second each, or two: more than end while a test waits for the first of them
 
 
 def text(number: int) -> str:

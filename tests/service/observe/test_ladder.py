@@ -22,7 +22,7 @@ def test_a_cache_cools_under_its_id(
     document = make_document("multikey", "prose", 220, 2, lambda text: len(text.split()))
     full = {"policy": "full", "codec": "none", "quality": False}
     with (
-        start_service(tmp_path, tiny_folder, ladder="none:3s,int8:30d,int2") as service,
+        start_service(tmp_path, tiny_folder, ladder="none:3s,int8:30d,int2", sweep_interval_s=0.5) as service,
         httpx.Client(base_url=service.url, timeout=120) as http,
     ):
         created = http.post("/v1/caches", json={"document": document.text, **full}).raise_for_status()

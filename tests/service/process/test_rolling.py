@@ -25,6 +25,7 @@ import pytest
 from kvshelf import Client
 from kvshelf.client import Retries
 from kvshelf.service.http.place import ServerPlace
+from tests.amounts import few
 from tests.service.conftest import await_log, created, refused, stopped
 from tests.service.jobs.test_batches import begun, closed_window, lines
 from tests.service.process.test_supervisor import SUPERVISOR
@@ -198,7 +199,7 @@ def test_a_server_leaves_if_its_supervisor_dies_before_it_reads_that_the_server_
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", few(1, [signal.SIGHUP, signal.SIGTERM]))
 def test_what_takes_longer_than_the_grace_is_refused_as_any_other_error(tmp_path: Path, number: int) -> None:
     """An answer that has begun breaks off, so that nobody takes it for the whole."""
     (tmp_path / "child.py").write_text(UNFINISHED)

@@ -67,6 +67,7 @@ def ids(http: httpx.Client) -> dict[str | None, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_questions_at_once_cross_nowhere(
     http: httpx.Client, ids: dict[str | None, str], folders: dict[str, Path]
@@ -177,6 +178,7 @@ def test_nothing_answers_for_an_adapter_that_is_gone_unless_it_is_named(
         assert (answer["recomputed"], answer["cache_id"]) == ("model_changed", made)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_name_their_adapter(http: httpx.Client, ids: dict[str | None, str]) -> None:
     same: dict[str, Any] = {"document": DOCUMENT, "policy": "full", "codec": "none"}
     rows = lines(

@@ -87,6 +87,7 @@ def test_a_creation_keeps_the_smallest_level_that_it_allows(
     assert plain["certificate"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("certificate")
 def test_a_cache_that_was_there_is_certified_too(http: httpx.Client) -> None:
     cache = created(http, document=document("earlier"), certificate="own")
@@ -120,6 +121,7 @@ def test_what_does_not_fit_is_refused(
     assert told in error["message"]
 
 
+@pytest.mark.slow
 def test_questions_on_caches_are_graded_on_their_kept_texts(
     http: httpx.Client, client: Client, service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

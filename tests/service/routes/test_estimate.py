@@ -22,6 +22,7 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.workers.replica.create import estimates
 from kvshelf.workers.replica.create.estimates import CODECS, Rates
 from kvshelf.workers.replica.create.sizes import Dimensions
+from tests.amounts import in_turn
 from tests.service.conftest import created, refused, stopped
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ def test_sizes_have_the_index_of_a_policy(tiny: Engine, codec: str) -> None:
     assert said == pytest.approx(len(tiny.encoded(cache, codec).to_bytes()), rel=0.02)
 
 
-@pytest.mark.parametrize("codec", [*FIXED, "int4:group=64,residual=0"])
-@pytest.mark.parametrize("removed", [0.0, 0.5, 0.9])
+@in_turn({"codec": [*FIXED, "int4:group=64,residual=0"], "removed": [0.0, 0.5, 0.9]})
 def test_sizes_are_of_pruned_keys(tiny: Engine, codec: str, removed: float) -> None:
     """Around a base that keeps the last tokens."""
     params = {"channels": 0.5, "whole_keys": 20}
@@ -110,8 +110,7 @@ def test_codecs_that_a_policy_cannot_take_are_left_out_unless_asked_for(http: ht
 STREAMS = ["klt:step=0.5", "klt", "klt:step=4", "klt:steps=kl", "klt:classes=1/3,shares=5/5"]
 
 
-@pytest.mark.parametrize("codec", STREAMS)
-@pytest.mark.parametrize("removed", [0.0, 0.5, 0.9])
+@in_turn({"codec": STREAMS, "removed": [0.0, 0.5, 0.9]})
 def test_the_size_of_streams_is_told_within_a_fifth(tiny: Engine, codec: str, removed: float) -> None:
     """It depends on the text. Text that repeats itself takes a third of what is said."""
     cache = reduced(tiny, (ROOT / "docs" / "use" / "secure.md").read_text()[:9000], removed)

@@ -129,6 +129,7 @@ def test_the_command_puts_the_pages_of_a_pdf(client: Client, running: LiveServic
     assert (put.returncode, "report.pdf is no PDF" in put.stderr + put.stdout) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_conversation_about_images_goes_on_after_a_restart(
     start_service: Callable[..., AbstractContextManager[LiveService]], tmp_path: Path
 ) -> None:

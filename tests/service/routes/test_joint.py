@@ -237,6 +237,7 @@ def two_models(
         yield client
 
 
+@pytest.mark.slow
 def test_caches_of_two_models_are_refused_and_of_one_that_cannot_join(two_models: httpx.Client) -> None:
     texts = ("The mast is striped. " * 20, "The hull is black. " * 20)
     ours = [created(two_models, document=text)["id"] for text in texts]

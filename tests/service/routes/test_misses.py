@@ -13,6 +13,7 @@ from kvshelf import CompressedCache, open_store
 from kvshelf.service.routes.queries import agreement
 from kvshelf.store import housekeeping
 from kvshelf.store.disk import DiskStore
+from tests.amounts import few
 from tests.service.conftest import created, other_model, refused
 from tests.service.routes.test_queries import ask, events
 
@@ -90,14 +91,17 @@ def test_a_corrupt_cache_is_made_again_as_it_was(
 @pytest.mark.parametrize("how", get_args(Lost))
 @pytest.mark.parametrize(
     "body",
-    [
-        {"document": TEXT + "a", "compression_ratio": 0.75, "labels": {"a": "b"}, "name": "tide"},
-        {"document": TEXT + "b", "budget_tokens": 33, "codec": "int4", "ttl_s": 900},
-        {"document": TEXT + "c", "policy": "lagkv", "policy_params": {"lag": 16}, "layout": "plain"},
-        {"document": TEXT + "d", "policy": "snapkv", "expected_questions": ["When does the boat leave?"]},
-        {"messages": TURNS, "policy": "kvzip"},
-        {"token_ids": list(range(300, 500)), "policy": "keydiff"},
-    ],
+    few(
+        3,
+        [
+            {"document": TEXT + "a", "compression_ratio": 0.75, "labels": {"a": "b"}, "name": "tide"},
+            {"document": TEXT + "b", "budget_tokens": 33, "codec": "int4", "ttl_s": 900},
+            {"document": TEXT + "c", "policy": "lagkv", "policy_params": {"lag": 16}, "layout": "plain"},
+            {"document": TEXT + "d", "policy": "snapkv", "expected_questions": ["When does the boat leave?"]},
+            {"messages": TURNS, "policy": "kvzip"},
+            {"token_ids": list(range(300, 500)), "policy": "keydiff"},
+        ],
+    ),
     ids=lambda body: next(iter(body)) + "-" + str(body.get("policy", body.get("codec", "default"))),
 )
 def test_a_lost_cache_is_made_again_from_its_token_ids(

@@ -267,6 +267,7 @@ def test_the_clients(service_url: str, tmp_path: Path) -> None:
     asyncio.run(awaited())
 
 
+@pytest.mark.slow
 def test_the_command_line(service_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHELF_URL", service_url)
     monkeypatch.setenv("COLUMNS", "200")

@@ -26,6 +26,7 @@ from kvshelf.store.erasure.signing import Signer
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import FilterFields
 from kvshelf.store.url import open_store
+from tests.amounts import few
 from tests.store.caches import make_cache, require_equal
 
 SIGNER, OTHER = (Signer(Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
@@ -173,7 +174,7 @@ TIMES = {"created_at", "expires_at", "ttl_renew_s"}
 """The documentation names them: they say when, and nothing of what a cache holds."""
 
 
-@pytest.mark.parametrize("field", list(Manifest.model_fields))
+@pytest.mark.parametrize("field", few(12, list(Manifest.model_fields)))
 def test_nothing_that_an_index_says_alone_is_taken(shelves: Shelves, field: str) -> None:
     first = shelves.ids[0]
     with open_store(shelves.url) as mine:
@@ -347,6 +348,7 @@ def test_a_key_that_is_trusted_no_longer_counts_at_once(shelves: Shelves) -> Non
         require_refused(mine, shelves.ids[0], "signed with the key")
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_theirs_is_refused(shelves: Shelves, soak: bool) -> None:
     """Of caches and bundles; 10,000 tries in a soak."""
     chance = random.Random(53)

@@ -17,6 +17,7 @@ from kvshelf.store.redis.clock import RedisClock
 from kvshelf.store.redis.link import RedisLink
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
+from tests.amounts import few
 from tests.store.caches import make_cache, require_equal
 from tests.store.places import Clock, Place, RedisPlace
 from tests.store.redis.servers import ValkeyServer
@@ -164,7 +165,7 @@ with open_store(sys.argv[1]) as store:
 """
 
 
-@pytest.mark.parametrize("hours", [-3, 3])
+@pytest.mark.parametrize("hours", few(1, [-3, 3]))
 def test_a_lifetime_in_redis_is_by_the_clock_of_the_server(redis_place: RedisPlace, hours: int) -> None:
     url = f"{redis_place.server.url}?prefix={redis_place.prefix}&timeout_s=10"
     command = [sys.executable, "-c", _PUT, url, str(hours * HOUR_S), "1"]

@@ -30,6 +30,7 @@ from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
+from tests.amounts import in_turn
 from tests.store.caches import family, make_cache, require_equal
 from tests.store.places import Clock, Place, flip, gone
 
@@ -450,8 +451,7 @@ def test_sources_of_lost_caches_are_sealed_anew(place: Place) -> None:
 STEPS = ("created", "written", "synced", "verified")
 
 
-@pytest.mark.parametrize("nth", [1, 2], ids=["of the source", "of the blob"])
-@pytest.mark.parametrize("step", [*STEPS, "published", "replaced"])
+@in_turn({"step": [*STEPS, "published", "replaced"], "nth": [1, 2]})
 def test_killed_while_a_cache_is_put_with_its_source(place: Place, clock: Clock, step: str, nth: int) -> None:
     left = nth if step in STEPS else 1
 

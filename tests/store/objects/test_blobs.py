@@ -21,6 +21,7 @@ from kvshelf.store.blobs import READ_LEASE_S, TAKEN_S, Blobs, Leases, SeekableFi
 from kvshelf.store.objects.address import ObjectPlace
 from kvshelf.store.objects.blobs import ObjectBlobs
 from kvshelf.store.objects.file import HEAD, TAIL, ObjectFile
+from tests.amounts import in_turn
 from tests.store.caches import make_cache, require_equal
 from tests.store.objects.conftest import OpenShelf
 from tests.store.objects.faulty import Fault, FaultyProxy
@@ -60,8 +61,7 @@ def blobs(shared_s3: S3Server, tmp_path: Path, open_shelf: OpenShelf) -> Blobs:
     return open_shelf(DiskPlace(tmp_path / "home"), shared_s3.url(tmp_path.name)).blobs
 
 
-@pytest.mark.parametrize("server", ["shared_s3", "seaweed"])
-@pytest.mark.parametrize("once", [False, True])
+@in_turn({"server": ["shared_s3", "seaweed"], "once": [False, True]})
 def test_what_was_written_is_read(
     request: pytest.FixtureRequest, server: str, once: bool, tmp_path: Path, open_shelf: OpenShelf
 ) -> None:

@@ -32,6 +32,7 @@ from kvshelf.store.tiers.ram import PER_COPY, RECENT_S, RamTier
 from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
 from kvshelf.store.types import TokenIds
+from tests.amounts import few
 from tests.store.caches import golden_caches, make_cache, require_equal
 from tests.store.places import Clock, DiskPlace, Place, flip, gone
 from tests.store.redis.servers import PATIENT, ValkeyServer, wait_until
@@ -204,7 +205,7 @@ def test_a_read_that_was_given_up_leaves_no_copy(node: Node) -> None:
     assert list(node.ram.manifests()) == list(node.disk.manifests()) == []
 
 
-@pytest.mark.parametrize("name", sorted(golden_caches()))
+@pytest.mark.parametrize("name", few(9, sorted(golden_caches())))
 def test_every_kind_of_cache_comes_back_from_every_tier(node: Node, name: str) -> None:
     cache = golden_caches()[name]
     manifest = node.store.put(cache)

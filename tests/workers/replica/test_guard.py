@@ -350,6 +350,7 @@ async def test_answers_of_several_caches_are_counted_apart_and_raise_no_alarm(gu
     assert replica.store.stat(bad.id).quality is None
 
 
+@pytest.mark.slow
 async def test_values_of_a_tenant_are_told_apart_whatever_other_tenants_have(guarded: Callable[..., Replica]) -> None:
     """Metrics have few groups for all tenants; a joint answer over many takes none of them."""
     replica = guarded(label="kind")

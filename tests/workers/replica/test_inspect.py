@@ -17,6 +17,7 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.store.disk import DiskStore
 from kvshelf.workers.replica import inspect as module
 from kvshelf.workers.replica.inspect import kept_tokens, pieces
+from tests.amounts import few
 from tests.byte_fallback import byte_fallback_tokenizer, ids_of
 from tests.store.caches import make_cache, make_merged
 
@@ -35,7 +36,7 @@ def bits(text: str, num_tokens: int) -> np.ndarray:
     return np.unpackbits(raw, bitorder="little", count=num_tokens).astype(bool)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", few(15, POLICIES))
 def test_the_marks_are_the_positions_of_the_cache(policy: str, tiny: Engine, store: DiskStore) -> None:
     ratio = {"compression_ratio": 0.5} if POLICIES[policy].takes_budget else {}
     cache = tiny.compress(DOCUMENT, policy=policy, **ratio)

@@ -13,7 +13,6 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.service import InService, written
 from kvshelf.service.workflows import models_of
-from kvshelf.store.base import Store
 from kvshelf.store.jobs.workflows import KeptWorkflow
 
 router = APIRouter(prefix="/v1/workflows", tags=["workflows"], responses=openapi.ERRORS)
@@ -41,11 +40,10 @@ async def keep(id: Annotated[WorkflowId, Path()], request: Request, service: InS
 @router.get("", response_model=WorkflowList)
 async def list_workflows(service: InService, caller: Reader) -> Response:
     """The workflows of the caller's tenant, newest first."""
-    return await service.listing.run(_listed, service.store, caller.tenant)
-
-
-def _listed(store: Store, tenant: str) -> Response:
-    return written(WorkflowList(data=[_shown(kept) for kept in store.workflows.list(tenant=tenant)]))
+    kept = service.store.workflows
+    return await service.listing.run(
+        lambda: written(WorkflowList(data=[*map(_shown, kept.list(tenant=caller.tenant))]))
+    )
 
 
 def _shown(kept: KeptWorkflow) -> WorkflowObject:

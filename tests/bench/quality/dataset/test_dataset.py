@@ -212,6 +212,7 @@ def test_an_empty_answer_is_kept_as_a_turn_that_says_so(tiny, monkeypatch):
     assert told.answers == ("", tiny.answer(grown, "And when?", max_new_tokens=16).text)
 
 
+@pytest.mark.slow
 def test_the_middle_of_a_long_context_is_cut_out(tiny):
     text = " ".join(f"word{number}" for number in range(400))
     document = Document("long", text, (Question("Which?", ("a",)),))

@@ -18,6 +18,7 @@ from tests.engine.forward.test_program import made
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_pass_of_a_program_sits_in_slots_and_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_usual_floor(tiny, prose):
     assert auto(tiny, prose).target == SizeTarget(MIN_QUALITY)
 
 
+@pytest.mark.slow
 def test_it_says_what_it_tried(everything, chosen):
     choice = chosen(MIN_QUALITY)
     told = [one.model_dump(mode="json") for one in choice.tried]
@@ -182,7 +183,7 @@ def test_what_is_known_says_what_would_be_chosen_or_nothing(everything, tried, f
     assert 0 < answers < 200
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.9, MIN_QUALITY])
+@pytest.mark.parametrize("floor", [0.0, pytest.param(0.9, marks=pytest.mark.slow), MIN_QUALITY])
 def test_what_one_choice_has_tried_makes_the_same_choice_again(tiny, prose, chosen, floor):
     selection, choice = auto(tiny, prose, target=SizeTarget(floor)), chosen(floor)
     told = [Tried.model_validate_json(one.model_dump_json()) for one in choice.tried]

@@ -30,6 +30,7 @@ from kvshelf.workers.replica.replica import Replica
 from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from scripts.conversations import make_conversation
+from tests.amounts import in_turn
 from tests.qualities import quality_of
 
 DEFAULT = Caller("default")
@@ -320,8 +321,7 @@ async def test_a_document_that_is_longer_than_the_service_takes_is_refused_befor
     assert (engine.compressor.prefills, len(shelf.list().data)) == (before + 1, 1)
 
 
-@pytest.mark.parametrize("codec", ["none", "int4"])
-@pytest.mark.parametrize("policy", ["full", "snapkv", "kvzip"])
+@in_turn({"policy": ["full", "snapkv", "kvzip"], "codec": ["none", "int4"]})
 async def test_token_ids_make_the_very_same_bytes(
     replica: Replica, shelf: Shelf, document: str, policy: str, codec: str
 ) -> None:

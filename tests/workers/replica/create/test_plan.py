@@ -39,6 +39,7 @@ from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import out_of_memory
 from kvshelf_bench.measure import allocated_peak
+from tests.amounts import few, in_turn
 from tests.engine.inputs.test_protect import CHUNKED
 from tests.images import OLDER, save_image_model
 from tests.methods.policies.gates import GATED, random_gates
@@ -74,8 +75,7 @@ def plan_of(engine: Engine, **limits: Any) -> MemoryPlan:
     return MemoryPlan.of(engine.model, engine.name, CPU, **limits).loaded(engine)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@in_turn({"family": FAMILIES, "recorded": [False, True]})
 def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorded: bool) -> None:
     engine = engine_of(family, recorded=recorded)
     if recorded and engine.passes.program is None:
@@ -88,7 +88,7 @@ def test_what_a_prefill_is_planned_to_hold_is_what_it_holds(family: str, recorde
         assert plan.prefill_bytes(tokens) == pytest.approx(most, rel=0.15)
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", few(3, CHUNKED))
 def test_what_a_prefill_in_chunks_is_planned_to_hold_is_what_it_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +295,7 @@ async def test_a_coded_cache_that_is_appended_to_counts_as_attention_reads_it(re
     assert less.manifest.num_tokens == 3000 + tokens // 2
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_choice_leaves_out_what_has_no_room(replica: Replica) -> None:
     """Of policy auto the candidates that run the document twice; the others share one prefill and its entries."""
