@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
@@ -63,12 +64,13 @@ class CompressKV(CalibratedPolicy, TailPolicy):
         group = layer.all_queries.shape[0] // layer.kv_heads
         best = calibration_of(layer.document).best_heads(layer.layer_idx, self.heads)
         first = layer.first_kv_head
+        groups = range(first, first + layer.kv_heads)
+        chosen_heads = {own: [head % group for head in best if head // group == own] for own in groups}
         rows = [
-            window.attention(kv_head - first)[head % group].sum(dim=0, keepdim=True)
-            for kv_head in sorted({head // group for head in best}.intersection(range(first, first + layer.kv_heads)))
-            for head in best
-            if head // group == kv_head
-        ]  # each [1, columns]
+            window.attention(own - first)[upload_numbers(heads, layer.keys.device)].sum(dim=1)
+            for own, heads in chosen_heads.items()
+            if heads
+        ]  # each [chosen heads of the group, columns]
         none = torch.zeros(1, window.columns, device=layer.keys.device)
         chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
         scores = layer.all_heads(chosen).sum(dim=0) / len(best)

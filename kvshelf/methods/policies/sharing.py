@@ -56,7 +56,9 @@ class Sharing(ABC):
 def flat_shares(heads: Tensor, total: int, floor: int = 0) -> Counts:
     """As `flat_counts`, with one floor, and nobody waits where Triton packs entries. heads: `[heads, N]`, with room for
     `total`."""
-    counts = _flat_counts(list(heads), total, [floor] * len(heads))
+    # A head whose scores are no numbers leaves others the room for what they protect: Triton's form checks no counts.
+    ranked = heads.nan_to_num(torch.finfo(heads.dtype).max, torch.inf, -torch.inf)
+    counts = _flat_counts(list(ranked), total, [floor] * len(heads))
     shares = QueuedCounts(counts, total)
     return shares if form(heads.device) == "triton" else shares.known()
 

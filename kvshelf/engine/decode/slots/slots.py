@@ -203,8 +203,8 @@ class GraphRecorder:
         # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads go on
         # meanwhile: layers of documents arrive by copies of their own.
         with torch.cuda.stream(stream):
-            graph.capture_begin(self._pool, "thread_local")
             self._underway = True
+            graph.capture_begin(self._pool, "thread_local")
             try:
                 outcome = forward()
             except BaseException:
