@@ -210,10 +210,11 @@ def test_a_step_in_slots_waits_once_for_the_tokens_of_all_rows(engine, monkeypat
     monkeypatch.setitem(vars(tiny.passes), "program", None)  # under an interpreter modules are faster
     document = tiny.attach(tiny.compress(TEXT[:80], policy="full"))
     question = tiny.encode_query(document, "What is the access code?")
-    samplings = [
-        Sampling(9),
-        Sampling(9, Ask(temperature=1.0, top_p=0.9, seed=1)),
-        Sampling(9, grammar=Grammar.of({"grammar": "start: /[0-9 ]{20,30}/"})),
+    grammar = Grammar.of({"grammar": "start: /[0-9 ]{20,30}/"})
+    samplings = [  # none of which ends here
+        Sampling(9, grammar=grammar),
+        Sampling(9, Ask(temperature=9.0, seed=1)),
+        Sampling(9, Ask(temperature=9.0, top_p=0.9, seed=2), grammar),
     ]
     batch = DecodeBatch(tiny.passes, Slots(CARD))
     rows = [tiny.start(document, question, sampling) for sampling in samplings]
@@ -221,6 +222,7 @@ def test_a_step_in_slots_waits_once_for_the_tokens_of_all_rows(engine, monkeypat
         batch.step(rows)
     card.waits.clear()
     batch.step(rows)
+    assert not any(row.finished for row in rows)
     assert [name.partition(":")[0] for name in card.waits.elements()] == ["copy to the host at engine/decode/batch.py"]
 
 
