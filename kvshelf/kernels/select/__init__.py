@@ -74,8 +74,8 @@ def keep_best(
     The arguments are those of `select` and `pack`: keys `[kv_heads, N, D]`, values `[kv_heads, N, Dv]`, scores
     `[kv_heads, N]` fp32, protected `[N]` bool, counts one a head; `QueuedCounts` for Triton's form alone. Returns keys
     `[entries, D]`, values `[entries, Dv]`, positions `[entries]` int32 and importance `[entries]` fp32: `importance_of`
-    of each kept entry. Raises
-    `InvalidTensor` as they do, and on the CPU for counts below the number of protected.
+    of each kept entry. Raises `InvalidTensor` as they do, and on the CPU for counts below the number of protected;
+    nothing checks `QueuedCounts`.
     """
     if isinstance(counts, QueuedCounts):
         form = implementation("select", keys.device)
