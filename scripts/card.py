@@ -3,7 +3,8 @@
 The card's tensors are tensors of the CPU behind a wrapper that says it is on CUDA. So the engine takes the ways that it
 takes on a card, Triton's kernels under their interpreter among them, each number is computed, and an operation on a
 tensor of the card and one of the host is refused as a card refuses it, as is a kernel of Triton that starts while
-another card is the current one: this one is the second. What is copied to the host without a wait is zeros there until
+another card is the current one: models are put on the second, and their last layers on the first where a test has two.
+What is copied to the host without a wait is zeros there until
 somebody waits: who reads it too early gets wrong numbers, as with a card. Work on streams that is not behind what it
 needs is an error (`scripts/card_order.py`).
 """
@@ -14,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
 CARD: Final = torch.device("cuda", 1)
+FIRST_CARD: Final = torch.device("cuda", 0)
 
 _PACKAGE: Final = str(Path(kvshelf.__file__).parent) + os.sep
 
@@ -87,7 +89,7 @@ class Card:
             ("get_device_properties", lambda _device: _PROPERTIES),
             ("current_stream", self._order.current),
             ("stream", self._order.on),
-            ("Stream", lambda _device: Stream(self._order)),
+            ("Stream", lambda device: Stream(self._order, device)),
             ("device", self._made_current),
             ("device_of", lambda tensor: self._made_current(tensor.device)),
         ):
@@ -97,8 +99,8 @@ class Card:
         if find_spec("triton") is not None:
             self._within.enter_context(self._starts_watched())
         for kept in (staging.arriving, staging.leaving, staging.decoding):  # of another card
-            kept.cache_clear()
-            self._within.callback(kept.cache_clear)
+            kept.clear()
+            self._within.callback(kept.clear)
         self._using(self._within)
         return self
 
@@ -117,7 +119,7 @@ class Card:
     @property
     def _current(self) -> torch.device:
         """The one that this thread gives kernels to: the first, as long as nobody said another."""
-        current: torch.device = getattr(self._local, "current", torch.device("cuda", 0))
+        current: torch.device = getattr(self._local, "current", FIRST_CARD)
         return current
 
     def _starts_watched(self) -> Any:
@@ -126,8 +128,8 @@ class Card:
         start = GridExecutor.__call__
 
         def watched(kernel: GridExecutor, *args: Any, **kwargs: Any) -> None:
-            if self._current != CARD and any(isinstance(leaf, _OnCard) for leaf in tree_leaves((args, kwargs))):
-                raise RuntimeError(f"a kernel starts on {self._current}, and its tensors are on {CARD}, at {_place()}")
+            for card in _cards(tree_leaves((args, kwargs))) - {self._current}:
+                raise RuntimeError(f"a kernel starts on {self._current}, and its tensors are on {card}, at {_place()}")
             start(kernel, *args, **kwargs)
 
         return patch.object(GridExecutor, "__call__", watched)
@@ -166,32 +168,34 @@ class Card:
             self.waits.clear()
         return counts
 
-    def put(self, model: nn.Module) -> None:
-        """Have a model's weights and buffers on the card."""
+    def put(self, model: nn.Module, card: torch.device = CARD) -> None:
+        """Have a model's weights and buffers, or those of a part of it, on a card."""
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
-                    module._parameters[name] = nn.Parameter(_OnCard(weight.detach()), requires_grad=False)
+                    module._parameters[name] = nn.Parameter(_OnCard(_host(weight), card), requires_grad=False)
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else _OnCard(buffer)
+                module._buffers[name] = None if buffer is None else _OnCard(_host(buffer), card)
 
 
 class _OnCard(Tensor):
-    """host: the tensor of the CPU. To torch's C++ it is on "meta", because it asks a driver for any other device."""
+    """host: the tensor of the CPU. where: the card. To torch's C++ it is on "meta", because it asks a driver for any
+    other device."""
 
     host: Tensor
+    where: torch.device
     order: ClassVar[Order | None] = None
-    device = property(lambda _: CARD)
+    device = property(lambda self: self.where)
     is_cuda = property(lambda _: True)
     is_meta = property(lambda _: False)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __new__(cls, host: Tensor) -> Self:
+    def __new__(cls, host: Tensor, where: torch.device = CARD) -> Self:
         made: Self = Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
-        made.host = host
+        made.host, made.where = host, where
         return made
 
     def tolist(self) -> Any:
@@ -199,7 +203,7 @@ class _OnCard(Tensor):
 
     def data_ptr(self) -> int:  # Triton's interpreter asks for it, and for the storage
         if self.order is not None:
-            self.order.require_behind(self.host)
+            self.order.require_behind(self.where, self.host)
         return self.host.data_ptr()
 
     def record_stream(self, s: Any) -> None:
@@ -222,15 +226,25 @@ class _Operations(TorchDispatchMode):
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE  # then torch does not look for a driver
         self._order = order
         self._pinned = pinned
+        self._last = CARD
+        """Where torch's C++ makes a tensor beside others, for which it asks "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
         taken = tree_leaves((args, kwargs))
-        on_card = any(isinstance(leaf, _OnCard) for leaf in taken)
+        cards = _cards(taken)
+        if len(cards) > 1 and name not in ("_to_copy", "copy_"):
+            raise RuntimeError(f"{func} was given tensors of {' and '.join(sorted(map(str, cards)))}")
+        on_card = bool(cards)
+        if cards:
+            self._last = args[0].where if isinstance(args[0], _OnCard) else min(cards, key=str)
+        card = self._last
         to_card = on_card
         if (device := kwargs.get("device")) is not None:
             to_card, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
-        if name == "_to_copy" and on_card and device == CARD and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+            card = torch.device(device) if torch.device(device).index is not None else card
+        same = name == "_to_copy" and on_card and device == args[0].where
+        if same and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             return args[0]  # C++ asks for it, because it takes "cuda" and "meta" for two devices
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         if pinned and name == "_pin_memory":
@@ -239,18 +253,22 @@ class _Operations(TorchDispatchMode):
             wait, queued = self._look(func, name, args, kwargs, on_card, to_card)
             own_args, own_kwargs = tree_map_only(_OnCard, lambda tensor: tensor.host, (args, kwargs))
             result = func(*own_args, **own_kwargs)
-            self._note(func, (args, kwargs), result, queued=queued, to_card=to_card)
+            for other in cards - {card}:
+                self._order.meet(card, other)
+            self._note(func, (args, kwargs), result, card, queued=queued, to_card=to_card)
+            for other in cards - {card}:
+                self._order.meet(card, other)
             if wait:
-                self._order.wait(wait)
+                self._order.wait(wait, self._order.current(card).seen)
             if func._schema.is_mutable:  # it returns what it changed
                 same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
                 changed = [leaf for own, leaf in same if own is result]
                 return changed[0] if changed else result
         if pinned:
             self._pinned[result.untyped_storage().data_ptr()] = result
-        return tree_map_only(Tensor, _OnCard, result) if to_card else result
+        return tree_map_only(Tensor, lambda made: _OnCard(made, card), result) if to_card else result
 
-    def _note(self, func: Any, args: Any, result: Any, *, queued: bool, to_card: bool) -> None:
+    def _note(self, func: Any, args: Any, result: Any, card: torch.device, *, queued: bool, to_card: bool) -> None:
         """Tell the order what was done. queued: it is a copy that nobody waited for."""
         there = [leaf.host for leaf in tree_leaves(args) if isinstance(leaf, _OnCard)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -258,15 +276,15 @@ class _Operations(TorchDispatchMode):
             memory = {tensor.untyped_storage().data_ptr() for tensor in there}
             changed = [leaf for leaf in made if any(leaf is own for own in there)]
             new = [leaf for leaf in made if to_card and leaf.untyped_storage().data_ptr() not in memory]
-            self._order.done(there, changed if func._schema.is_mutable else new)
+            self._order.done(card, there, changed if func._schema.is_mutable else new)
         if not queued:
             return
         source = args[0][1] if func._schema.is_mutable else args[0][0]
         if isinstance(source, _OnCard):
-            self._order.copies(result, result.clone())
+            self._order.copies(card, result, result.clone())
             result.zero_()
         else:
-            self._order.copies(source)
+            self._order.copies(card, source)
 
     def _look(self, func: Any, name: str, args: Any, kwargs: Any, on_card: bool, to_card: bool) -> tuple[str, bool]:
         """For what an operation waits, and whether it is a copy between the host and the card that is only queued."""
@@ -304,10 +322,23 @@ class _Lists(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if func in (torch.tensor, torch.as_tensor) and device is not None and torch.device(device).type != "cpu":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(CARD)
+            card = torch.device(device)
+            return func(*args, **{**kwargs, "device": "cpu"}).to(card if card.index is not None else CARD)
+        if func is Tensor.__getitem__ and isinstance(args[0], _OnCard):
+            tensor, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            # torch's C++ would make tensors of lists on "meta".
+            return tensor[*(torch.tensor(own).to(tensor.device) if isinstance(own, list) else own for own in places)]
         if func is Tensor.new_tensor and isinstance(args[0], _OnCard) and device is None:
-            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(CARD)
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to(args[0].device)
         return func(*args, **kwargs)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.host if isinstance(tensor, _OnCard) else tensor.detach()
+
+
+def _cards(leaves: Iterable[Any]) -> set[torch.device]:
+    return {leaf.where for leaf in leaves if isinstance(leaf, _OnCard)}
 
 
 def _fills(args: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,8 +31,9 @@ class _Copy(NamedTuple):
 class Stream:
     """As torch's, as far as the package uses it."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, device: torch.device) -> None:
         self._order = order
+        self.device = device
         self.seen: dict[Stream, int] = {}
 
     def next_tick(self) -> _Tick:
@@ -79,54 +81,67 @@ class Order:
         self.host: dict[Stream, int] = {}
         self._noted = noted
         self._local = threading.local()
-        self._default = Stream(self)
+        self._defaults: dict[torch.device, Stream] = {}
         self._written: dict[int, _Tick] = {}
         self._queued: list[_Copy] = []
         self._turn = threading.RLock()
 
-    def current(self, _device: object = None) -> Stream:
-        """The stream that this thread gives work to."""
-        stream: Stream = getattr(self._local, "stream", self._default)
-        return stream
+    def current(self, device: torch.device) -> Stream:
+        """The stream of a card that this thread gives work to."""
+        with self._turn:
+            default = self._defaults.setdefault(device, Stream(self, device))
+        return self._own.get(device, default)
+
+    @property
+    def _own(self) -> dict[torch.device, Stream]:
+        """Those of this thread that are not the cards' own."""
+        own: dict[torch.device, Stream] = vars(self._local).setdefault("streams", {})
+        return own
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         """Work of this thread is given to a stream."""
-        before = self.current()
-        self._local.stream = stream
+        before = self.current(stream.device)
+        self._own[stream.device] = stream
         try:
             yield
         finally:
-            self._local.stream = before
+            self._own[stream.device] = before
 
-    def wait(self, name: str, seen: dict[Stream, int] | None = None) -> None:
-        """The host waits for these ticks, or for all of its stream: what was queued has arrived."""
+    def wait(self, name: str, seen: dict[Stream, int]) -> None:
+        """The host waits for these ticks: what was queued has arrived."""
         with self._turn:
-            _join(self.host, self.current().seen if seen is None else seen)
+            _join(self.host, seen)
             for copy in [copy for copy in self._queued if self._has(copy.tick, self.host)]:
                 self._queued.remove(copy)
                 if copy.arriving is not None:
                     copy.memory.copy_(copy.arriving)
         self._noted(name)
 
-    def done(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """An operation of the current stream on memory of the card."""
+    def done(self, device: torch.device, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """An operation of a card's current stream on its memory."""
         with self._turn:
-            tick = self.current().next_tick()
+            tick = self.current(device).next_tick()
             for tensor in read:
-                self.require_behind(tensor)
+                self.require_behind(device, tensor)
             self._written |= {_memory_of(tensor): tick for tensor in written if tensor.nbytes}
 
-    def require_behind(self, tensor: Tensor) -> None:
-        """The current stream reads this memory of the card: what wrote it has to be seen."""
+    def meet(self, device: torch.device, other: torch.device) -> None:
+        """The current streams of two cards are behind each other: what torch does around a copy between them."""
+        with self._turn:
+            self.current(device).wait_stream(self.current(other))
+            self.current(other).wait_stream(self.current(device))
+
+    def require_behind(self, device: torch.device, tensor: Tensor) -> None:
+        """A card's current stream reads this memory: what wrote it has to be seen."""
         tick = self._written.get(_memory_of(tensor))
-        if tick is not None and not self._has(tick, self.current().seen):
+        if tick is not None and not self._has(tick, self.current(device).seen):
             raise RuntimeError("a stream reads memory of the card before the event behind which it was written")
 
-    def copies(self, memory: Tensor, arriving: Tensor | None = None) -> None:
-        """The current stream was given a copy from this memory of the host, or one of `arriving` to it."""
+    def copies(self, device: torch.device, memory: Tensor, arriving: Tensor | None = None) -> None:
+        """A card's current stream was given a copy from this memory of the host, or one of `arriving` to it."""
         with self._turn:
-            self._queued.append(_Copy(self.current().next_tick(), memory, arriving))
+            self._queued.append(_Copy(self.current(device).next_tick(), memory, arriving))
 
     def require_free(self, memory: Tensor) -> None:
         """The host, or a copy to it, writes to this memory of the host: no copy that is queued may need it."""

@@ -252,7 +252,8 @@ class Packed:
         assert isinstance(self.keys, Tensor)
         assert isinstance(self.values, Tensor)
         if lengths is None:
-            lengths = [int(head.sum()) for head in torch.split(chosen, self.lengths)]
+            lengths = torch.stack([head.sum() for head in torch.split(chosen, self.lengths)]).tolist()
+        assert lengths is not None
         places = marked(chosen, sum(lengths))
         rows = self.rows_of(chosen, places)
         return {

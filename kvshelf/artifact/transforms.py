@@ -49,7 +49,7 @@ _LARGEST_WEIGHT: Final = 1000.0
 inverse."""
 
 _TENSORS: Final = ("mean", "joint", "each", "weight", "joint_slope", "each_slope")
-_HELD: Final = 16 << 20
+HELD_BYTES: Final = 16 << 20
 """Largest bytes of a transform that a card holds: that of 1,024 channels takes 10 MB, of 4,096 channels 140 MB, which
 is 6 GB for 32 layers' keys and values."""
 
@@ -94,7 +94,7 @@ class RowTransform:
         sent = replace(self, **moved)
         each = torch.stack([sent.synthesis(head).T for head in range(len(self.mean))])
         own = replace(sent, joint=sent.synthesis(None).T, each=each, weight=None)
-        if sum(tensor.nbytes for tensor in tensors.values()) <= _HELD:
+        if sum(tensor.nbytes for tensor in tensors.values()) <= HELD_BYTES:
             self._elsewhere[device] = own
         return own
 

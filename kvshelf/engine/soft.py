@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvshelf.kernels.staging import carried
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -89,15 +91,20 @@ def soft_tokens(model: PreTrainedModel, soft: Soft) -> Iterator[None]:
     """Inside the block the model's modules run with learned tokens in the place of those at `soft.rows`; the rows of
     others, and passes that run inside one of them, are as without. The model is as before when the block ends."""
 
+    embeddings = model.get_input_embeddings()
+    tensors, device = dict(soft.tensors), embeddings.weight.device
+    if device.type == "cuda":  # together, and queued
+        tensors = dict(zip(tensors, carried(list(tensors.values()), device, {}), strict=True))
+
     def put(_arguments: Any, out: Tensor) -> Tensor:
-        return _replaced(out, soft.rows, soft.tensors["soft"].to(out).expand(len(out), -1, -1))
+        return _replaced(out, soft.rows, tensors["soft"].to(out).expand(len(out), -1, -1))
 
     with _own_pass(model) as own:
-        own.change(model.get_input_embeddings(), put)
-        for name, down in soft.tensors.items():
+        own.change(embeddings, put)
+        for name, down in tensors.items():
             if name.endswith(".a"):
                 index, _, module = name.removesuffix(".a").partition(".")
-                added = _addition(down, soft.tensors[name.removesuffix("a") + "b"], soft.rows)
+                added = _addition(down, tensors[name.removesuffix("a") + "b"], soft.rows)
                 own.change(model.base_model.layers[int(index)].get_submodule(module), added)
         yield
 

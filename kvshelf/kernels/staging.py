@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from threading import Lock
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from kvshelf.kernels.transfer import host_memory
+
+T = TypeVar("T")
 
 BUFFER_BYTES: Final = 16 << 20
 """Of a buffer: a third of a millisecond of PCIe 5, beside which starting a copy is nothing. Not measured."""
@@ -29,16 +32,10 @@ class Staging:
     a time. A buffer is used again behind the event of its last copy."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `MemoryError` where the host has no memory to pin."""
+        """Where the host pins no memory, each copy is waited for."""
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        try:
-            memory = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        except RuntimeError as error:
-            raise MemoryError(
-                f"the host has no {2 * BUFFER_BYTES:,} bytes that can be pinned for copies of {device}"
-            ) from error
-        self._buffers = [_Buffer(own) for own in memory]
+        self._buffers = [_Buffer(host_memory([BUFFER_BYTES], torch.uint8, device)) for _ in range(2)]
         self._used = 0
         self._turn = Lock()
 
@@ -98,7 +95,7 @@ class Staging:
 
 
 class _Buffer:
-    """memory: `[BUFFER_BYTES]` uint8, pinned. event: behind its last copy. leaving: places of the host, and those of
+    """memory: `[BUFFER_BYTES]` uint8. event: behind its last copy. leaving: places of the host, and those of
     the buffer that are copied to them once the event has happened."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -114,22 +111,34 @@ class _Buffer:
         self.leaving.clear()
 
 
-@cache
-def arriving(device: torch.device) -> Staging:
-    """The way to this card. Raises as `Staging`."""
-    return Staging(device)
+class OfEachCard(Generic[T]):
+    """What there is once for each card, made when a thread first asks for it; others wait for that one."""
+
+    def __init__(self, make: Callable[[torch.device], T]) -> None:
+        self._make = make
+        self._made: dict[torch.device, T] = {}
+        self._making = Lock()
+
+    def __call__(self, device: torch.device) -> T:
+        """Raises what making it raises, and then makes it for the next one who asks."""
+        with self._making:
+            if device not in self._made:
+                self._made[device] = self._make(device)
+            return self._made[device]
+
+    def clear(self) -> None:
+        """Forget all cards."""
+        self._made.clear()
 
 
-@cache
-def leaving(device: torch.device) -> Staging:
-    """The way from this card. Raises as `Staging`."""
-    return Staging(device)
+arriving: Final = OfEachCard(Staging)
+"""The way to a card."""
 
+leaving: Final = OfEachCard(Staging)
+"""The way from a card."""
 
-@cache
-def decoding(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a card decodes layers beside its other work."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+decoding: Final = OfEachCard(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+"""The stream on which a card decodes layers beside its other work."""
 
 
 @contextmanager

@@ -5,10 +5,30 @@ A copy to or from memory that is not pinned waits for what the device is doing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
+
+_LOG = logging.getLogger(__name__)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host, with any content, for copies to this device or from it: pinned for a card. Where the host
+    pins no more it is other memory, whose copies are waited for; a warning says so, once."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            _say_unpinned(str(error).partition("\n")[0])
+    return torch.empty(shape, dtype=dtype)
+
+
+@cache
+def _say_unpinned(reason: str) -> None:
+    _LOG.warning("the host pins no memory for copies of a GPU, which are slower for it: %s", reason)
 
 
 def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -16,9 +36,8 @@ def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     the CPU these tables themselves, where they are contiguous."""
     if device.type == "cpu":
         return [table.contiguous() for table in tables]
-    flat = torch.cat([table.flatten() for table in tables])
-    if device.type == "cuda":
-        flat = flat.pin_memory()
+    flat = host_memory([sum(table.numel() for table in tables)], tables[0].dtype, device)
+    torch.cat([table.flatten() for table in tables], out=flat)
     parts = torch.split(flat.to(device, non_blocking=True), [table.numel() for table in tables])
     return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
@@ -30,9 +49,15 @@ def upload_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the CPU, waited for together; those of the CPU themselves."""
-    made = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # which torch puts into pinned memory
+    made = [_downloading(tensor) for tensor in tensors]
     settle(tensor.device for tensor in tensors)
     return made
+
+
+def _downloading(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
 
 
 def settle(devices: Iterable[torch.device]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from kvshelf.kernels import staging
-from kvshelf.kernels.staging import arriving, beside, carried, events_of, leaving, received
+from kvshelf.kernels.staging import OfEachCard, arriving, beside, carried, events_of, leaving, received
+from kvshelf.kernels.transfer import download, upload
 from scripts.card import CARD, Card
 
 CPU = torch.device("cpu")
@@ -19,8 +21,8 @@ CPU = torch.device("cpu")
 def card(monkeypatch):
     """With buffers of 4 KiB, so that tensors take many of them."""
     monkeypatch.setattr(staging, "BUFFER_BYTES", 4096)
-    with Card():
-        yield
+    with Card() as card:
+        yield card
 
 
 def tensors(seed: int = 0) -> list[torch.Tensor]:
@@ -117,10 +119,39 @@ def test_a_copy_that_fails_leaves_the_buffers_to_others():
     require_equal(carried(there, CPU, events_of([CARD])), own)
 
 
-def test_without_memory_to_pin_it_says_so():
-    full = patch.object(torch, "empty", side_effect=RuntimeError("CUDA error: out of memory"))
-    with full, pytest.raises(MemoryError, match="8,192 bytes that can be pinned for copies of cuda:1"):
-        arriving(CARD)
+def test_without_memory_to_pin_copies_are_waited_for_and_one_warning_says_so(card, caplog):
+    empty = torch.empty
+
+    def unpinned(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS\nCUDA kernel errors")
+        return empty(*args, **kwargs)
+
+    with patch.object(torch, "empty", unpinned):
+        there = carried(tensors(), CARD, {})
+        require_equal(carried(there, CPU, events_of([CARD])), tensors())
+        require_equal(upload(tensors()[:1], CARD)[0].cpu(), tensors()[0])
+        require_equal(download(there), tensors())
+        assert card.waits.total() > 4 * len(there)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].endswith(
+        "slower for it: CUDA error: OS call failed or operation not supported on this OS"
+    )
+
+
+def test_threads_that_come_at_once_pin_one_object_of_a_card():
+    made = []
+
+    def slow(device: torch.device) -> object:
+        time.sleep(0.05)
+        made.append(device)
+        return object()
+
+    of_card = OfEachCard(slow)
+    with ThreadPoolExecutor(4) as threads:
+        owned = list(threads.map(of_card, [CARD, CPU, CARD, CARD]))
+    assert sorted(map(str, made)) == ["cpu", "cuda:1"]
+    assert owned[0] is owned[2] is owned[3] is not owned[1]
 
 
 def test_work_beside_is_done_when_its_block_ends():

@@ -16,6 +16,25 @@ def test_without_cuda_the_reason_is_named() -> None:
         chosen_device("cuda:1")
 
 
+def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(InvalidRequest, match=r"driver on your system is too old .*11040\); PyTorch .* CUDA 13\.0"):
+        chosen_device("cuda")
+
+
+def test_a_number_beyond_the_last_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert chosen_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(InvalidRequest, match="'cuda:2' cannot be used: this process sees 2 GPUs"):
+        chosen_device("cuda:2")
+
+
 @pytest.mark.parametrize(("card", "capability"), [("Tesla T4", (7, 5)), ("Tesla V100-SXM2-16GB", (7, 0))])
 def test_a_card_before_ampere_has_no_bfloat16(card: str, capability: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequest, match=rf"{card} .*{capability[0]}\.{capability[1]}.*--dtype float16") as refused:

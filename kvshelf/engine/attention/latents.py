@@ -86,7 +86,8 @@ class Absorbed:
 def close(found: Tensor, expected: Tensor, share: float) -> bool:
     """Whether numbers differ by no more than this share of the largest that is expected. Also where weights are broken
     and nothing is a number, which is refused elsewhere."""
-    return not float((found - expected).abs().max()) > share * float(expected.abs().max())
+    difference, largest = torch.stack([(found - expected).abs().max(), expected.abs().max()]).tolist()
+    return not difference > share * largest
 
 
 def absorbed_layers(model: PreTrainedModel, devices: Sequence[torch.device]) -> dict[int, Absorbed]:

@@ -23,8 +23,9 @@ from kvshelf.engine.prefill.protecting import aside, put_back
 from kvshelf.engine.summary import SummaryMaker
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import of_entries, select
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.methods.method import Needs
-from kvshelf.methods.policies.base import Policy, keep
+from kvshelf.methods.policies.base import Policy, Unsized, keep, sized
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.chunked import best_rows, only_rows
 from kvshelf.methods.policies.sharing import LayerStats, Sharing
@@ -55,7 +56,7 @@ class LayerReducer:
     def __post_init__(self) -> None:
         self._places = {layer: place for place, layer in enumerate(reducible(self.kinds))}
         self.sees_queries = Needs.QUERIES in self.policy.needs
-        self._records: dict[int, Entries] = {}
+        self._records: dict[int, Entries | Unsized] = {}
         self._notes: dict[int, Any] = {}
         self._chooser = self.policy.chooser
         # An index is of all entries, in their order, and residuals are of all tokens: these policies keep them all.
@@ -101,13 +102,14 @@ class LayerReducer:
         self._notes[layer.layer_idx] = self.policy.noted(layer)
         if self._cascade is None:
             tokens = self._budget.tokens
-            self._records[layer.layer_idx] = (
-                self._chooser.reduce(layer, LayerBudget.uniform(layer.kv_heads, tokens))
-                if latents is None
-                else reduce_together(self._chooser, layer, latents, tokens)
-            )
+            index, budget = layer.layer_idx, LayerBudget.uniform(layer.kv_heads, tokens)
+            if latents is not None:
+                self._records[index] = reduce_together(self._chooser, layer, latents, tokens)
+            else:
+                self._records[index] = self._chooser.begin(layer, budget)
             if self._nests:
-                self._before = _kept_tokens(self._records[layer.layer_idx], layer.num_tokens)
+                self._records |= (record := sized({index: self._records[index]}))
+                self._before = _kept_tokens(record[index], layer.num_tokens)
         else:
             assert self._scorer is not None, "the one that shares"
             weight = self._scorer.weight(layer)
@@ -120,7 +122,7 @@ class LayerReducer:
 
     def reduced(self) -> dict[int, Entries]:
         """The layers taken so far. Raises `PolicyUnsupported` where scores that are not finite chose entries."""
-        records = self._records | (self._cascade.records if self._cascade is not None else {})
+        records = sized(self._records) | (self._cascade.records if self._cascade is not None else {})
         require_finite_scores(list(records.values()), self.policy)
         return records
 
@@ -255,7 +257,7 @@ class SharedReducer(ForwardContext):
         """Of the document's first token, one in its middle, and its last: a hook of the model, or a product that scales
         all rows by the largest, would make others."""
         last = self.reducers[0].document.num_tokens - 1
-        rows = torch.tensor([0, last // 2, last], device=inputs.device)
+        rows = upload_numbers([0, last // 2, last], inputs.device)
         own = [states[0, :, rows] for states in (layer.keys, layer.values)]
         projection.require_exact(layer.layer_idx, inputs[0, rows], rows, own)
 

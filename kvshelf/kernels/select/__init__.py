@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvshelf.kernels.checks import require, require_states
 from kvshelf.kernels.dispatch import implementation
+from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
 from kvshelf.kernels.select.eager import importance_of, of_entries
 
-__all__ = ["importance_of", "keep_best", "of_entries", "pack", "select"]
+__all__ = ["Counts", "QueuedCounts", "importance_of", "keep_best", "of_entries", "pack", "select", "total_of"]
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
@@ -66,15 +67,20 @@ def pack(
 
 
 def keep_best(
-    keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
+    keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Counts
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The entries that `select` chooses, as `pack` packs them, and the importance of each.
 
     The arguments are those of `select` and `pack`: keys `[kv_heads, N, D]`, values `[kv_heads, N, Dv]`, scores
-    `[kv_heads, N]` fp32, protected `[N]` bool, counts one a head. Returns keys `[entries, D]`, values `[entries, Dv]`,
-    positions `[entries]` int32 and importance `[entries]` fp32: `importance_of` of each kept entry. Raises
-    `InvalidTensor` as they do, and on the CPU for counts below the number of protected.
+    `[kv_heads, N]` fp32, protected `[N]` bool, counts one a head; `QueuedCounts` for Triton's form alone. Returns keys
+    `[entries, D]`, values `[entries, Dv]`, positions `[entries]` int32 and importance `[entries]` fp32: `importance_of`
+    of each kept entry. Raises `InvalidTensor` as they do, and on the CPU for counts below the number of protected;
+    nothing checks `QueuedCounts`.
     """
+    if isinstance(counts, QueuedCounts):
+        form = implementation("select", keys.device)
+        packed = form.pack(keys, values, form.select(scores, protected, counts), counts)
+        return (*packed, of_entries(importance_of(scores, protected), packed[2], counts))
     at_once = getattr(implementation("select", keys.device), "keep_best", None)
     if at_once is None or keys.numel() == 0 or values.numel() == 0:
         mask = select(scores, protected, counts)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.select.counts import Counts, QueuedCounts
+
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
     """See `kvshelf.kernels.select.select`. Finds only the least score that is kept, and counts the ties with it: a
@@ -41,8 +43,10 @@ def importance_of(scores: Tensor, protected: Tensor) -> Tensor:
     return difference.add_(scores).masked_fill_(protected, torch.inf)
 
 
-def of_entries(numbers: Tensor, positions: Tensor, counts: Sequence[int]) -> Tensor:
+def of_entries(numbers: Tensor, positions: Tensor, counts: Counts) -> Tensor:
     """`numbers` `[kv_heads, N]` at packed entries, `[entries]`. Read by index: a mask would wait for the device."""
+    if isinstance(counts, QueuedCounts):
+        return numbers[counts.heads, positions.long()]
     if len(set(counts)) == 1:
         return numbers.gather(1, positions.view(len(counts), -1).long()).flatten()
     heads = torch.split(positions.long(), list(counts))

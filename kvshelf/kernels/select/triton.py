@@ -13,7 +13,6 @@ tokens. Memory should be the limit. Share of the limit: not measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
 from kvshelf.kernels.transfer import upload_numbers
 
 _SPAN = 256
@@ -28,28 +28,32 @@ _TILE_BYTES = 8 * 1024
 """Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
 
 
-def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
+def select(scores: Tensor, protected: Tensor, counts: Counts) -> Tensor:
     """See `kvshelf.kernels.select.select`."""
     rows, num_tokens = scores.shape
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    wanted = counts.counts if isinstance(counts, QueuedCounts) else upload_numbers(counts, scores.device)
     block = min(4096, triton.next_power_of_2(num_tokens))
     _select[(rows,)](
-        scores, protected.view(torch.uint8), upload_numbers(counts, scores.device), mask.view(torch.uint8), num_tokens,
-        *scores.stride(), protected.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        scores, protected.view(torch.uint8), wanted, mask.view(torch.uint8), num_tokens, *scores.stride(),
+        protected.stride(0), BLOCK=block, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return mask
 
 
-def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Counts) -> tuple[Tensor, Tensor, Tensor]:
     """See `kvshelf.kernels.select.pack`."""
     heads, num_tokens, key_dim = keys.shape
-    value_dim, entries = values.shape[2], sum(counts)
+    value_dim, entries = values.shape[2], total_of(counts)
     packed = keys.new_empty(entries, key_dim), values.new_empty(entries, value_dim)
     positions = torch.empty(entries, dtype=torch.int32, device=keys.device)
     if entries:
         key_block, value_block = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
         tile = min(_SPAN, max(16, _TILE_BYTES // (max(key_block, value_block) * keys.element_size())))
-        starts = upload_numbers([0, *accumulate(counts[:-1])], keys.device)
+        if isinstance(counts, QueuedCounts):
+            starts = counts.counts.cumsum(0) - counts.counts
+        else:
+            starts = upload_numbers([0, *accumulate(counts[:-1])], keys.device)
         _pack[(triton.cdiv(num_tokens, _SPAN), heads)](
             keys, values, mask.view(torch.uint8), starts, *packed, positions, num_tokens, key_dim, value_dim,
             *keys.stride()[:2], *values.stride()[:2], *mask.stride(),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvshelf.artifact.records import Entries
 from kvshelf.errors import InvalidRequest
-from kvshelf.kernels.select import importance_of
+from kvshelf.kernels.select import Counts, importance_of, total_of
 from kvshelf.methods.method import parameter, parameter_fields
 from kvshelf.methods.policies.around import Around
 from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import LayerBudget
-from kvshelf.methods.policies.sharing import GlobalSharing, flat_counts, least
+from kvshelf.methods.policies.sharing import GlobalSharing, flat_shares, least
 from kvshelf.methods.policies.snapkv import SnapKV
 from kvshelf.methods.policies.view import LayerView
 
@@ -52,6 +51,8 @@ class Ada(Around, ScoringPolicy):
     across: str = parameter("layer", "the heads that share a budget", choices=("layer", "cache"))
     inner: ScoringPolicy = field(default_factory=SnapKV)
 
+    reduce = ScoringPolicy.reduce
+
     @classmethod
     def bases(cls, known: Mapping[str, type[Policy]]) -> Mapping[str, type[ScoringPolicy]]:
         return {
@@ -76,9 +77,6 @@ class Ada(Around, ScoringPolicy):
     def chooser(self) -> Policy:
         return self
 
-    def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
-        return ScoringPolicy.reduce(self, layer, budget)
-
     @property
     def phase(self) -> Phase:
         return "during" if self.sharing is None else "cascade"
@@ -89,10 +87,10 @@ class Ada(Around, ScoringPolicy):
     def protected(self, layer: LayerView) -> Tensor:
         return self.inner.protected(layer)
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
-        total = sum(self.inner.counts(layer, scores, protected, budget))
-        floor = least(self.floor, total // len(scores), int(protected.sum()))
-        return flat_counts(list(importance_of(scores, protected)), total, [floor] * len(scores))
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:
+        total = total_of(self.inner.counts(layer, scores, protected, budget))
+        # What is protected is infinitely important, and needs no floor.
+        return flat_shares(importance_of(scores, protected), total, least(self.floor, total // len(scores), 0))
 
     @property
     def sharing(self) -> GlobalSharing | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.records import Entries, Kept
+from kvshelf.kernels.transfer import download
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import pooling_kernel
 from kvshelf.methods.policies.budgets import Budget
@@ -56,31 +57,35 @@ class ARKV(KeepsScores, ChunkedTail):
     def score(self, layer: LayerView) -> Tensor:
         return indicators(layer.window(self.window), layer.kv_heads, self.gamma, self.kernel)
 
-    def noted(self, layer: LayerView) -> tuple[float, int]:
-        """The layer's claim, and how many entries of each head are always kept."""
+    def noted(self, layer: LayerView) -> tuple[Tensor, int]:
+        """The sums that the layer's claim is of, `[3]` fp64, and how many entries of each head are always kept."""
         window = layer.window(self.window)
         sums = torch.stack([_statistics(window.attention(head)) for head in range(layer.kv_heads)])
-        of_layer = layer.all_heads(sums).sum(dim=0).tolist()
-        powers = zip(of_layer, (self.tau1, self.tau2, self.tau3), strict=True)
-        return math.prod(math.pow(x, 1 / tau) for x, tau in powers), int(self.protected(layer).sum())
+        return layer.all_heads(sums).sum(dim=0), self.always(layer)
 
     def finished(
         self,
         records: Mapping[int, Entries],
-        notes: Mapping[int, tuple[float, int]],
+        notes: Mapping[int, tuple[Tensor, int]],
         budget: Budget,  # noqa: ARG002
     ) -> Mapping[int, Entries]:
-        largest = max(claim for claim, _ in notes.values())
+        of_layers = download([sums for sums, _ in notes.values()])
+        claims = dict(zip(notes, map(self._claim, of_layers), strict=True))
+        largest = max(claims.values())
         said: dict[int, Entries] = {}
         for layer, record in records.items():
             assert isinstance(record, Kept)
-            claim, always = notes[layer]
+            claim, always = claims[layer], notes[layer][1]
             # Claims are all 0 where a window of one row has no variance: then all layers are alike.
             part = claim / largest if largest > 0 else 1.0
             counts = tuple(always + round(part * (n - always)) for n in record.lengths)
             share = torch.full_like(record.entry_positions, part, dtype=torch.float32)
             said[layer] = self.keeping(replace(record, precise=counts), share=share)
         return said
+
+    def _claim(self, sums: Tensor) -> float:
+        powers = zip(sums.tolist(), (self.tau1, self.tau2, self.tau3), strict=True)
+        return math.prod(math.pow(x, 1 / tau) for x, tau in powers)
 
 
 def _statistics(weights: Tensor) -> Tensor:

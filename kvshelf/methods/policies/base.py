@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -17,7 +17,8 @@ from kvshelf.artifact.identity import Identity, ModelIdentity
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.select import importance_of, keep_best, of_entries, pack
+from kvshelf.kernels.select import Counts, QueuedCounts, importance_of, keep_best, of_entries, pack
+from kvshelf.kernels.transfer import download
 from kvshelf.methods.method import POLICY, Kind, Method, Needs, parameter
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.gate_file import Gates, Geometry, find
@@ -27,6 +28,25 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 MAX_PROBE_BYTES = 16 * 1024
 """Most UTF-8 bytes of a probe text. Limited, because every blob made with the text contains it."""
+
+
+class Unsized(NamedTuple):
+    """A reduced layer, as if it had one head, and how many entries each of its heads has."""
+
+    record: Kept
+    shares: QueuedCounts
+
+    def sized(self, counts: Tensor) -> Kept:
+        return replace(self.record, offsets=offsets_of(counts.tolist()))
+
+
+def sized(layers: Mapping[int, Entries | Unsized]) -> dict[int, Entries]:
+    """Layers with the numbers of entries of their heads, for which this waits together."""
+    waiting = {index: layer.shares.counts for index, layer in layers.items() if isinstance(layer, Unsized)}
+    counts = dict(zip(waiting, download(list(waiting.values())), strict=True))
+    return {
+        index: layer.sized(counts[index]) if isinstance(layer, Unsized) else layer for index, layer in layers.items()
+    }
 
 
 Phase = Literal["during", "cascade", "after"]
@@ -112,6 +132,10 @@ class Policy(Method):
     @abstractmethod
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
+
+    def begin(self, layer: LayerView, budget: LayerBudget) -> Entries | Unsized:
+        """The same without a wait for the device, where that can be: see `sized`."""
+        return self.reduce(layer, budget)
 
     @property
     def chooser(self) -> Policy:
@@ -250,7 +274,7 @@ class ScoringPolicy(Policy):
         """`[N]` bool: tokens kept whatever their score. A mask, because no score is safely above all others."""
         return layer.protected
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:  # noqa: ARG002
         """Entries each head of this layer keeps. The default is the same for all. scores, budget: of all its heads,
         also where the view has those of one process (`LayerView.ranks`)."""
         return budget.per_head
@@ -291,10 +315,19 @@ class ScoringPolicy(Policy):
         return importance_of(self.score(layer), self.protected(layer))
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Entries:
+        return sized({0: self._begun(layer, budget)})[0]
+
+    def begin(self, layer: LayerView, budget: LayerBudget) -> Entries | Unsized:
+        own = type(self).reduce is ScoringPolicy.reduce
+        return self._begun(layer, budget) if own else self.reduce(layer, budget)
+
+    def _begun(self, layer: LayerView, budget: LayerBudget) -> Kept | Unsized:
         scores, protected = self.score(layer), self.protected(layer)
         of_all = layer.all_heads(scores)
         whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
-        counts = layer.own_heads(self.counts(layer, of_all, protected, whole))
+        counts = self.counts(layer, of_all, protected, whole)
+        if layer.ranks is not None:  # what its own heads add up to is not known without a wait
+            counts = layer.own_heads(counts.known() if isinstance(counts, QueuedCounts) else counts)
         decides = self.precedence(layer, scores)
         keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
         if decides is not scores:  # codecs compare entries of all layers and heads by their scores
@@ -302,14 +335,15 @@ class ScoringPolicy(Policy):
         columns = {
             name: of_entries(own, positions, counts).contiguous() for name, own in self.columns(layer, scores).items()
         }
-        return Kept(
+        kept = Kept(
             keys=keys,
             values=values,
             entries_at=positions,
-            offsets=offsets_of(counts),
+            offsets=(0, counts.total) if isinstance(counts, QueuedCounts) else offsets_of(counts),
             importance=importance,
             columns=columns,
         )
+        return Unsized(kept, counts) if isinstance(counts, QueuedCounts) else kept
 
 
 @dataclass(frozen=True)
@@ -370,6 +404,10 @@ class WindowPolicy(ProbedPolicy):
     def protected(self, layer: LayerView) -> Tensor:
         """`[N]` bool: tokens kept whatever their score."""
         return layer.protected | layer.window(self.window).protect_tail()
+
+    def always(self, layer: LayerView) -> int:
+        """How many tokens `protected` marks. To ask the mask would wait for the device."""
+        return min(layer.num_tokens, layer.protected_prefix + layer.window(self.window).tail)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.kernels.select import importance_of
+from kvshelf.kernels.select import Counts, importance_of
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.parameters import fitted_sink
-from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts
+from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts, flat_shares
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _ROWS = 128
@@ -86,12 +86,12 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     def sharing(self) -> Sharing | None:
         return GlobalSharing() if self.across == "cache" else None
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
-        heads = list(importance_of(scores, protected))
-        tokens = self.tokens_of(layer.layer_idx, layer.document, budget.total // len(heads))
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:
+        heads = len(scores)
+        tokens = self.tokens_of(layer.layer_idx, layer.document, budget.total // heads)
         if self.across != "layer":
-            return (tokens,) * len(heads)
-        return flat_counts(heads, tokens * len(heads), [int(protected.sum())] * len(heads))
+            return (tokens,) * heads
+        return flat_shares(importance_of(scores, protected), tokens * heads)
 
     def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:  # noqa: ARG002
         """The mean number of entries that the heads of a layer keep, of that over all layers."""

@@ -90,22 +90,26 @@ class ChunkKV(TailPolicy):
         window = layer.window(self.window)
         tokens = window.pad(layer.all_heads(pooled(window.mean(), self.kernel)).sum(dim=0))  # [N]
         whole = F.pad(tokens, (0, -layer.num_tokens % self.chunk)).view(-1, self.chunk).sum(dim=1)
-        return (whole / self._lengths(layer)).repeat_interleave(self._lengths(layer)).repeat(layer.kv_heads, 1)
+        return self._of_tokens(whole / self._lengths(layer), layer).repeat(layer.kv_heads, 1)
 
     def protected(self, layer: LayerView) -> Tensor:
-        lengths = self._lengths(layer)
-        touched = torch.split(super().protected(layer), lengths.tolist())
-        return torch.stack([part.any() for part in touched]).repeat_interleave(lengths)
+        touched = torch.split(super().protected(layer), self.chunk)
+        return self._of_tokens(torch.stack([part.any() for part in touched]), layer)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         """The tokens of the best chunks. A chunk's tokens share one score, so they are the best tokens."""
-        lengths = self._lengths(layer)
-        chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [self._kept(layer.num_tokens)])
-        return [int(lengths[chosen[0]].sum())] * len(scores)
+        kept, missing = self._kept(layer.num_tokens), -layer.num_tokens % self.chunk
+        if missing and not layer.window(self.window).tail:  # nobody knows whether the shorter chunk stays
+            chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [kept])
+            missing *= int(chosen[0, -1])  # waits for the device
+        return [kept * self.chunk - missing] * len(scores)
 
     def _lengths(self, layer: LayerView) -> Tensor:
         """Tokens of each chunk, `[chunks]`."""
         return torch.diff(layer.positions[:: self.chunk], append=layer.positions[-1:] + 1)
+
+    def _of_tokens(self, of_chunks: Tensor, layer: LayerView) -> Tensor:
+        return of_chunks.repeat_interleave(self.chunk)[: layer.num_tokens]
 
     def _kept(self, num_tokens: int) -> int:
         """Chunks to keep."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
@@ -63,9 +64,12 @@ class CompressKV(CalibratedPolicy, TailPolicy):
         group = layer.all_queries.shape[0] // layer.kv_heads
         best = calibration_of(layer.document).best_heads(layer.layer_idx, self.heads)
         first = layer.first_kv_head
+        groups = range(first, first + layer.kv_heads)
+        chosen_heads = {own: [head % group for head in best if head // group == own] for own in groups}
         rows = [
-            window.attention(kv_head - first)[[head % group for head in best if head // group == kv_head]].sum(dim=1)
-            for kv_head in sorted({head // group for head in best}.intersection(range(first, first + layer.kv_heads)))
+            window.attention(own - first)[upload_numbers(heads, layer.keys.device)].sum(dim=1)
+            for own, heads in chosen_heads.items()
+            if heads
         ]  # each [chosen heads of the group, columns]
         none = torch.zeros(1, window.columns, device=layer.keys.device)
         chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
@@ -75,7 +79,7 @@ class CompressKV(CalibratedPolicy, TailPolicy):
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         mean = budget.total // len(budget.per_head)
         errors = calibration_of(layer.document).layer_errors
-        lowest = min(mean, max(_LEAST, int(protected.sum())))
+        lowest = min(mean, max(_LEAST, self.always(layer)))
         highest = min(_MOST * mean, layer.num_tokens)
         return (layer_counts(errors, mean * len(errors), lowest, highest)[layer.layer_idx],) * len(budget.per_head)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -11,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvshelf.errors import PolicyUnsupported
-from kvshelf.kernels.select import importance_of
+from kvshelf.kernels.select import Counts, importance_of
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import TailPolicy, pooling_kernel
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.sharing import flat_counts
+from kvshelf.methods.policies.sharing import flat_shares
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _BLOCK_TOKENS = 1024
@@ -72,9 +71,8 @@ class DefensiveKV(TailPolicy):
             )
         return policy
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
-        kept = int(protected.sum())
-        return flat_counts(list(importance_of(scores, protected)), budget.total, [kept] * len(scores))
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:  # noqa: ARG002
+        return flat_shares(importance_of(scores, protected), budget.total)
 
     def score(self, layer: LayerView) -> Tensor:
         window = layer.window(self.window)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.select import Counts
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.around import Around
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
@@ -88,7 +90,7 @@ class Fair(Around, ScoringPolicy):
     def protected(self, layer: LayerView) -> Tensor:
         return self.inner.protected(layer)
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:
         return self.inner.counts(layer, scores, protected, budget)
 
     @property
@@ -101,10 +103,11 @@ class Fair(Around, ScoringPolicy):
     def precedence(self, layer: LayerView, scores: Tensor) -> Tensor:
         """`-(2 r + 1) / n` of an entry that r of the n in its section go before, and 2 more of the first one."""
         places, protected = layer.positions, self.protected(layer)
-        starts = torch.tensor(self.starts, device=places.device)
+        starts = upload_numbers(self.starts, places.device)
+        sizes = torch.diff(starts, append=places[-1:] + 1)
         section = torch.bucketize(places, starts[1:], right=True)  # [N]
         ranks = places - starts[section]
-        seats = 2.0 * (ranks == 0) - (2 * ranks + 1) / section.bincount()[section]  # section after section, best first
+        seats = 2.0 * (ranks == 0) - (2 * ranks + 1) / sizes[section]  # section after section, best first
         ranked = scores.masked_fill(protected, torch.inf).nan_to_num(torch.inf, torch.inf, torch.inf)
         best = ranked.argsort(dim=1, descending=True, stable=True)
         order = best.gather(1, section[best].argsort(dim=1, stable=True))  # [heads, N]

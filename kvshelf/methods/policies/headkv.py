@@ -42,8 +42,8 @@ class HeadKV(CalibratedPolicy, SnapKV):
     chunk: int = field(default=2048, init=False)
     beta: float = parameter(1.2, "1 / beta of the budget follows the scores, the rest is even", minimum=1)
 
-    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
-        kept, heads = int(protected.sum()), len(scores)
+    def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
+        kept, heads = self.always(layer), len(scores)
         retrieval = [*chain(*retrieval_scores(calibration_of(layer.document), heads))]
         free = budget.total // heads - kept
         even = free - int(free / self.beta)

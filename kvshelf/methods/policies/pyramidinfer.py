@@ -80,7 +80,7 @@ class PyramidInfer(Policy):
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
         scores, protected = self.score(layer), self.protected(layer)
-        counts = self.counts(layer, protected, budget)
+        counts = self.counts(layer, budget)
         keys, values, positions, importance = keep_best(layer.keys, layer.values, scores, protected, counts)
         return Kept(keys=keys, values=values, entries_at=positions, offsets=offsets_of(counts), importance=importance)
 
@@ -111,9 +111,10 @@ class PyramidInfer(Policy):
         late = layer.positions >= layer.num_tokens - self._rows(layer.num_tokens)
         return layer.protected | late | (layer.positions < self.sink)
 
-    def counts(self, layer: LayerView, protected: Tensor, budget: LayerBudget) -> Sequence[int]:
-        """Entries each head of this layer keeps. protected: `[N]` bool."""
-        always, heads = int(protected.sum()), len(budget.per_head)
+    def counts(self, layer: LayerView, budget: LayerBudget) -> Sequence[int]:
+        """Entries each head of this layer keeps."""
+        always = max(layer.protected_prefix, self.sink) + self._rows(layer.num_tokens)  # as `protected` marks
+        always, heads = min(always, layer.num_tokens), len(budget.per_head)
         total = (budget.total // heads - always) * layer.num_layers
         shares = largest_remainders(fill(self._parts(layer.num_layers), total, layer.num_tokens - always))
         return (always + shares[layer.place],) * heads

@@ -11,6 +11,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from kvshelf.kernels.dispatch import form
+from kvshelf.kernels.select import Counts, QueuedCounts
+from kvshelf.kernels.transfer import upload_numbers
 from kvshelf.methods.policies.budgets import Budget, WholeLayers
 
 
@@ -50,6 +53,16 @@ class Sharing(ABC):
         `budget.tokens` times layers times heads."""
 
 
+def flat_shares(heads: Tensor, total: int, floor: int = 0) -> Counts:
+    """As `flat_counts`, with one floor, and nobody waits where Triton packs entries. heads: `[heads, N]`, with room for
+    `total`."""
+    # A head whose scores are no numbers leaves others the room for what they protect: Triton's form checks no counts.
+    ranked = heads.nan_to_num(torch.finfo(heads.dtype).max, torch.inf, -torch.inf)
+    counts = _flat_counts(list(ranked), total, [floor] * len(heads))
+    shares = QueuedCounts(counts, total)
+    return shares if form(heads.device) == "triton" else shares.known()
+
+
 def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> list[int]:
     """Give each head its floor and the rest of `total` to the best entries of all heads together.
 
@@ -57,12 +70,17 @@ def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> l
     equal ones in ascending position. Ties between heads go to the earlier head. Where `total` exceeds what there is,
     every head keeps all it has.
     """
+    counts: list[int] = _flat_counts(heads, total, floors).tolist()
+    return counts
+
+
+def _flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> Tensor:
     forced = [min(floor, len(head)) for floor, head in zip(floors, heads, strict=True)]
     rest = [head.sort(descending=True, stable=True).values[taken:] for head, taken in zip(heads, forced, strict=True)]
     owners = torch.cat([torch.full(tail.shape, i, device=tail.device) for i, tail in enumerate(rest)])
     best = torch.cat(rest).sort(descending=True, stable=True).indices[: max(0, total - sum(forced))]
-    won = torch.bincount(owners[best], minlength=len(heads)).tolist()
-    return [taken + more for taken, more in zip(forced, won, strict=True)]
+    won = owners[best]
+    return upload_numbers(forced, won.device).scatter_add_(0, won, torch.ones_like(won))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept, LayerRecord
-from kvshelf.kernels.select import importance_of, keep_best, of_entries
+from kvshelf.kernels.select import importance_of, keep_best, of_entries, total_of
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.budgets import LayerBudget
 from kvshelf.methods.policies.view import LayerView
@@ -45,7 +45,7 @@ def reduce_together(policy: Policy, layer: LayerView, stored: LayerView, tokens:
     assert isinstance(policy, ScoringPolicy)
     scores, protected = scores_together(policy, layer), policy.protected(layer)
     counts = policy.counts(layer, scores.expand(layer.kv_heads, -1), protected, budget)
-    count = sum(counts) // layer.kv_heads
+    count = total_of(counts) // layer.kv_heads
     decides = policy.precedence(layer, scores)
     keys, values, positions, importance = keep_best(stored.keys, stored.values, decides, protected, [count])
     if decides is not scores:

@@ -159,7 +159,7 @@ def test_shares_fall_and_add_up(data, tokens, num_layers, decay, protected):
         random_layer(tokens, index=i, num_layers=num_layers, dim=2, protected=protected) for i in range(num_layers)
     ]
     always = policy.protected(layers[0])
-    counts = [policy.counts(layer, always, LayerBudget.uniform(2, mean)) for layer in layers]
+    counts = [policy.counts(layer, LayerBudget.uniform(2, mean)) for layer in layers]
     assert all(len({*of_layer}) == 1 for of_layer in counts)
     shares = [of_layer[0] for of_layer in counts]
     assert sum(shares) == mean * num_layers

@@ -17,6 +17,7 @@ from kvshelf.methods.policies.sharing import (
     ProportionalSharing,
     fill,
     flat_counts,
+    flat_shares,
     largest_remainders,
     least,
 )
@@ -53,6 +54,12 @@ def test_flat_counts_let_a_head_win_what_another_cannot_use():
     assert flat_counts(heads, 4, [0, 0]) == [3, 1]
     assert flat_counts(heads, 3, [0, 2]) == [1, 2]
     assert flat_counts(heads, 99, [0, 0]) == [3, 3]
+
+
+def test_what_is_no_number_wins_nothing_that_is_protected_elsewhere():
+    """Else a card would pack more entries than there is room for, before anybody has looked at the scores."""
+    importance = torch.tensor([[math.inf, math.nan, math.nan, math.nan], [math.inf, 1, 2, 3]])
+    assert flat_shares(importance, 4) == [3, 1]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from kvshelf.engine.decode.slots.choices import RuleKind, TokenRules, choose
 from kvshelf.engine.decode.slots.composition import Composition, Reading, TabledDocuments
 from kvshelf.engine.decode.suffixes import Slab
 from kvshelf.kernels.prefix_attention import BatchLayout, SuffixRows
+from kvshelf.kernels.transfer import host_memory
 
 CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 """Slots of a document, and all multiples of 8 beyond. At most a third of them is vacant."""
@@ -104,6 +105,11 @@ class Seating:
         """Of each row of this step, its slot and the number of its slab."""
 
     @property
+    def size(self) -> tuple[SeatingKind, int]:
+        """What its pass does, and over how many slots."""
+        return self._kind, self._slots
+
+    @property
     def nbytes(self) -> int:
         """Of all that kernels read its documents by."""
         return sum(part.nbytes for part in (self._tabled, self._own) if part is not None)
@@ -136,8 +142,7 @@ class Seating:
             # As many as there are slots: the others write the first one once more.
             padded = own + own[:1] * (slots - len(own))
             numbers += [*table, *(number for column in zip(*padded, strict=True) for number in column)]
-        # Pinned: a copy from any other memory waits for what the device is doing.
-        fresh = torch.empty(len(self._numbers), dtype=torch.int32, pin_memory=self._numbers.is_cuda)
+        fresh = host_memory(self._numbers.shape, torch.int32, self._numbers.device)
         fresh[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
         self._rules_in(fresh).write((slot, row) for (slot, _), row in zip(self.seats, rows, strict=True))
         self._numbers.copy_(fresh, non_blocking=True)

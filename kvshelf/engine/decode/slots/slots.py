@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet, ref
 
 import torch
+from torch.torch_version import TorchVersion
 
 from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.decode.generation import Generation
@@ -59,6 +60,9 @@ def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: in
     return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
 
 
+_KEEPS_FAILED: Final = TorchVersion(torch.__version__) < "2.13"
+"""Whether the allocator takes a capture that failed for one under way (pytorch#180395)."""
+
 Forward = Callable[[Checkpoint], PassOutcome]
 """A pass over the slots."""
 
@@ -74,6 +78,7 @@ class Slots:
         self._device = device
         self._recorder = recorder
         self._warned = False
+        self._failed: set[tuple[SeatingKind, int]] = set()
         self._seatings: dict[object, Seating] = {}
         self._compositions: dict[object, Composition] = {}
         self._readings: set[Reading] = set()
@@ -128,11 +133,12 @@ class Slots:
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
         """What the pass gives, until the next run. The pass of a seating is recorded behind the second one,
         because many a seating has no third; and one just before has compiled all kernels and made all memory that a
-        recording must find. Where that one waited, none is begun."""
+        recording must find. Where that one waited, none is begun; where a recording failed, none of another seating of
+        the same size."""
         if seating.replay is not None:
             checkpoint()
             return seating.replay()
-        if self._recorder is None or seating.passes != 1:
+        if self._recorder is None or seating.passes != 1 or seating.size in self._failed:
             outcome = forward(checkpoint)
         else:
             with Waits(self._device) as waits:
@@ -150,8 +156,7 @@ class Slots:
         try:
             seating.replay = recorder(lambda: forward(nothing))
         except Exception as exc:  # whatever CUDA says of a model's code
-            # Not tried again: the allocator of older torch takes a capture that failed for one under way.
-            self._recorder = None
+            self._failed.add(seating.size)
             self._warn(str(exc))
 
     def _warn(self, reason: str) -> None:
@@ -171,10 +176,12 @@ def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
 
 
 class GraphRecorder:
-    """Records passes as CUDA graphs, whose memory they share: one runs at a time."""
+    """Records passes as CUDA graphs, whose memory they share: one runs at a time. With older torch none behind one that
+    failed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._underway = False
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
 
@@ -185,6 +192,8 @@ class GraphRecorder:
 
     def __call__(self, forward: Callable[[], PassOutcome]) -> Replay:
         """Raises what the pass raises, and `RuntimeError` where it does what a graph cannot hold."""
+        if self._underway and _KEEPS_FAILED:
+            raise RuntimeError(f"a capture failed before, which PyTorch {torch.__version__} takes for one under way")
         living = list(self._graphs)  # whichever other thread drops them meanwhile
         if not living:  # a pool ends with its last graph, and torch takes none that has ended
             self._pool = torch.cuda.graph_pool_handle()
@@ -194,6 +203,7 @@ class GraphRecorder:
         # Not `torch.cuda.graph`, which waits for the device and gives all unused memory back. Other threads go on
         # meanwhile: layers of documents arrive by copies of their own.
         with torch.cuda.stream(stream):
+            self._underway = True
             graph.capture_begin(self._pool, "thread_local")
             try:
                 outcome = forward()
@@ -202,6 +212,7 @@ class GraphRecorder:
                     graph.capture_end()
                 raise
             graph.capture_end()
+            self._underway = False
         self._graphs.add(graph)
         current.wait_stream(stream)
 

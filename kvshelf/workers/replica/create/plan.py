@@ -1,7 +1,7 @@
 """What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
 
-Caches, suffixes and prefills each have a part of their own. Finished caches that wait for their store have none,
-nor have the vision part of a model and, on a card, what decodes klt.
+Caches, suffixes, prefills and, on a card, what decodes klt each have a part of their own. Finished caches that wait
+for their store have none, nor have the passes of a model's vision part, whose weights are counted.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class MemoryPlan:
         """The same, as the weights of an engine are, and as it runs its passes."""
         model = engine.model
         weights = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
+        weights += 0 if engine.facts.images is None else engine.facts.images.nbytes
         recorded = engine.passes.program_of_documents is not None
         return replace(self, weights=weights, token_bytes=token_bytes(model, recorded=recorded))
 
@@ -126,7 +127,7 @@ class MemoryPlan:
         """Bytes for one prefill; None: no limit."""
         if self.there is None:
             return None
-        return self.there - self.beside - self.weights - self.attached - self.suffixes - self.recorded
+        return self.there - self.beside - self.weights - self.attached - self.suffixes - self.recorded - self.decoding
 
     def prefill_bytes(self, tokens: int) -> int:
         """Of a document in one pass that keeps everything."""
@@ -148,9 +149,28 @@ class MemoryPlan:
             "attached caches": self.attached,
             "suffixes": self.suffixes,
             **({"recorded decode steps": self.recorded} if self.recorded else {}),
+            **({"decoding klt": self.decoding} if self.decoding else {}),
             "the process itself": self.beside,
             f"a document of {self.wanted:,} tokens": self.prefill_bytes(self.wanted),
         }
+
+    @property
+    def decoding(self) -> int:
+        """Bytes of a card that decodes klt, of a document of `wanted` tokens: the codes of layers that are decoded
+        together and their rows, what is made of one layer's, and the transforms that the card holds. Of longer ones
+        the CPU decodes what has no room."""
+        if self.shape.device != "cuda":
+            return 0
+        from kvshelf.artifact.transforms import HELD_BYTES
+        from kvshelf.engine.attention.attachment import BYTES_TOGETHER
+
+        channels = [self.shape.kv_heads * dim for dim in self.shape.dims]
+        layer = self.wanted * sum(channels) * 4
+        together = max(layer, min(self.shape.layers * layer, BYTES_TOGETHER))
+        # The bases and slopes of all heads together, and four of each head.
+        sizes = [(2 * own + 4 * dim) * own * 4 for own, dim in zip(channels, self.shape.dims, strict=True)]
+        transforms = self.shape.layers * sum(size for size in sizes if size <= HELD_BYTES)
+        return together + together // 2 + 2 * layer + transforms
 
     @property
     def pinned(self) -> int:

@@ -262,6 +262,35 @@ def test_a_pass_that_cannot_be_recorded_runs_anew_with_one_warning(caplog: pytes
     assert slots.replayed == 0
 
 
+def answered(rows: int, slots: Slots) -> None:
+    """Eight tokens for each of so many questions at once."""
+    engine = engine_of("llama")
+    batch = DecodeBatch(engine.passes, slots)
+    answers = [engine.start(documents_of("llama", 30)[0], ids(3, seed=i), Sampling(8)) for i in range(rows)]
+    while not answers[0].finished:
+        batch.step(answers)
+
+
+def test_a_recording_that_fails_is_not_tried_again_and_others_are_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVSHELF_KERNELS", "eager")
+    tape, sizes = Tape(), []
+
+    def scarce(forward: Callable[[], PassOutcome]) -> Replay:
+        sizes.append(len(forward().tokens))
+        if sizes[-1] == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return tape(forward)
+
+    slots = Counted(scarce)
+    with caplog.at_level(logging.WARNING):
+        for rows in (1, 2, 2, 3):  # each with slabs of its own, so in a seating of its own
+            answered(rows, slots)
+    assert (sizes, slots.replayed) == ([1, 2, 3], 10)
+    assert [record.message[-25:] for record in caplog.records] == ["CUDA error: out of memory"]
+
+
 def test_a_pass_that_waits_is_not_recorded_and_others_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,20 +298,13 @@ def test_a_pass_that_waits_is_not_recorded_and_others_are(
     monkeypatch.setenv("KVSHELF_KERNELS", "eager")
     engine, tape = engine_of("llama"), Tape()
     slots = Counted(tape)
-
-    def answered(rows: int) -> None:
-        batch = DecodeBatch(engine.passes, slots)
-        answers = [engine.start(documents_of("llama", 30)[0], ids(3, seed=i), Sampling(8)) for i in range(rows)]
-        while not answers[0].finished:
-            batch.step(answers)
-
     handle = engine.model.get_output_embeddings().register_forward_hook(lambda *call: call[2].sum().item() and None)
     with caplog.at_level(logging.WARNING):
-        answered(1)
-        answered(2)
+        answered(1, slots)
+        answered(2, slots)
         handle.remove()
         assert (tape.recorded, slots.replayed) == (0, 0)
-        answered(3)
+        answered(3, slots)
     assert (tape.recorded, slots.replayed) == (1, 5)
     (record,) = caplog.records
     assert "_local_scalar_dense waits for the device" in record.message

@@ -41,6 +41,7 @@ from kvshelf.workers.replica.ticket import out_of_memory
 from kvshelf_bench.measure import allocated_peak
 from tests.amounts import few, in_turn
 from tests.engine.inputs.test_protect import CHUNKED
+from tests.images import OLDER, save_image_model
 from tests.methods.policies.gates import GATED, random_gates
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -122,6 +123,31 @@ def test_the_plan_of_a_card_says_what_stays_pinned_of_the_host(tiny: Engine) -> 
     assert (plan.pinned, "pinned" in str(plan)) == (0, False)
     on_a_card = replace(plan, shape=replace(plan.shape, device="cuda"))
     assert f"of the host {4 * BUFFER_BYTES:,} pinned for copies" in str(on_a_card)
+
+
+def test_what_decodes_klt_on_a_card_has_its_part(tiny: Engine) -> None:
+    """The transforms of four layers' keys and values of 2 heads of 32 channels, and codes in fp32 of 1,024 tokens."""
+    plan = limited(tiny, 2000)
+    shape = plan.shape
+    assert plan.decoding == 0
+    on_a_card = replace(plan, shape=replace(shape, device="cuda"))
+    codes = plan.wanted * shape.layers * shape.kv_heads * sum(shape.dims) * 4
+    assert codes * 1.5 < on_a_card.decoding < codes * 2.5 + (4 << 20)
+    assert on_a_card.parts["decoding klt"] == on_a_card.decoding
+    assert on_a_card.longest < plan.longest
+    large = replace(shape, layers=32, kv_heads=32, head_dim=128, value_dim=128, device="cuda")
+    assert replace(plan, shape=large, wanted=65536).decoding == (1 << 31) * 7 // 2
+
+
+@pytest.mark.skipif(OLDER, reason="it needs torchvision")
+def test_the_vision_tower_of_a_model_is_among_its_weights(tmp_path: Path) -> None:
+    save_image_model(tmp_path)
+    engine = Engine.load(str(tmp_path), device="cpu", dtype="float32")
+    images = engine.facts.images
+    assert images is not None
+    assert images.nbytes > 0
+    alone = sum(tensor.nbytes for tensor in (*engine.model.parameters(), *engine.model.buffers()))
+    assert plan_of(engine).weights == alone + images.nbytes
 
 
 def test_recorded_decode_steps_have_their_part(tiny: Engine) -> None:
