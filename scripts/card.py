@@ -179,23 +179,23 @@ class Card:
 
 
 class _OnCard(Tensor):
-    """host: the tensor of the CPU. where: the card. To torch's C++ it is on "meta", because it asks a driver for any
+    """host: the tensor of the CPU. card: where it is. To torch's C++ it is on "meta", because it asks a driver for any
     other device."""
 
     host: Tensor
-    where: torch.device
+    card: torch.device
     order: ClassVar[Order | None] = None
-    device = property(lambda self: self.where)
+    device = property(lambda self: self.card)
     is_cuda = property(lambda _: True)
     is_meta = property(lambda _: False)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __new__(cls, host: Tensor, where: torch.device = CARD) -> Self:
+    def __new__(cls, host: Tensor, card: torch.device = CARD) -> Self:
         made: Self = Tensor._make_wrapper_subclass(
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
-        made.host, made.where = host, where
+        made.host, made.card = host, card
         return made
 
     def tolist(self) -> Any:
@@ -203,7 +203,7 @@ class _OnCard(Tensor):
 
     def data_ptr(self) -> int:  # Triton's interpreter asks for it, and for the storage
         if self.order is not None:
-            self.order.require_behind(self.where, self.host)
+            self.order.require_behind(self.card, self.host)
         return self.host.data_ptr()
 
     def record_stream(self, s: Any) -> None:
@@ -237,13 +237,13 @@ class _Operations(TorchDispatchMode):
             raise RuntimeError(f"{func} was given tensors of {' and '.join(sorted(map(str, cards)))}")
         on_card = bool(cards)
         if cards:
-            self._last = args[0].where if isinstance(args[0], _OnCard) else min(cards, key=str)
+            self._last = args[0].card if isinstance(args[0], _OnCard) else min(cards, key=str)
         card = self._last
         to_card = on_card
         if (device := kwargs.get("device")) is not None:
             to_card, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
             card = torch.device(device) if torch.device(device).index is not None else card
-        same = name == "_to_copy" and on_card and device == args[0].where
+        same = name == "_to_copy" and on_card and device == args[0].card
         if same and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             return args[0]  # C++ asks for it, because it takes "cuda" and "meta" for two devices
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
@@ -338,7 +338,7 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _cards(leaves: Iterable[Any]) -> set[torch.device]:
-    return {leaf.where for leaf in leaves if isinstance(leaf, _OnCard)}
+    return {leaf.card for leaf in leaves if isinstance(leaf, _OnCard)}
 
 
 def _fills(args: Any) -> bool:
