@@ -59,10 +59,10 @@ check: setup  ## format, lint, types and the import rule
 # Let Python keep its bytecode, whatever the environment says: each service of a test starts three processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: setup  ## all tests that need no fault, no browser and not long; a quarter of an hour on two cores
+test: setup  ## all tests that need no fault, no browser and not long; 17 minutes on two cores
 	scripts/test.sh
 
-test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; twenty minutes
+test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; forty minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults and not real"
 	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults and not real"
 
