@@ -60,11 +60,10 @@ check: setup  ## format, lint, types and the import rule
 unexport PYTHONDONTWRITEBYTECODE
 
 test: setup  ## all tests that need no fault, no browser and not long; 17 minutes on two cores
-	scripts/test.sh
+	scripts/test.sh "not slow"
 
-test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; forty minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not service and not faults and not real"
-	$(BIN)/python -m pytest --ignore=tests/page -m "slow and service and not faults and not real"
+test-slow: setup  ## wheels, ranks, killed writers, training, pages of the documentation, every bit of a blob; half an hour
+	scripts/test.sh slow
 
 test-faults: setup  ## killed processes, full disks, stores that are cut off, restarts under load, floods; a quarter of an hour
 	$(BIN)/python -m pytest -m faults

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# `make test`: all tests that need no fault, no browser and not long. Tests without a service compute, and tests with a service
-# often wait, so both run at once. Tests with a service measure times, so the others run at a lower priority.
+# `make test` and `make test-slow`: the tests that are "not slow", or those that are "slow", without faults and browsers. Tests
+# without a service compute, and tests with a service often wait, so both run at once. Tests with a service measure times, so
+# the others run at a lower priority.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # As in the Makefile: without bytecode every process compiles its sources anew, and pytest all tests, three times.
 unset PYTHONDONTWRITEBYTECODE
 
+tests="$1 and not faults and not real"
 computing=$(mktemp)
-OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "not service and not faults and not slow and not real" > "$computing" 2>&1 &
+OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "$tests and not service" > "$computing" 2>&1 &
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 
 echo "The tests without a service run at the same time. Their results are printed after these."
-.venv/bin/python -m pytest --ignore=tests/page -m "service and not faults and not slow and not real"
+.venv/bin/python -m pytest --ignore=tests/page -m "$tests and service"
 services=$?
 wait $pid
 units=$?
