@@ -4,8 +4,8 @@
 
 Places are drawn over policies, selectors, suffix policies, codecs, the scheduler and the writer, as many of each group
 as it has of all places. The change is made in a copy of the checkout, and pytest runs there, without tests that are
-slow or start a service. mutmut and cosmic-ray change a whole package and run a whole suite each time; here a place
-costs seconds.
+slow or start a service. Places that the output file has already are not run again. mutmut and cosmic-ray change a whole
+package and run a whole suite each time; here a place costs seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -54,8 +54,9 @@ _SWAPS: Final = {
     "minimum": "maximum", "maximum": "minimum", "any": "all", "all": "any",
 }  # fmt: skip
 
-_LIMIT_S: Final = 900
-"""Of the tests of one place: a change that makes a loop endless is noticed."""
+_LIMIT_S: Final = 120
+"""Of one test: a change that makes a loop endless is noticed. A limit of all tests of a place would take a busy machine
+for a test that fails."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def drawn(count: int, seed: int) -> list[Mutation]:
 
 
 def is_noticed(mutation: Mutation, checkout: Path) -> bool:
-    """Whether the tests of its group fail, or never end, in a copy of the checkout with the mutation. A file of the
+    """Whether a test of its group fails, or never ends, in a copy of the checkout with the mutation. A file of the
     module's own name comes first, then those that name it: most changes are noticed there, in seconds."""
     file = checkout / mutation.file
     source, stem = file.read_bytes(), file.stem
@@ -147,13 +148,12 @@ def is_noticed(mutation: Mutation, checkout: Path) -> bool:
     named = {path for path in files if re.search(rf"\b{stem}\b", path.read_text())}
     tests = sorted(files, key=lambda path: (path.name != f"test_{stem}.py", path not in named))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["--timeout", str(_LIMIT_S), "--timeout-method", "thread"]
     command += ["-m", "not slow and not faults and not real and not service", *map(str, tests)]
     file.write_bytes(source[: mutation.start] + mutation.new.encode() + source[mutation.end :])
     try:
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return True
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True)
     finally:
         file.write_bytes(source)
     if done.returncode not in (0, 1, 2, 4):  # passed, failed, interrupted by an import that fails
@@ -191,15 +191,24 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="a line of JSON for each place")
     asked = parser.parse_args()
-    noticed = total = 0
-    for mutation, seen in results(drawn(asked.count, asked.seed), asked.jobs):
-        noticed, total = noticed + seen, total + 1
+    places = drawn(asked.count, asked.seed)
+    earlier = _earlier(asked.output, places) if asked.output else {}
+    noticed = sum(earlier.values())
+    for mutation, seen in results([place for place in places if place not in earlier], asked.jobs):
+        noticed += seen
         if not seen:
             print(f"not noticed: {mutation.file}:{mutation.line}: {mutation.old!r} -> {mutation.new!r}", flush=True)
         if asked.output:
             with asked.output.open("a") as lines:
                 lines.write(json.dumps(asdict(mutation) | {"noticed": seen}) + "\n")
-    print(f"{noticed} of {total} noticed ({noticed / max(total, 1):.0%})")
+    print(f"{noticed} of {len(places)} noticed ({noticed / max(len(places), 1):.0%})")
+
+
+def _earlier(output: Path, places: Sequence[Mutation]) -> dict[Mutation, bool]:
+    """Those of the places that the file has, and whether they were noticed."""
+    rows = map(json.loads, output.read_text().splitlines()) if output.exists() else ()
+    seen = {Mutation(**{field.name: row[field.name] for field in fields(Mutation)}): row["noticed"] for row in rows}
+    return {place: seen[place] for place in places if place in seen}
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ def test_all_of_it_by_keyboard_alone(open_page: OpenPage, http: httpx.Client) ->
     page.keyboard.press("Enter")
     tab_to(page, "Or paste a text")
     page.keyboard.insert_text(document(81))
+    # Typing into a list chooses among the options that it has by then, and these come from the service.
+    page.get_by_label("Policy").locator("option", has_text="keydiff").wait_for(state="attached")
     tab_to(page, "Policy")
     page.keyboard.type("keyd")  # the default removes nothing
+    page.get_by_text("Removed: 50 %").wait_for()
     tab_to(page, "Removed")
     page.keyboard.press("Home")
     tab_to(page, "Name, labels")
