@@ -31,16 +31,28 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 
 GROUPS: Final = {
-    "policies": (("methods/policies",), ("methods/policies",)),
+    "policies": (
+        ("methods/policies",),
+        ("methods/policies", "engine/test_probed_chunks.py", "engine/test_episodes.py", "engine/prefill"),
+    ),
     "selectors": (
         ("methods/selectors",),
-        ("engine/test_selecting.py", "engine/test_blocks.py", "engine/test_sentences.py", "training"),
+        (
+            "methods/selectors",
+            "engine/test_selecting.py",
+            "engine/test_blocks.py",
+            "engine/test_sentences.py",
+            "training",
+        ),
     ),
-    "suffixes": (("methods/suffixes",), ("engine/test_suffix_policies.py", "engine/test_bounded.py")),
+    "suffixes": (
+        ("methods/suffixes",),
+        ("engine/test_suffix_policies.py", "engine/test_bounded.py", "engine/test_one_budget.py"),
+    ),
     "codecs": (("artifact/codecs.py", "artifact/coded.py", "artifact/coder.py"), ("artifact",)),
     "scheduler": (
         ("workers/replica/scheduler.py", "workers/replica/queues.py"),
-        ("workers/replica/test_scheduler.py", "workers/replica/test_fairness.py"),
+        ("workers/replica/test_scheduler.py", "workers/replica/test_fairness.py", "workers/replica/test_programs.py"),
     ),
     "writer": (("store/writer.py",), ("store",)),
 }

@@ -11,7 +11,7 @@ import torch
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coded import FIRST_TOKENS, CodedRows
-from kvshelf.artifact.coder import plain_layers
+from kvshelf.artifact.coder import codes_bytes, plain_layers
 from kvshelf.artifact.records import Kept, Merged, Parts
 from kvshelf.artifact.shape import LayerShape
 from kvshelf.artifact.transforms import RowTransform, Transforms
@@ -72,6 +72,39 @@ def test_bytes_come_back_and_are_the_same_bytes(lengths, dtype) -> None:
         read.attached_bytes == coded.attached_bytes == sum(x.entries * (16 * dtype.itemsize + 4) for x in coded.layers)
     )
     require_equal(read.decoded(coder), coded.decoded(coder))
+
+
+def test_one_head_and_what_its_codes_take_once_decoded() -> None:
+    cache, coder = scaled(((300,),) * 2, num_tokens=300), make_coder(heads=1)
+    coded = cache.encoded("klt", coder)
+    for before, layer, after in zip(cache.layers, coded.layers, coded.decoded(coder).layers, strict=True):
+        assert (codes_bytes(before), codes_bytes(layer)) == (0, after.keys.nbytes + after.values.nbytes)
+        assert after.keys.dtype == torch.float32  # so a number takes four bytes of either
+        assert max(head_errors(before, after)) < 1.5 * 0.65 * 8**0.5 * 1.01 + 0.1
+
+
+@pytest.mark.parametrize("heads", ["joint", "each"])
+def test_values_that_their_keys_foretell_take_few_bytes_and_come_back(heads: str) -> None:
+    """Transforms of version 3. Values are their mean and what the slope makes of the key, without rotation."""
+    plain = make_coder()
+    generator = torch.Generator().manual_seed(9)
+    slopes = torch.randn(2, 8, 8, generator=generator)
+    means = {kind: plain.transforms.layers[0][kind].mean for kind in ("keys", "values")}
+    layers = tuple(
+        {**layer, "values": replace(layer["values"], joint_slope=torch.block_diag(*slopes), each_slope=slopes)}
+        for layer in plain.transforms.layers
+    )
+    coder = replace(plain, transforms=replace(plain.transforms, layers=layers))
+    cache = scaled(((3000, 3000),) * 2)
+    keys = cache.layers[0].keys.view(2, 3000, 8)
+    values = ((keys - means["keys"][:, None]) @ slopes + means["values"][:, None]).reshape(6000, 8)
+    cache = replace(cache, layers=(replace(cache.layers[0], values=values, rope_mode="pre"),) * 2)
+    codec = f"klt:step=0.5,heads={heads}"
+    blind, foretold = (cache.encoded(codec, own) for own in (plain, coder))
+    # What is left is the rounding of keys, times the slopes.
+    assert foretold.layers[0].values.nbytes < blind.layers[0].values.nbytes * 0.8
+    for before, after in zip(cache.layers, foretold.decoded(coder).layers, strict=True):
+        assert max(head_errors(before, after)) < 0.5 * 0.65 * 4 * 1.01 + 0.1
 
 
 def test_the_first_tokens_are_kept_in_16_bits() -> None:

@@ -345,6 +345,23 @@ def test_several_documents(llama, caches, monkeypatch, name):
         assert bounded.sources == plain.sources
 
 
+LEAST = [
+    ({"policy": "window"}, 8),  # one more than the question has
+    ({"policy": "lagkv"}, 136),
+    ({"policy": "lazy_eviction"}, 182),
+    ({"policy": "h2o", "params": {"recent": 20}}, 27),
+    ({"policy": "ems"}, 39),
+    ({"policy": "arkv"}, 39),
+    ({"policy": "ngc_schedule"}, 39),
+]
+"""The smallest budgets behind a question of 7 tokens."""
+
+
+@pytest.mark.parametrize(("suffix", "least"), LEAST)
+def test_the_smallest_budget_is_taken(llama, caches, suffix, least):
+    assert llama.engine.answer(caches[0], llama.ids[3:10], max_new_tokens=1, suffix={**suffix, "budget": least})
+
+
 @pytest.mark.parametrize(
     ("suffix", "param"),
     [
@@ -354,16 +371,10 @@ def test_several_documents(llama, caches, monkeypatch, name):
         ({"policy": "window", "params": {"every": 0}}, "suffix.params.every"),
         ({"policy": "window", "params": 3}, "suffix.params"),
         ({"policy": "window", "tokens": 3}, "suffix.tokens"),
-        ({"policy": "window", "budget": 7}, "suffix.budget"),  # as many as the question has
         ({"policy": "window", "budget": 0}, "suffix.budget"),
         ({"policy": "window", "scope": "all"}, "suffix.scope"),
         ({"policy": "window", "budget": "many"}, "suffix.budget"),
-        ({"policy": "lagkv", "budget": 135}, "suffix.budget"),
-        ({"policy": "lazy_eviction", "budget": 181}, "suffix.budget"),
-        ({"policy": "h2o", "budget": 26, "params": {"recent": 20}}, "suffix.budget"),
-        ({"policy": "ems", "budget": 38}, "suffix.budget"),
-        ({"policy": "arkv", "budget": 38}, "suffix.budget"),
-        ({"policy": "ngc_schedule", "budget": 38}, "suffix.budget"),
+        *(({**suffix, "budget": least - 1}, "suffix.budget") for suffix, least in LEAST),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(llama, caches, monkeypatch, suffix, param):

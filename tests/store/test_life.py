@@ -255,6 +255,23 @@ def test_what_nobody_asks_grows_old(place: Place, clock: Clock) -> None:
             shelf.stat(old)
 
 
+def test_a_write_for_which_nothing_goes_is_refused_at_once(
+    place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.open(now=clock, rules=rules(budget_bytes=SIZE)) as shelf:
+        shelf.put(make_cache(0), pinned=True)
+        begin, begun = shelf.index.begin, []
+
+        def counted(*args: Any) -> None:
+            begun.append(args)
+            begin(*args)
+
+        monkeypatch.setattr(shelf.index, "begin", counted)
+        with pytest.raises(StorageFull, match="budget"):
+            shelf.put(make_cache(1))
+        assert len(begun) == 1
+
+
 def test_pinned_caches_and_those_that_are_read_are_not_evicted(place: Place, clock: Clock) -> None:
     with place.open(now=clock, rules=rules(budget_bytes=3 * SIZE)) as shelf:
         pinned = shelf.put(make_cache(0), pinned=True)
