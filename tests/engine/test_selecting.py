@@ -180,6 +180,19 @@ def test_the_first_and_the_last_tokens_are_always_read(llama, caches):
                         assert {*kept[:16], kept[-1]} <= set(positions), (layer, head)
 
 
+def test_of_as_many_tokens_as_fasa_always_reads_it_reads_no_others(tiny):
+    cache = tiny.compress("The tide tables hang beside the door, and the lamp is lit at five. " * 4, policy="full")
+    document, question = tiny.attach(cache), tiny.encode_query(cache, "Where do the tide tables hang?")
+    selection = tiny.select(document, "fasa", question_tokens=len(question), tokens=6, params={"always": 3})
+    generation, batch = tiny.start(document, question, Sampling(2), selection), tiny.batch()
+    while not generation.finished:
+        batch.step([generation])
+    for layer, record in enumerate(cache.layers):
+        for head, positions in enumerate(read_positions(selection, document, layer, len(record.positions))):
+            kept = record.positions[head].tolist()
+            assert positions == kept[:3] + kept[-3:], (layer, head)
+
+
 def read_positions(selection, document, layer, heads):
     """The positions that the last token of an answer read, of each head."""
     found = [[] for _ in range(heads)]

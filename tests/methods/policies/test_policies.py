@@ -22,6 +22,7 @@ from kvshelf.methods.parameters import LARGEST
 from kvshelf.methods.policies import POLICIES, LayerView, build
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.keeping import KeepsScores
 from kvshelf.methods.policies.view import DocumentView, Probed
 from kvshelf.model.calibration import Calibration, Origin
 from kvshelf.model.rope import Rope
@@ -372,3 +373,11 @@ def test_a_number_however_large_is_used_or_refused_by_name(tiny, name, parameter
     for value in (LARGEST + 1, -LARGEST - 1, 10**18, 10**5000, 1e300):
         with pytest.raises(InvalidRequest, match=f"parameter '{parameter}' of policy '{name}' is beyond"):
             build(name, {parameter: value})
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if issubclass(policy, KeepsScores)])
+def test_numbers_that_answers_go_on_with_are_counted_beside_the_entries(name):
+    policy = build(name, {})
+    kept = replace(policy, keep_scores=True)
+    assert kept.stored_beside == policy.stored_beside | {"columns": len(policy.left)}
+    assert "columns" not in policy.stored_beside
