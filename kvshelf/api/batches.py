@@ -25,7 +25,6 @@ BatchStatus = Literal[
     "cancelling",
     "cancelled",
 ]
-FilePurpose = Literal["batch", "batch_output"]
 Endpoint = Literal["/v1/caches", "/v1/chat/completions"]
 """What a batch does with each of its rows: compress a document, or answer a question."""
 

@@ -138,7 +138,7 @@ def _tried(name: str, device: str, dtype: str) -> Iterator[Finding]:
                 yield from features
         except KvshelfError as error:
             yield Finding("model", False, error.message)
-        except Exception as error:
+        except Exception as error:  # as of the other checks
             yield Finding("model", False, f"{type(error).__name__}: {error}")
 
 

@@ -16,7 +16,7 @@ from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
-from kvshelf.engine.decode.generation import Generation, Sampling
+from kvshelf.engine.decode.generation import AnswerReads, AnswerTokens, Generation, Sampling
 from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.decode.reduction import DocumentTail, SuffixReducer
@@ -140,21 +140,17 @@ class Asker:
                 f"within the {longest} tokens that {facts.name!r} takes behind it; ask a shorter question",
                 param="prompt",
             )
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         grammar, logprobs = sampling.grammar, sampling.logprobs
         return Generation(
             document,
             query,
             sampling,
-            room=room,
-            end_ids=facts.end_ids(),
-            equivalents=self.equivalents,
-            decoder=facts.text.answer_decoder() if facts.text is not None else None,
-            selection=selection,
-            passages=passages,
-            reducer=reducer,
-            constraint=None if grammar is None else self.guide.constraint(grammar, min(sampling.max_tokens, room)),
+            self.equivalents,
+            tokens=AnswerTokens(facts.end_ids(), None if facts.text is None else facts.text.answer_decoder()),
+            reads=AnswerReads(selection, reducer, passages, likelihood),
+            constraint=None if grammar is None else self.guide.constraint(grammar, sampling.max_tokens),
             logprobs=None if logprobs is None else Logprobs(logprobs, self.guide.bytes_of),
-            likelihood=likelihood,
         )
 
     @cached_property

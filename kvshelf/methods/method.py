@@ -98,8 +98,6 @@ class Method(ABC):
 
     kind: ClassVar[Kind]
     name: ClassVar[str]
-    formerly: ClassVar[str] = ""
-    """The name that it once had, under which requests and stored settings still find it."""
     source: ClassVar[str]
     advice: ClassVar[str] = ""
 

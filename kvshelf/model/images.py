@@ -8,6 +8,7 @@ comes before them, as words do. So all that kvshelf does with keys and values is
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
     from transformers import PreTrainedModel
+
+_LOG = logging.getLogger(__name__)
 
 FAMILIES: Final = ("idefics3", "smolvlm")
 """Types of models, as transformers names them."""
@@ -162,7 +165,8 @@ class ImageEncoder:
             # SmolVLM's own processor is the same for images, and needs two more packages for videos. It adds the marks
             # around an image to its tokenizer anew, as such that take no white space beside them.
             processor = Idefics3Processor(reader, tokenizer, image_seq_len=count)
-        except (PolicyUnsupported, OSError, ValueError, TypeError, ImportError):  # not all is there: a model of text
+        except (PolicyUnsupported, OSError, ValueError, TypeError, ImportError) as error:
+            _LOG.warning("not all is there that %s needs to see, so it is a model of text: %s", source, error)
             return
         if type(reader).__name__ not in _READERS or not reader.do_pad or not _counted_by_size(reader):
             return

@@ -116,11 +116,17 @@ def load(
         ImageEncoder.beside(model, whole, source, missing)
     if placed and packed is None:
         return model.eval(), tokenizer
+    if ImageEncoder.of(model) is not None:
+        _move(whole, device, name)
+    _move(model, device, name)
+    return model, tokenizer
+
+
+def _move(model: PreTrainedModel, device: str, name: str) -> None:
+    """Put a model's weights on the device. Raises `OutOfMemory` where they have no room there."""
     target = chosen_device(device)
     try:
-        if ImageEncoder.of(model) is not None:
-            whole.to(target).eval()
-        return model.to(target).eval(), tokenizer
+        model.to(target).eval()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the weights of {name!r} do not fit into {target}; take --device spread, which adds other GPUs and the "

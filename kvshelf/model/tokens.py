@@ -98,13 +98,13 @@ class Tokens:
         both = zip(encoding.ids, encoding.offsets, strict=True)  # a mark is spelled out in several tokens
         return [span for token, span in both for _ in self._as_text(token)]
 
-    def encode_marked(self, text: str, breaker: str = "", place: Place = "first") -> list[int]:
-        """Token ids of a template's text: its marks are control tokens. breaker: the character that `broken` put into
-        the texts from outside; it is taken out again."""
-        return [token for run in self.runs(text, breaker, place) for token in run.token_ids]
+    def encode_marked(self, text: str, place: Place = "first") -> list[int]:
+        """Token ids of a template's text: its marks are control tokens."""
+        return [token for run in self.runs(text, place=place) for token in run.token_ids]
 
     def runs(self, text: str, breaker: str = "", place: Place = "first") -> Iterator[Run]:
-        """As `encode_marked`, each mark and each text between two of them by itself."""
+        """As `encode_marked`, each mark and each text between two of them by itself. breaker: the character that
+        `broken` put into the texts from outside; it is taken out again."""
         at = 0
         for found in self._pattern.finditer(text) if self._pattern is not None else ():
             mark, start, end = self.marks[found.group()], found.start(), found.end()

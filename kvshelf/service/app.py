@@ -199,7 +199,7 @@ async def _take_stock(store: Store) -> None:
     except KvshelfError as error:
         log.warning("store not available", code=error.code, message=error.message)
         return
-    except Exception:
+    except Exception:  # nobody awaits this task
         log.exception("the store could not be checked")
         return
     log.info(

@@ -45,11 +45,11 @@ class SearchJournal:
 
 
 def _lines(path: Path) -> list[Any]:
-    """The lines up to the first that is not JSON; none of a file that cannot be read."""
+    """The lines up to the first that is not JSON, which a crash has torn; none where there is no file."""
     found: list[Any] = []
     try:
         for line in path.read_text("utf-8").splitlines():
             found.append(json.loads(line))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         pass
     return found

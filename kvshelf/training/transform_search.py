@@ -8,6 +8,7 @@ is read once. A part of them is asked about (`asked`), and two of them tell the 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from kvshelf.training.step_search import TRIES, coarsest
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 from kvshelf.engine.exclusions import rope_to_undo
+
+_LOG = logging.getLogger(__name__)
 
 _PER_DEVIATION = 1 << 7
 _BINS = 1 << 13
@@ -127,8 +130,10 @@ class _Gathered:
 
     def restore(self, path: Path) -> None:
         """Go on from a file of `save`, if there is one of the same search. Another one is left to be replaced."""
+        if not path.exists():
+            return
+        data = path.read_bytes()
         try:
-            data = path.read_bytes()
             about, tensors = _metadata(data), load_tensors(data)
             if about["of"] != self.of:
                 return
@@ -136,8 +141,8 @@ class _Gathered:
             own = [{kind: _prefixed(tensors, f"{number}.{kind}.") for kind in KINDS} for number in numbers]
             self.layers = [{kind: _Moments(**found) for kind, found in layer.items()} for layer in own]
             self.texts = int(about["texts"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            return
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            _LOG.warning("%s is no state of a search, so the search begins anew: %s", path, error)
 
 
 def _metadata(data: bytes) -> dict[str, str]:

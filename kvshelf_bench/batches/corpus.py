@@ -23,9 +23,9 @@ LONGEST: Final = 6000
 POLICY: Final = "knorm"
 
 
-def made_corpus(documents: int, seed: int = 0) -> list[list[int]]:
+def made_corpus(documents: int) -> list[list[int]]:
     """Random token ids."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     low, high = math.log(SHORTEST), math.log(LONGEST)
     return [
         [chance.randrange(20, 500) for _ in range(round(math.exp(chance.uniform(low, high))))] for _ in range(documents)

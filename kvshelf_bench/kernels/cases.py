@@ -18,6 +18,7 @@ from kvshelf.kernels.mean_cosines import mean_cosines
 from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.kernels.prefix_attention import BatchLayout, LogitRules, PackedPrefix, SuffixRows, prefix_attention
 from kvshelf.kernels.quantize import dequantize, quantize
+from kvshelf.kernels.quantize.coded import Coded
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import pack, select
@@ -253,12 +254,14 @@ def quantizing(layer: Layer) -> list[Case]:
     nbytes = layer.kv_bytes + layer.int4_bytes(rows)
 
     def both(axis: Axis) -> list[Case]:
-        settings: dict[str, Any] = {"bits": _BITS, "group": _GROUP, "axis": axis}
-        store: Callable[..., tuple[Tensor, ...]] = partial(quantize, **settings)
-        restore = partial(dequantize, **settings, num_channels=layer.shape.head_dim, dtype=layer.dtype)
+        store = partial(quantize, bits=_BITS, group=_GROUP, axis=axis)
+
+        def restore(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+            return dequantize(Coded(codes, scales, zeros, _BITS, _GROUP, axis, layer.shape.head_dim, layer.dtype))
+
         return [
             Case(f"quantize_{axis}", lambda: (layer.packed(rows),), store, nbytes, 8 * size),
-            Case(f"dequantize_{axis}", lambda: tuple(store(layer.packed(rows))), restore, nbytes, 2 * size),
+            Case(f"dequantize_{axis}", lambda: store(layer.packed(rows)), restore, nbytes, 2 * size),
         ]
 
     return [*both("tokens"), *both("channels")]

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _CACHE_GB = "4"
@@ -62,7 +62,7 @@ def answered(vllm: Any, engine: Any, prompts: list[list[int]], new_tokens: int) 
 def _version(package: str) -> str:
     try:
         return version(package)
-    except Exception:  # the package for CPUs has another name than its module
+    except PackageNotFoundError:  # the package for CPUs has another name than its module
         return version(f"{package}-cpu")
 
 

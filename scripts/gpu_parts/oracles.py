@@ -39,6 +39,7 @@ from kvshelf.kernels.prefix_attention import (
     prefix_attention,
 )
 from kvshelf.kernels.quantize import dequantize, quantize
+from kvshelf.kernels.quantize.coded import Coded
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms
@@ -278,7 +279,7 @@ def _quantize(check: Check) -> None:
                 for name, one, other in zip(("codes", "scales", "zeros"), found, expected, strict=True):
                     check.equal(f"quantize int{bits} {axis} {group}: {name}", one, other)
                 how = (bits, group, axis, check.dim)
-                restored = dequantize(*check.here(*expected), *how, check.dtype, 3, 67)  # type: ignore[arg-type]
+                restored = dequantize(Coded(*check.here(*expected), *how, check.dtype), 3, 67)  # type: ignore[arg-type]
                 wanted = quantize_reference.dequantize(*expected, *how)[3:67]  # type: ignore[arg-type]
                 what = f"dequantize int{bits} {axis} {group}"
                 check.near(what, restored, wanted, _ROUNDED[check.dtype] if check.dtype != torch.float32 else 1e-6)

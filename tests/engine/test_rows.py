@@ -28,6 +28,7 @@ from kvshelf.engine.decode.generation import Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import BlobError, Cancelled, DeadlineExceeded, InternalError
 from kvshelf.workers.replica.calls import named_errors
+from kvshelf.workers.replica.queues import AnswerOrder
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 from tests.byte_fallback import WORDS, byte_fallback_tokenizer
@@ -71,7 +72,7 @@ class Asked:
     ) -> None:  # fmt: skip
         self.pieces: list[str] = []
         self.ticket: Ticket[Answer] = scheduler.generate(
-            cache, query, sampling, on_text=self.pieces.append, deadline_s=deadline_s
+            cache, query, sampling, order=AnswerOrder(on_text=self.pieces.append, deadline_s=deadline_s)
         )
 
     def answer(self) -> Answer:
@@ -217,7 +218,9 @@ def test_a_corrupt_document_that_joins_late_takes_no_piece_of_the_others(
             late.append(scheduler.generate(document, QUESTIONS[1], GREEDY))
 
     try:
-        answer = scheduler.generate(cache, QUESTIONS[0], Sampling(60), on_text=on_text).future.result(WAIT_S)
+        answer = scheduler.generate(
+            cache, QUESTIONS[0], Sampling(60), order=AnswerOrder(on_text=on_text)
+        ).future.result(WAIT_S)
         with pytest.raises(BlobError):
             late[0].future.result(WAIT_S)
     finally:

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvshelf.kernels.quantize import dequantize, quantize
+from kvshelf.kernels.quantize.coded import Coded
 from tests.amounts import amount, pairwise
 from tests.kernels.references import quantize as reference
 from tests.kernels.tensors import random
@@ -52,7 +53,7 @@ def per_element(scales, axis, group, shape):
 @example(x=torch.zeros(1, 4), bits=2, group=3)  # a single row, whose stride is that of its whole groups
 def test_error_is_at_most_half_a_step(axis, x, bits, group):
     codes, scales, zeros = quantize(x, bits, group, axis)
-    back = dequantize(codes, scales, zeros, bits, group, axis, x.shape[1], torch.float32)
+    back = dequantize(Coded(codes, scales, zeros, bits, group, axis, x.shape[1], torch.float32))
     assert back.shape == x.shape
     assert not back.isnan().any()
     half = per_element(scales, axis, group, x.shape).double() / 2
@@ -99,7 +100,7 @@ def test_dequantized_is_the_reference_rounded_once(axis, dtype, bits, num_rows, 
     assert codes.shape == (num_rows, math.ceil(num_channels * bits / 8))
     groups = (math.ceil(num_rows / group), num_channels), (num_rows, math.ceil(num_channels / group))
     assert scales.shape == zeros.shape == groups[AXES.index(axis)]
-    ours = dequantize(codes, scales, zeros, bits, group, axis, num_channels, dtype)
+    ours = dequantize(Coded(codes, scales, zeros, bits, group, axis, num_channels, dtype))
     expected = reference.dequantize(codes, scales, zeros, bits, group, axis, num_channels)
     assert ours.dtype == dtype
     if dtype == torch.float32:
@@ -118,9 +119,8 @@ def test_a_range_of_rows_equals_that_range_of_all_rows(axis, bits, data):
     stop = data.draw(st.none() | st.integers(start, num_rows))
     group = data.draw(st.sampled_from([1, 5, 8, 32]))
     stored = quantize(random(num_rows, num_channels), bits, group, axis)
-    args = (bits, group, axis, num_channels, torch.bfloat16)
-    everything = dequantize(*stored, *args)
-    assert torch.equal(dequantize(*stored, *args, start, stop), everything[start:stop])
+    coded = Coded(*stored, bits, group, axis, num_channels, torch.bfloat16)
+    assert torch.equal(dequantize(coded, start, stop), dequantize(coded)[start:stop])
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -128,7 +128,7 @@ def test_a_range_of_rows_equals_that_range_of_all_rows(axis, bits, data):
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1001.0, -1001.0, 3.1415927, -1e-20, 65504.0])
 def test_a_constant_group_is_closer_than_bf16(axis, bits, value):
     x = torch.full((9, 11), value)
-    back = dequantize(*quantize(x, bits, 8, axis), bits, 8, axis, 11, torch.float32)
+    back = dequantize(Coded(*quantize(x, bits, 8, axis), bits, 8, axis, 11, torch.float32))
     gap = abs(value) * 2**-7  # between neighbouring bf16
     assert float((back - x).abs().max()) <= gap / (2**bits - 1)
     if torch.equal(x.bfloat16().float(), x):
@@ -150,7 +150,7 @@ def test_codes_lie_little_end_first_and_padding_is_zero(bits, num_channels):
 def test_outlying_channels_do_not_disturb_the_others():
     x = random(64, 8)
     x[:, 3] *= 1000
-    back = dequantize(*quantize(x, 8, 32, "tokens"), 8, 32, "tokens", 8, torch.float32)
+    back = dequantize(Coded(*quantize(x, 8, 32, "tokens"), 8, 32, "tokens", 8, torch.float32))
     others = [c for c in range(8) if c != 3]
     assert float((back - x)[:, others].abs().max()) < 0.02
 

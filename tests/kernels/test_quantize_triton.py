@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvshelf.kernels.quantize import dequantize, eager, quantize
+from kvshelf.kernels.quantize.coded import Coded
 from tests.amounts import pairwise
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.tensors import random
@@ -42,8 +43,8 @@ def test_dequantized_is_that_of_the_cpu(axis, bits, dtype):
     for num_rows, num_channels, group in SIZES:
         stored = eager.quantize(states(num_rows, num_channels, torch.float32), bits, group, axis)
         rows = (num_rows // 3, num_rows - num_rows // 4)  # not on the edges of groups
-        ours = dequantize(*stored, bits, group, axis, num_channels, dtype, *rows)
-        theirs = eager.dequantize(*stored, bits, group, axis, num_channels, dtype, *rows)
+        coded = Coded(*stored, bits, group, axis, num_channels, dtype)
+        ours, theirs = dequantize(coded, *rows), eager.dequantize(coded, *rows)
         assert ours.dtype == dtype
         if dtype == torch.bfloat16:  # the interpreter cuts fp32 to bf16, where a GPU rounds
             assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=0)
@@ -60,7 +61,7 @@ def test_strides_two_runs_and_no_rows(axis):
         assert torch.equal(mine, theirs)
     nothing = quantize(random(0, 8), 4, 8, axis)
     assert [len(part) for part in nothing] == [0, 0, 0]
-    assert dequantize(*nothing, 4, 8, axis, 8, torch.float32).shape == (0, 8)
+    assert dequantize(Coded(*nothing, 4, 8, axis, 8, torch.float32)).shape == (0, 8)
 
 
 def test_groups_within_a_byte_are_left_to_torch():

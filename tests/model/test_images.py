@@ -58,13 +58,16 @@ def test_a_model_sees_with_a_tower_and_a_processor(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")
 @pytest.mark.parametrize("part", ["vision_model.embeddings", "connector"])
-def test_a_model_without_weights_of_its_tower_is_one_of_text(tmp_path: Path, part: str) -> None:
+def test_a_model_without_weights_of_its_tower_is_one_of_text(
+    tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
     save_image_model(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if part not in name}
     assert 0 < len(tensors) < len(load_file(file))
     save_file(tensors, file, {"format": "pt"})
     assert ImageEncoder.of(load(str(tmp_path), device="cpu", dtype="float32")[0]) is None
+    assert f"not all is there that {tmp_path} needs to see" in caplog.text
 
 
 @pytest.mark.skipif(OLDER, reason="this transformers needs torchvision to see")

@@ -73,7 +73,7 @@ def test_ten_texts_cost_two_and_a_half_prefills_of_them_at_most(random, passed):
     assert sum(map(len, documents)) < sum(passed) <= 2.5 * sum(map(len, documents))
 
 
-def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_path):
+def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_path, caplog):
     documents, path = ids_of(random, TEXTS[:4], 300), tmp_path / "unfinished"
     whole = find_transforms(random, documents)
     needed = sum(passed)
@@ -92,6 +92,8 @@ def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_
     for damage in (lambda: path.write_bytes(b"torn"), lambda: find_transforms(random, documents[:3], checkpoint=path)):
         damage()  # another search, or no search
         assert find_transforms(random, documents, checkpoint=path) == whole
+    assert "is no state of a search" in caplog.text, "of the torn file alone"
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.slow

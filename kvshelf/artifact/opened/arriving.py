@@ -228,7 +228,7 @@ class ArrivingCache(OpenedCache):
                 for mine, theirs in zip(self.layers, other.layers, strict=True):
                     theirs.add_done_callback(partial(_pass_on, mine))
                 other.read()
-        except Exception as failure:
+        except Exception as failure:  # as in `read`
             self._refuse(failure)
 
     def _refuse(self, error: Exception) -> None:

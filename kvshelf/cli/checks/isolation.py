@@ -16,7 +16,7 @@ import secrets
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -136,9 +136,17 @@ class Party:
         return [path.rpartition("/")[2] for path in self.made]
 
     def clean(self) -> list[str]:
-        """Remove what was made, the last first; returns what is left."""
-        left = [path for path in reversed(self.made) if self.send("DELETE", path)[0].status_code not in (200, 404)]
-        self.made = []
+        """Remove what was made, the last first; returns what is left, which is all the rest once nobody answers."""
+        import httpx
+
+        left: list[str] = []
+        try:
+            while self.made:
+                if self.send("DELETE", self.made[-1])[0].status_code not in (200, 404):
+                    left.append(self.made[-1])
+                self.made.pop()
+        except httpx.HTTPError as error:
+            left += [f"{path} ({error})" for path in reversed(self.made)]
         return left
 
 
@@ -178,8 +186,7 @@ def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
     finally:
         left: list[str] = []
         for party in (one, other):
-            with suppress(httpx.HTTPError):
-                left += party.clean()
+            left += party.clean()
             party.http.close()
         if left:
             raise NoWorker(f"not removed: {', '.join(left)}")

@@ -96,7 +96,7 @@ class BatchRun:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as exc:
+        except Exception as exc:  # whoever waits for the run gets it
             self._failure = _named(exc)
         self._leave.set()
         self._enter(*self._end())
@@ -153,7 +153,7 @@ class BatchRun:
                     if row is not None:
                         with self._lock:
                             self._arrived.append(row)
-        except Exception as exc:
+        except Exception as exc:  # as above
             self._failure = _named(exc)
         self._drained.set()
 

@@ -11,7 +11,7 @@ from kvshelf.engine.certify.scoring import contains, words
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import CUES
-from kvshelf.errors import KvshelfError
+from kvshelf.errors import CallerError
 from kvshelf.model.text import EncodedDocument
 
 
@@ -100,7 +100,7 @@ def _level(engine: Engine, encoded: EncodedDocument, way: Way) -> Level | None:
     try:
         job = engine.prepare(encoded, policy=way.policy, compression_ratio=way.compression_ratio)
         return engine.compressor.level(job, way.codec)
-    except KvshelfError:  # what a policy refuses, others may take
+    except CallerError:  # what a policy refuses, others may take
         return None
 
 

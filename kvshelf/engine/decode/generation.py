@@ -57,6 +57,29 @@ class Sampling:
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "an integer from 0")
 
 
+@dataclass(frozen=True)
+class AnswerReads:
+    """How an answer reads its documents, and what it tells of that.
+
+    selection: what the answer's tokens see of the document; None: all. The question's tokens see all. reducer: bounds
+    the suffix; None: all of it stays. passages: whether to count what the tokens read. likelihood: whether to tell what
+    the model gives the tokens of the question.
+    """
+
+    selection: Selection | None = None
+    reducer: SuffixReducer | None = None
+    passages: bool = False
+    likelihood: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerTokens:
+    """What tokens say. end_ids: those that end an answer. decoder: makes text of the others; None: they have none."""
+
+    end_ids: frozenset[int] = frozenset()
+    decoder: Tokenizer | None = None
+
+
 class Generation:
     """An unfinished answer: the tokens that a `DecodeBatch` must run next, and the text so far.
 
@@ -68,23 +91,17 @@ class Generation:
         document: Attached,
         query: Sequence[int],
         sampling: Sampling,
-        *,
-        room: int,
-        end_ids: frozenset[int],
         equivalents: Equivalents,
-        decoder: Tokenizer | None,
-        selection: Selection | None = None,
-        passages: bool = False,
-        reducer: SuffixReducer | None = None,
+        *,
+        tokens: AnswerTokens,
+        reads: AnswerReads,
         constraint: Constraint | None = None,
         logprobs: Logprobs | None = None,
-        likelihood: bool = False,
     ) -> None:
-        """selection: what the answer's tokens see of the document; None: all. The question's tokens see all. passages:
-        whether to count what they read. reducer: bounds the suffix; None: all of it stays. constraint: which tokens may
-        come; None: all. logprobs: takes what the model gives the tokens. likelihood: whether to tell what it gives
-        those of the question."""
-        self._room = min(sampling.max_tokens, room)
+        """sampling: its `max_tokens` have room behind the question. constraint: which tokens may come; None: all.
+        logprobs: takes what the model gives the tokens."""
+        self._room = sampling.max_tokens
+        selection, reducer = reads.selection, reads.reducer
         if reducer is not None:
             reducer.expect(len(query) + self._room)
             selection = selection or reducer.tail
@@ -93,8 +110,8 @@ class Generation:
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
-        of_question = QuestionLikelihood() if likelihood else None
-        made = selection, Passages(document, selection) if passages else None, sources, of_question, reducer
+        of_question = QuestionLikelihood() if reads.likelihood else None
+        made = selection, Passages(document, selection) if reads.passages else None, sources, of_question, reducer
         self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
@@ -107,10 +124,10 @@ class Generation:
         """Question and answer, or why they could not be kept; None if nobody asked for it."""
         self.constraint = constraint
         self.logprobs = logprobs
-        self._end_ids = end_ids
+        self._end_ids = tokens.end_ids
         self._equivalents = equivalents
         self.sampler = Sampler(sampling.ask)
-        self._text = _TextStream(decoder, sampling.ask.stops)
+        self._text = _TextStream(tokens.decoder, sampling.ask.stops)
         self.row = SuffixRow(None if reducer is None else reducer.most, document.next_position)
         self._prefill_tokens = 0
         self.token_ids: list[int] = []

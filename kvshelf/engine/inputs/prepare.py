@@ -70,25 +70,38 @@ class Preparer:
             self._require_room(passes)
             absorber = policy.absorber(judged, left)
             # Again: what a policy runs is known once it is fitted, and fitting reads files that other refusals spare.
-            require_possible(replace(combination, policy=policy, passes=passes, absorber=absorber))
-        token_ids = as_bytes(document.token_ids)
-        named = token_ids if encoded.named_ids is None else as_bytes(encoded.named_ids)
+            combination = replace(combination, policy=policy, passes=passes, absorber=absorber)
+            require_possible(combination)
+        identity = self._identity(document, combination, encoded, questions)
+        if parent is not None:
+            before = parent.cache
+            kept_tokens = before.kept_tokens if absorber is None else None
+            identity = identity.behind(before.identity, before.codec, kept_tokens, as_bytes(document.token_ids))
+        return Job(document, policy, budget, passes, absorber, identity, parent, encoded.images)
+
+    def _identity(
+        self, document: DocumentView, fitted: Combination, encoded: EncodedDocument, questions: Sequence[str]
+    ) -> Identity:
+        """Of what a fitted policy makes of a document, as if it were appended to nothing."""
+        policy, budget = fitted.policy, fitted.budget
+        assert policy is not None
+        assert budget is not None
+        named = as_bytes(document.token_ids if encoded.named_ids is None else encoded.named_ids)
         images = tuple((image.first, image.end, image.digest) for image in encoded.images)
-        identity = Identity(
+        parts = ("kvshelf.images", named, canonical_json(images)) if images else ("kvshelf.tokens", named)
+        return Identity(
             model=self.facts.identity,
-            document=digest("kvshelf.images", named, canonical_json(images))
-            if images
-            else digest("kvshelf.tokens", named),
+            document=digest(*parts),
             num_tokens=document.num_tokens,
             layout=encoded.layout,
             boundary=encoded.boundary,
-            prefill="whole" if absorber is None else absorber.mode,
+            prefill="whole" if fitted.absorber is None else fitted.absorber.mode,
             policy=policy.name,
             policy_version=policy.revision,
             policy_params=policy.parameters(),
             budget_tokens=budget.tokens,
             compression_ratio=budget.compression_ratio,
-            probe=policy.probe_text(document) if passes else "",
+            probe=policy.probe_text(document) if fitted.passes else "",
             protect=document.protect,
             expected_questions=tuple(questions),
             date=encoded.date,
@@ -96,11 +109,6 @@ class Preparer:
             images=images,
             image_encoder=self.facts.images.digest if images and self.facts.images is not None else "",
         )
-        if parent is not None:
-            before = parent.cache
-            kept_tokens = before.kept_tokens if absorber is None else None
-            identity = identity.behind(before.identity, before.codec, kept_tokens, token_ids)
-        return Job(document, policy, budget, passes, absorber, identity, parent, encoded.images)
 
     def of_model(self, document: DocumentView) -> DocumentView:
         """The document with what policies may know of the model."""

@@ -75,7 +75,7 @@ class LlamaBatch(DecodeBatch):
         for generation in (one for one in generations if one.closing):
             try:
                 outcomes[id(generation)] = self._close(generation, checkpoint)
-            except Exception as error:
+            except Exception as error:  # as above
                 outcomes[id(generation)] = error
         return [outcomes.get(id(generation), Piece("")) for generation in generations]
 
@@ -111,7 +111,7 @@ class LlamaBatch(DecodeBatch):
         for row, generation in enumerate(asking):
             try:
                 outcomes[id(generation)] = choices.taken(generation, row)
-            except Exception as error:
+            except Exception as error:  # as of `step`
                 outcomes[id(generation)] = error
             if generation.finished:
                 self._forget(generation)  # its caller may leave late, and others wait for the room

@@ -21,7 +21,7 @@ from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.records import LayerRecord
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.coders import Coders
-from kvshelf.engine.decode.generation import Generation, Sampling
+from kvshelf.engine.decode.generation import AnswerReads, AnswerTokens, Generation, Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.parallel import operations
@@ -136,10 +136,9 @@ class Follower:
                 self._documents[step.document],
                 (),
                 Sampling(max_tokens=_UNBOUNDED),
-                room=_UNBOUNDED,
-                end_ids=frozenset(),
-                equivalents=self._engine.equivalents,
-                decoder=None,
+                self._engine.equivalents,
+                tokens=AnswerTokens(),
+                reads=AnswerReads(),
             )
             self._answers[step.number] = found
         found.pending = list(step.pending)

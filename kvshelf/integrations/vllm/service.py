@@ -32,8 +32,8 @@ class ServiceShelf:
     transforms: Mapping[str, bytes] = {}
     """None, because the API does not give them."""
 
-    def __init__(self, url: str, *, silence_s: float = SILENCE_S) -> None:
-        timeouts = Timeouts(connect_s=min(2.0, silence_s), read_s=silence_s)
+    def __init__(self, url: str) -> None:
+        timeouts = Timeouts(connect_s=2.0, read_s=SILENCE_S)
         # Repeated at once, for a kept connection that was just closed, and never later: vLLM would stand still.
         self._client = Client(url, timeouts=timeouts, retries=Retries(max_retries=1, backoff_s=0, max_wait_s=0))
         self._rests_until = 0.0

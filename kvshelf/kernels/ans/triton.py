@@ -89,6 +89,36 @@ def _word(words, index, mask):
 
 
 @triton.jit
+def _fields(own, there):
+    """Of the run of each lane: where its words begin, how many they are, its rows and channels, where the tables of
+    its channels and its output begin, and the distance of two channels there."""
+    head = tl.load(own, mask=there, other=0)
+    size = tl.load(own + 1, mask=there, other=0)
+    rows = tl.load(own + 2, mask=there, other=0).to(tl.int32)
+    channels = tl.load(own + 3, mask=there, other=0).to(tl.int32)
+    order = tl.load(own + 4, mask=there, other=0)
+    place = tl.load(own + 5, mask=there, other=0)
+    stride = tl.load(own + 6, mask=there, other=0)
+    return head, size, rows, channels, order, place, stride
+
+
+@triton.jit
+def _number(escaped, taken, nbytes, going, LANES: tl.constexpr):
+    """The escaped number, of up to 5 bytes, of each lane that is `going`; how many bytes are taken behind it, and
+    whether they end too early. No branch: a warp would wait there."""
+    number = tl.zeros([LANES], tl.int64)
+    cut = going & (taken < 0)
+    for step in tl.static_range(5):
+        reading = going & (taken < nbytes)
+        byte = tl.load(escaped + taken, mask=reading, other=0).to(tl.int64)
+        number |= (byte & 127) << (7 * step)
+        taken += reading.to(tl.int64)
+        cut = cut | (going & ~reading)
+        going = reading & (byte >= 128)
+    return (number >> 1) ^ -(number & 1), taken, cut | going
+
+
+@triton.jit
 def _decode(
     words, escaped, orders, slots, runs, lanes, num_lanes, out, bad,
     FIELDS: tl.constexpr, LANES: tl.constexpr,
@@ -98,13 +128,7 @@ def _decode(
     run = tl.load(lanes + 2 * lane, mask=there, other=0)
     word = tl.load(lanes + 2 * lane + 1, mask=there, other=0)
     own = runs + run.to(tl.int64) * FIELDS
-    head = tl.load(own, mask=there, other=0)  # where its words begin
-    size = tl.load(own + 1, mask=there, other=0)  # its words
-    rows = tl.load(own + 2, mask=there, other=0).to(tl.int32)
-    channels = tl.load(own + 3, mask=there, other=0).to(tl.int32)
-    order = tl.load(own + 4, mask=there, other=0)
-    place = tl.load(own + 5, mask=there, other=0)
-    stride = tl.load(own + 6, mask=there, other=0)
+    head, size, rows, channels, order, place, stride = _fields(own, there)
 
     width = (channels + 31) // 32
     fits = there & (size > width)
@@ -152,19 +176,9 @@ def _decode(
             state = tl.where(on, tl.where(refill, (after << 32) | upcoming, after), state)
             left -= refill.to(tl.int64)
             upcoming = tl.where(refill, _word(words, begin + left - 1, refill & (left > 0)), upcoming)
-            # Its own number, of up to 5 bytes, for a lane whose slot is the escape. No branch: a warp would wait there.
-            going = on & (value == -0x7FFFFFFF - 1)
-            number = tl.zeros([LANES], tl.int64)
-            for step in tl.static_range(5):
-                reading = going & (taken < nbytes)
-                byte = tl.load(escaped + taken, mask=reading, other=0).to(tl.int64)
-                number |= (byte & 127) << (7 * step)
-                taken += reading.to(tl.int64)
-                cut = cut | (going & (taken > nbytes)) | (going & ~reading)
-                going = reading & (byte >= 128)
-            cut = cut | going
-            number = (number >> 1) ^ -(number & 1)
             is_escape = value == -0x7FFFFFFF - 1
+            number, taken, short = _number(escaped, taken, nbytes, on & is_escape, LANES)
+            cut = cut | short
             tl.store(target + row, tl.where(is_escape, number.to(tl.int32), value).to(tl.float32), mask=on)
         channel += 1
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from kvshelf.kernels.checks import FLOATING, require
 from kvshelf.kernels.dispatch import implementation
 from kvshelf.kernels.groups import Axis, scales_shape
+from kvshelf.kernels.quantize.coded import Coded
 
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,29 +49,19 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
     return quantized
 
 
-def dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    axis: Axis,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
-) -> Tensor:
-    """Rows start..stop of the input of `quantize`, as `[stop - start, num_channels]` in `dtype`, contiguous.
+def dequantize(rows: Coded, start: int = 0, stop: int | None = None) -> Tensor:
+    """Rows start..stop of the input of `quantize`, as `[stop - start, num_channels]` in their dtype, contiguous.
 
     start and stop need not fall on a group's edge; stop None is the last row. Each value is rounded once, from fp32.
     Raises `InvalidTensor` for tensors unlike those that `quantize` returns.
     """
-    row_bytes = -(-num_channels * bits // 8)
-    shape = scales_shape(axis, max(group, 1), codes.shape[:1], num_channels)
+    codes, scales, zeros = rows.codes, rows.scales, rows.zeros
+    row_bytes = -(-rows.num_channels * rows.bits // 8)
+    shape = scales_shape(rows.axis, max(rows.group, 1), codes.shape[:1], rows.num_channels)
     require(
-        bits in (2, 3, 4, 8)
-        and group > 0
-        and dtype in FLOATING
+        rows.bits in (2, 3, 4, 8)
+        and rows.group > 0
+        and rows.dtype in FLOATING
         and codes.dtype == torch.uint8
         and scales.dtype == zeros.dtype == torch.bfloat16
         and codes.device == scales.device == zeros.device
@@ -79,15 +70,13 @@ def dequantize(
         and scales.shape == zeros.shape == shape
         and all(tensor.stride(1) == 1 or tensor.shape[1] <= 1 for tensor in (codes, scales, zeros)),
         "dequantize",
-        f"for {num_channels} channels of {bits} bits in groups of {group} {axis}, into {dtype}, codes must be "
-        f"[R, {row_bytes}] uint8, scales and zeros {list(shape)} bfloat16, all on one device and with a contiguous "
-        "last dimension",
+        f"for {rows.num_channels} channels of {rows.bits} bits in groups of {rows.group} {rows.axis}, into "
+        f"{rows.dtype}, codes must be [R, {row_bytes}] uint8, scales and zeros {list(shape)} bfloat16, all on one "
+        "device and with a contiguous last dimension",
         codes=codes,
         scales=scales,
         zeros=zeros,
     )
     start, stop, _ = slice(start, stop).indices(codes.shape[0])
-    rows: Tensor = implementation("quantize", codes.device).dequantize(
-        codes, scales, zeros, bits, group, axis, num_channels, dtype, start, max(start, stop)
-    )
-    return rows
+    plain: Tensor = implementation("quantize", codes.device).dequantize(rows, start, max(start, stop))
+    return plain

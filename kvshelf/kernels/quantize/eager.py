@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvshelf.kernels.groups import Axis, scales_shape
+from kvshelf.kernels.quantize.coded import Coded
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements computed at a time: 1 MiB in fp32, half of a common L2 cache. A quarter of it takes up to twice as long,
@@ -32,31 +33,20 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
     return codes, scales, zeros
 
 
-def dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    axis: Axis,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> Tensor:
+def dequantize(rows: Coded, start: int, stop: int) -> Tensor:
     """See `kvshelf.kernels.quantize.dequantize`."""
-    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
-    dim, rows_of_group = _along(axis, group)
-    for first, last in _blocks(start, stop, num_channels, rows_of_group):
+    out = rows.codes.new_empty(stop - start, rows.num_channels, dtype=rows.dtype)
+    dim, rows_of_group = _along(rows.axis, rows.group)
+    for first, last in _blocks(start, stop, rows.num_channels, rows_of_group):
         groups = slice(first // rows_of_group, -(-last // rows_of_group))
-        scale, zero = (table[groups].float().unsqueeze(dim + 1) for table in (scales, zeros))
+        scale, zero = (table[groups].float().unsqueeze(dim + 1) for table in (rows.scales, rows.zeros))
         # Whole groups, so that a scale is broadcast over them instead of copied to each element; the parts of groups
         # outside of the block are never written nor read.
         shape = list(scale.shape)
-        shape[dim + 1] = group
+        shape[dim + 1] = rows.group
         by_group = scale.new_empty(shape)
-        block = by_group.flatten(dim, dim + 1)[first % rows_of_group :][: last - first, :num_channels]
-        block.copy_(_unpack(codes[first:last], bits)[:, :num_channels])
+        block = by_group.flatten(dim, dim + 1)[first % rows_of_group :][: last - first, : rows.num_channels]
+        block.copy_(_unpack(rows.codes[first:last], rows.bits)[:, : rows.num_channels])
         by_group.mul_(scale).add_(zero)
         out[first - start : last - start] = block
     return out

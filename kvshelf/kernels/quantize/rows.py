@@ -14,36 +14,13 @@ from torch import Tensor
 
 from kvshelf.kernels.groups import Axis, scales_shape
 from kvshelf.kernels.quantize import dequantize, quantize
+from kvshelf.kernels.quantize.coded import Coded
 
 Move = Callable[[Tensor], Tensor]
 """A tensor to the same one elsewhere."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Coded:
-    """Codes, with the scales and zeros that turn them back into rows: see `QuantizedRows`."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-    bits: int
-    group: int
-    axis: Axis
-    num_channels: int
-    dtype: torch.dtype
-
-    @property
-    def finite(self) -> Tensor:
-        """Whether every code stands for a finite number of `dtype`: bool, without dimensions, on the codes' device.
-
-        If a group's range ends near the largest number of the dtype, rounding the step up can lead past that number.
-        """
-        bottom = self.zeros.float()
-        top = bottom + self.scales.float() * (2**self.bits - 1)
-        return torch.isfinite(bottom.to(self.dtype)).all() & torch.isfinite(top.to(self.dtype)).all()
-
-
-class HeadRows(_Coded):
+class HeadRows(Coded):
     """The rows of one KV head, `[length, num_channels]` once dequantized. Indexed like a tensor, by its rows only."""
 
     def __len__(self) -> int:
@@ -55,8 +32,7 @@ class HeadRows(_Coded):
             return self._picked(rows)
         start, stop, step = rows.indices(len(self))
         assert step == 1
-        coding = (self.bits, self.group, self.axis, self.num_channels, self.dtype)
-        return dequantize(self.codes, self.scales, self.zeros, *coding, start, max(start, stop))
+        return dequantize(self, start, max(start, stop))
 
     def coded(self, start: int, stop: int) -> HeadRows:
         """A contiguous range of rows, still coded, as views. `start` is a multiple of the group."""
@@ -72,7 +48,7 @@ class HeadRows(_Coded):
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedRows(_Coded):
+class QuantizedRows(Coded):
     """Rows `[entries, num_channels]` of all heads of a record, as codes of `bits` bits. Every row is quantized.
 
     codes: `[entries, ceil(num_channels * bits / 8)]` uint8, little end first within a byte. scales and zeros, bfloat16:

@@ -11,13 +11,13 @@ not measured.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.groups import Axis
 from kvshelf.kernels.quantize import eager
+from kvshelf.kernels.quantize.coded import Coded
 from kvshelf.kernels.tiles import warps
 
 _TILE = 2048
@@ -48,29 +48,20 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
     return codes, scales, zeros
 
 
-def dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bits: int,
-    group: int,
-    axis: Axis,
-    num_channels: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> Tensor:
+def dequantize(rows: Coded, start: int, stop: int) -> Tensor:
     """See `kvshelf.kernels.quantize.dequantize`."""
-    if bits == 3:
-        return eager.dequantize(codes, scales, zeros, bits, group, axis, num_channels, dtype, start, stop)
-    out = codes.new_empty(stop - start, num_channels, dtype=dtype)
+    if rows.bits == 3:
+        return eager.dequantize(rows, start, stop)
+    codes, scales, zeros = rows.codes, rows.scales, rows.zeros
+    out = codes.new_empty(stop - start, rows.num_channels, dtype=rows.dtype)
     if out.numel():
         row_bytes = triton.next_power_of_2(codes.shape[1])
-        rows = max(1, _TILE * bits // (8 * row_bytes))
-        _dequantize[(triton.cdiv(stop - start, rows),)](
-            codes, scales, zeros, out, start, stop, num_channels,
-            codes.stride(0), scales.stride(0), zeros.stride(0), *((group, 1) if axis == "tokens" else (1, group)),
-            BITS=bits, ROWS=rows, BYTES=row_bytes, num_warps=warps(rows * row_bytes * 8 // bits),
+        at_once = max(1, _TILE * rows.bits // (8 * row_bytes))
+        by_group = (rows.group, 1) if rows.axis == "tokens" else (1, rows.group)
+        _dequantize[(triton.cdiv(stop - start, at_once),)](
+            codes, scales, zeros, out, start, stop, rows.num_channels,
+            codes.stride(0), scales.stride(0), zeros.stride(0), *by_group,
+            BITS=rows.bits, ROWS=at_once, BYTES=row_bytes, num_warps=warps(at_once * row_bytes * 8 // rows.bits),
         )  # fmt: skip
     return out
 

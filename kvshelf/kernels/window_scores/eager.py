@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,13 +20,16 @@ _ROWS_PER_PRODUCT = 128
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
 """`multiply` below, or another form of it."""
 
-AddWeights = Callable[[Tensor, Tensor, Tensor, str], None]
-"""`add_weights` below, or another form of it."""
+
+class Halves(NamedTuple):
+    """The two halves of the scores: `multiply` and `add_weights` below, or other forms of them."""
+
+    multiply: Multiply
+    add_weights: Callable[[Tensor, Tensor, Tensor, str], None]
 
 
 def scores_by(
-    multiply_into: Multiply,
-    add: AddWeights,
+    halves: Halves,
     queries: Tensor,
     keys: Tensor,
     scale: float,
@@ -34,7 +38,7 @@ def scores_by(
     kernel: int,
     pooling: str,
 ) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`; with these forms of its two halves."""
+    """See `kvshelf.kernels.window_scores.window_scores`."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -46,15 +50,13 @@ def scores_by(
             block = slice(start, start + _ROWS_PER_PRODUCT)
             logits, spare = buffers[:, : len(rows[block])]
             own = None if own_keys is None else own_keys[head]
-            _fill_logits(multiply_into, logits, rows[block], keys[head], own, future[block])
-            add(scores[head], logits, spare, reduce)
+            _fill_logits(halves.multiply, logits, rows[block], keys[head], own, future[block])
+            halves.add_weights(scores[head], logits, spare, reduce)
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
 
-def pass_scores_by(
-    multiply_into: Multiply, add: AddWeights, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor
-) -> Tensor:
-    """See `kvshelf.kernels.window_scores.pass_scores`; with these forms of its two halves."""
+def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
+    """See `kvshelf.kernels.window_scores.pass_scores`."""
     (passes, q_heads, num_rows, dim), (kv_heads, num_keys, _), length = queries.shape, keys.shape, own_keys.shape[2]
     future = torch.ones(num_rows, length, dtype=torch.bool, device=keys.device).triu(length - num_rows + 1)
     grouped = (queries * scale).view(passes, kv_heads, q_heads // kv_heads, num_rows, dim)
@@ -67,10 +69,10 @@ def pass_scores_by(
         for start in range(0, passes, at_once):
             some, own = grouped[start : start + at_once, head], own_keys[start : start + at_once, head]
             logits, spare = buffers[:, : len(some) * rows_of_pass]
-            multiply_into(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
+            halves.multiply(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
             own_logits = (some @ own.mT[:, None]).float().masked_fill_(future, -torch.inf)  # [passes, group, R, T]
             logits[:, num_keys:] = own_logits.flatten(0, 2)
-            add(scores[head], logits, spare, "max")
+            halves.add_weights(scores[head], logits, spare, "max")
     return scores
 
 
@@ -111,8 +113,9 @@ def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(rows, keys.T))
 
 
-window_scores = partial(scores_by, multiply, add_weights)
-pass_scores = partial(pass_scores_by, multiply, add_weights)
+_HALVES = Halves(multiply, add_weights)
+window_scores = partial(scores_by, _HALVES)
+pass_scores = partial(pass_scores_by, _HALVES)
 
 
 def _fill_logits(

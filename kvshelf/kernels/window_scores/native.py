@@ -36,5 +36,6 @@ def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> 
     )  # fmt: skip
 
 
-window_scores = partial(eager.scores_by, _multiply, _add_weights)
-pass_scores = partial(eager.pass_scores_by, _multiply, _add_weights)
+_HALVES = eager.Halves(_multiply, _add_weights)
+window_scores = partial(eager.scores_by, _HALVES)
+pass_scores = partial(eager.pass_scores_by, _HALVES)

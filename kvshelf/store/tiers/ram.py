@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvshelf.artifact.blob import PackedBlob
 from kvshelf.artifact.blob.frame import BlobSummary
 from kvshelf.artifact.memory import fresh_memory
-from kvshelf.errors import BlobError, KvshelfError
+from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store import checks
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.tiers.tier import Tier
@@ -139,7 +139,7 @@ class RamTier(Tier):
             arriving.read()
             try:
                 data = arriving.cache().to_bytes()
-            except KvshelfError:
+            except CacheCorrupt:  # the copy is damaged, and `_dropping` has removed it: the home is read
                 return None
         return BlobFile(BytesIO(data), len(data), manifest.blob_digest)
 

@@ -21,9 +21,9 @@ import asyncio
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn
 
 import structlog
 
@@ -31,22 +31,15 @@ from kvshelf.api import Quality
 from kvshelf.api.answers import Guarded
 from kvshelf.artifact.identity import Identity
 from kvshelf.engine.certify.recheck import MOST_TOKENS, Recheck, Rechecked, joint_job, require_joint
-from kvshelf.engine.engine import Engine
-from kvshelf.engine.inputs.job import Job
 from kvshelf.engine.quality import VERSION, bounds
 from kvshelf.errors import Cancelled, KvshelfError
-from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import BY_GUARD, Manifest
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
+from kvshelf.workers.replica.calls import Caller, called_by
+from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.inspect import source_job
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.scheduler import Scheduler
 
 log = structlog.get_logger("kvshelf.workers")
-
-Remake = Callable[[Manifest, float, Caller], Awaitable[Any]]
-"""Makes the smallest level of a cache's document that reaches a floor."""
 
 JOINT: Final = "joint"
 """In place of a policy: of answers from several caches."""
@@ -109,28 +102,22 @@ class Drift:
 class Guard:
     """See the module. Its methods are called on the replica's event loop.
 
-    require_room: raises `DocumentTooLong` where a prefill has no room. now: of `time.monotonic`. draw: a number in
-    [0, 1) for each answer. pause_s: between two looks whether the model has other work.
+    now: of `time.monotonic`. draw: a number in [0, 1) for each answer. pause_s: between two looks whether the model has
+    other work.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        store: Store,
-        scheduler: Scheduler,
-        threads: ReplicaThreads,
-        meter: Meter,
+        creations: Creations,
         rules: GuardRules,
-        remake: Remake,
-        require_room: Callable[[Job], None],
         *,
         now: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         pause_s: float = 0.05,
     ) -> None:
-        self._engine, self._store, self._scheduler = engine, store, scheduler
-        self._threads, self._meter, self.remake = threads, meter, remake
-        self.rules, self._require_room = rules, require_room
+        self._engine, self._store, self._scheduler = creations.engine, creations.store, creations.scheduler
+        self._threads, self._meter = creations.threads, creations.meter
+        self.rules, self._creations = rules, creations
         self._now, self._draw, self._pause_s = now, draw, pause_s
         self._began, self._worked_s = now(), 0.0
         self._waiting: deque[AnswerToCheck] = deque(maxlen=_WAITING)
@@ -209,7 +196,7 @@ class Guard:
             source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
         ]
         job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
-        self._require_room(job)
+        self._creations.require_room(job)
         caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)
@@ -291,7 +278,7 @@ class Guard:
             return
         began = self._now()
         try:
-            await self.remake(manifest, self.rules.floor, Caller(manifest.tenant))
+            await self._creations.remake(manifest, self.rules.floor, Caller(manifest.tenant))
             self._remade.add(key)
         except KvshelfError as error:
             log.warning("no finer cache could be made", cache_id=manifest.id, reason=error.message)

@@ -43,6 +43,7 @@ from kvshelf.workers.replica.guard import AnswerToCheck, Guard
 from kvshelf.workers.replica.inspect import shown_prompt
 from kvshelf.workers.replica.memory.residents import Resident, Residents, Warmed
 from kvshelf.workers.replica.memory.retention import Hint, Key
+from kvshelf.workers.replica.queues import AnswerOrder
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -129,7 +130,7 @@ class Questions:
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
             async with self._loaded(caches, query, caller) as loaded:
-                ids, ticket = await self._begun(loaded, caller, of_batch=of_batch)
+                ids, ticket = await self._begun(loaded, caller, AnswerOrder(of_batch=of_batch))
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
                     return await self._kept(loaded, ids, answer, ticket, caller.tenant)
@@ -154,7 +155,7 @@ class Questions:
 
                 thoughts = ThoughtStream(loaded.shape.thoughts, opened=loaded.shape.opened)
                 held = HeldPieces(loaded.settled)
-                ids, ticket = await self._begun(loaded, caller, on_text=put)
+                ids, ticket = await self._begun(loaded, caller, AnswerOrder(on_text=put))
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
@@ -330,29 +331,26 @@ class Questions:
         using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool, program=query.program)
         return await stack.enter_async_context(using)
 
-    async def _begun(self, loaded: _Loaded, caller: Caller, **options: Any) -> tuple[list[int], Ticket[Answer]]:
-        """The token ids of the question, and the queued answer. options: of `Scheduler.generate`."""
+    async def _begun(self, loaded: _Loaded, caller: Caller, order: AnswerOrder) -> tuple[list[int], Ticket[Answer]]:
+        """The token ids of the question, and the queued answer. order: without what question and caller say of it."""
         document, query = loaded.document, loaded.query
         ids = await self.threads.compute(self._encoded, loaded)
-        passages = query.select is not None and query.select.passages
-        options |= {
-            "tenant": caller.tenant,
-            "program": query.program,
-            "deadline_s": caller.deadline_s if loaded.narrowing is None else loaded.left_s(caller),
-            "passages": passages,
-        }
+        deadline_s = caller.deadline_s if loaded.narrowing is None else loaded.left_s(caller)
+        order = replace(order, tenant=caller.tenant, program=query.program, deadline_s=deadline_s)
         # On a thread: they wait for all layers of a cache that is arriving.
-        asker = self.engine.asker
+        asker, reducer = self.engine.asker, None
         if query.suffix is not None:
-            options["reducer"] = await self.threads.run(asker.reducer, query.suffix, len(ids), document)
+            reducer = await self.threads.run(asker.reducer, query.suffix, len(ids), document)
         selection = await self.threads.run(asker.selection, document, query.select, len(ids), query.suffix)
         if query.store:
             assert isinstance(document, Attachment)
-            options["turn_of"] = partial(self._turn_ids, document, loaded)
+            order = replace(order, turn_of=partial(self._turn_ids, document, loaded))
         logprobs = (query.top_logprobs or 0) if query.logprobs else None
         sampling = Sampling(query.max_tokens, query, loaded.shape.grammar, logprobs)
-        generate = self.scheduler.generate  # on a thread: its grammar may have to be compiled again
-        beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection, **options))
+        passages = query.select is not None and query.select.passages
+        generate = partial(self.scheduler.generate, passages=passages, reducer=reducer, order=order)
+        # On a thread: its grammar may have to be compiled again.
+        beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection))
         try:
             return ids, await asyncio.shield(beginning)
         except asyncio.CancelledError:

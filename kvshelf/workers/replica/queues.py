@@ -72,20 +72,36 @@ class Compressing:
 TurnOf = Callable[[str, Sequence[int]], Sequence[int]]
 
 
+@dataclass(frozen=True)
+class AnswerOrder:
+    """Whose a question is, and where its answer goes.
+
+    deadline_s: from now, for the whole answer. of_batch: whether users' questions go before it. program: of an agent,
+    whose first question gives it its place. on_text: gets each piece of final text on the scheduler's thread, so it
+    must not block. turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the
+    turn is kept.
+    """
+
+    tenant: str = "default"
+    deadline_s: float | None = None
+    of_batch: bool = False
+    program: str | None = None
+    on_text: Callable[[Piece], None] = lambda _: None
+    turn_of: TurnOf | None = None
+
+
 @dataclass(eq=False)
 class Answering:
-    """A question's place in the queue and among the open answers. `suffix_bytes`: of question and longest answer.
-    turn_of: gives the tokens of the whole turn from the text and the tokens of the answer, where the turn is kept.
-    of_batch: whether users' questions go before it. program: of an agent, whose first question gives it its place."""
+    """A question's place in the queue and among the open answers. suffix_bytes: of question and longest answer."""
 
     ticket: Ticket[Answer]
     generation: Generation
-    on_text: Callable[[Piece], None]
+    order: AnswerOrder
     suffix_bytes: int
-    tenant: str
-    turn_of: TurnOf | None = None
-    of_batch: bool = False
-    program: str | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.order.tenant
 
 
 @dataclass(eq=False)
@@ -266,11 +282,11 @@ class Queues:
         """Raises `QueueFull`, `NoWorker`."""
         with self.changed:
             self._require_accepting()
-            queue = self._batch_questions if work.of_batch else self._questions
+            queue = self._batch_questions if work.order.of_batch else self._questions
             if (queued := len(queue)) >= self._limits.max_waiting:
                 rounds = queued / self._limits.max_open
                 raise _queue_full("questions", queued, self.answer_pace.estimate(rounds))
-            queue.add(work.tenant, work, self._programs.since(work.tenant, work.program, time.monotonic()))
+            queue.add(work.tenant, work, self._programs.since(work.tenant, work.order.program, time.monotonic()))
             self.changed.notify()
 
     def add_pass(self, work: Passing) -> None:

@@ -107,9 +107,7 @@ class Replica(ReplicaApi):
         limits = residents or ResidentLimits()
         held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
         conversations = Conversations(engine, store)
-        rules = guard or GuardRules()
-        making = self.creations.remake, self.creations.require_room
-        guarding = Guard(engine, store, scheduler, threads, meter, rules, *making)
+        guarding = Guard(self.creations, guard or GuardRules())
         self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
         self.cooling = Cooling(self.creations)
         self.searches = Searches(engine, store, scheduler, threads)

@@ -28,7 +28,7 @@ from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.suffixes import capacity_for
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, NoWorker, StateConflict
-from kvshelf.workers.replica.queues import Answering, Compressing, Passing, Queues, SchedulerLimits, TurnOf, Work
+from kvshelf.workers.replica.queues import Answering, AnswerOrder, Compressing, Passing, Queues, SchedulerLimits, Work
 from kvshelf.workers.replica.ticket import Ticket, out_of_memory
 
 if TYPE_CHECKING:
@@ -127,22 +127,16 @@ class Scheduler:
         *,
         passages: bool = False,
         reducer: SuffixReducer | None = None,
-        on_text: Callable[[Piece], None] = lambda _: None,
-        turn_of: TurnOf | None = None,
-        of_batch: bool = False,
-        program: str | None = None,
-        tenant: str = "default",
-        deadline_s: float | None = None,
+        order: AnswerOrder = AnswerOrder(),  # noqa: B008 - it is immutable
     ) -> Ticket[Answer]:
-        """Queue a question. `on_text` gets each piece of final text on the scheduler's thread, so it must not block.
-        turn_of, of_batch, program: as of `Answering`. With `turn_of`, the ticket has the answer's turn at its end.
+        """Queue a question. Where the order keeps the turn, the ticket has it at its end.
 
         Raises `QueueFull`, `NoWorker`, `InvalidRequest` for a question beyond the limits, and what `Engine.start`
         raises.
         """
         generation = self._engine.start(cache, query, sampling, selection, passages=passages, reducer=reducer)
         suffix_bytes = self._suffix_bytes(len(query) + sampling.max_tokens, reducer)
-        work = Answering(Ticket(deadline_s), generation, on_text, suffix_bytes, tenant, turn_of, of_batch, program)
+        work = Answering(Ticket(order.deadline_s), generation, order, suffix_bytes)
         self._queues.add_question(work)
         return work.ticket
 
@@ -274,7 +268,7 @@ class Scheduler:
 
     def _next_of(self, works: Sequence[Answering]) -> Sequence[Answering]:
         """Those of users alone, or all of them in `batch_share` of the steps."""
-        users = [work for work in works if not work.of_batch]
+        users = [work for work in works if not work.order.of_batch]
         if users and self._steps_of_users + 1 < 1 / self._limits.batch_share:
             self._steps_of_users += 1
             return users
@@ -331,7 +325,7 @@ class Scheduler:
             work.ticket.has_token()
         try:
             if text:
-                work.on_text(text)
+                work.order.on_text(text)
         except Exception as exc:  # a listener's error ends its own answer only
             self._end(work, exc)
             return
@@ -342,11 +336,11 @@ class Scheduler:
     def _close(self, work: Answering) -> None:
         """End a complete answer, or have the rest of its turn run first."""
         generation = work.generation
-        if work.turn_of is None:
+        if work.order.turn_of is None:
             self._end(work, None)
             return
         try:
-            generation.close(work.turn_of(generation.text, generation.token_ids))
+            generation.close(work.order.turn_of(generation.text, generation.token_ids))
         except Exception as exc:  # an error of a turn is no error of its answer
             generation.turn = exc if isinstance(exc, KvshelfError) else InternalError("the turn could not be made")
             self._end(work, None)

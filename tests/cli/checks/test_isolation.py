@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import socket
 
 import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.cli.checks.isolation import PAIRS, ROUNDS, auc, is_leak, most_auc, nobodys
+from kvshelf.cli.checks.isolation import PAIRS, ROUNDS, Party, auc, is_leak, most_auc, nobodys
 
 
 def test_the_auc() -> None:
@@ -63,3 +64,14 @@ def test_what_proves_nothing_is_refused(keys: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["doctor", "--isolation", "http://127.0.0.1:9", *options])
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_what_a_silent_service_keeps_is_named() -> None:
+    """Nobody listens at the port: what was made before is left, and the caller hears of all of it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    party = Party(f"http://127.0.0.1:{port}", "key")
+    party.made = ["/v1/caches/one", "/v1/caches/two"]
+    left = party.clean()
+    party.http.close()
+    assert [path.split()[0] for path in left] == ["/v1/caches/two", "/v1/caches/one"]

@@ -24,7 +24,7 @@ from kvshelf.samples.tasks import TaskDocument, make_document
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
+from kvshelf.workers.replica.calls import Caller, tenant_at_work
 from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.guard import JOINT, AnswerToCheck, Drift, Guard, GuardRules, measured
 from kvshelf.workers.replica.replica import Replica
@@ -173,7 +173,7 @@ async def test_a_remake_that_fails_is_made_with_a_later_answer(
     replica = guarded(below="remake")
     manifest = await made(replica, 2, **BAD)
     tries: list[str] = []
-    remake = replica.questions.guard.remake
+    remake = replica.creations.remake
 
     async def failing(*args: Any) -> Any:
         tries.append("now")
@@ -181,7 +181,7 @@ async def test_a_remake_that_fails_is_made_with_a_later_answer(
             raise QueueFull("full", retry_after_s=1)
         return await remake(*args)
 
-    monkeypatch.setattr(replica.questions.guard, "remake", failing)
+    monkeypatch.setattr(replica.creations, "remake", failing)
     for question in (0, 1, 2, 3, 0, 1, 2, 3):
         await ask(replica, manifest, 2, question)
     assert len(tries) == 2, "and not made again"
@@ -276,9 +276,7 @@ async def test_documents_go_before_the_guard(guarded: Callable[..., Replica], mo
     """A check that is running gives way, and is made later."""
     replica = guarded()
     manifest = await made(replica, 1)
-    parts = replica.engine, replica.store, replica.scheduler, ReplicaThreads(), replica.meter
-    making = replica.creations.remake, replica.creations.require_room
-    guard = Guard(*parts, GuardRules(share=1.0), *making, pause_s=0.001)
+    guard = Guard(replica.creations, GuardRules(share=1.0), pause_s=0.001)
     query = replica.engine.encode_query(replica.store.get(manifest.id), document(1).questions[0].text)
     answered = AnswerToCheck((manifest.id,), "default", tuple(query), (5,))
     with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ from kvshelf.workers.replica.queues import (
     MOST_PROGRAMS,
     PROGRAM_S,
     Answering,
+    AnswerOrder,
     Programs,
     Queues,
     Rounds,
@@ -173,7 +174,7 @@ def test_a_replica_takes_questions_in_the_same_order() -> None:
     names = {}
     for number, (tenant, program) in enumerate(asked):
         generation: Any = None  # which nothing here begins
-        work = Answering(Ticket(None), generation, lambda _: None, 1, tenant, program=program)
+        work = Answering(Ticket(None), generation, AnswerOrder(tenant, program=program), 1)
         names[work] = number
         queues.add_question(work)
     taken = [names[work] for _ in asked for work in queues.take_questions([])]

@@ -32,6 +32,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.spec import Levels
+from kvshelf.workers.replica.queues import AnswerOrder
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 
@@ -109,7 +110,7 @@ class Gate:
         self.entered = threading.Event()
         self._opened = threading.Event()
         query = engine.encode_query(cache, "hold on")
-        self.ticket = scheduler.generate(cache, query, Sampling(max_tokens=8), on_text=self._hold)
+        self.ticket = scheduler.generate(cache, query, Sampling(max_tokens=8), order=AnswerOrder(on_text=self._hold))
         assert self.entered.wait(WAIT_S)
 
     def _hold(self, _: str) -> None:
@@ -136,7 +137,10 @@ def test_concurrent_answers_are_those_of_one_after_the_other(
     pieces: dict[str, list[str]] = {question: [] for question in questions}
     tickets = [
         scheduler.generate(
-            cache, engine.encode_query(cache, question), Sampling(max_tokens=12), on_text=pieces[question].append
+            cache,
+            engine.encode_query(cache, question),
+            Sampling(max_tokens=12),
+            order=AnswerOrder(on_text=pieces[question].append),
         )
         for question in questions
     ]
@@ -223,7 +227,7 @@ def test_generations_keep_stepping_while_a_compression_runs(engine: Engine, job:
     scheduler.start()
     try:
         asking = scheduler.generate(
-            cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=5000), on_text=on_text
+            cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=5000), order=AnswerOrder(on_text=on_text)
         )
         scheduler.compress(alone(job)).future.result(WAIT_S)
         asking.cancel()
@@ -242,7 +246,7 @@ def test_an_error_fails_its_own_work_only(
 
     query = engine.encode_query(cache, "What?")
     fine = scheduler.generate(cache, query, Sampling(max_tokens=8))
-    failing = scheduler.generate(cache, query, Sampling(max_tokens=8), on_text=broken)
+    failing = scheduler.generate(cache, query, Sampling(max_tokens=8), order=AnswerOrder(on_text=broken))
     with pytest.raises(InvalidRequest):
         scheduler.generate(cache, [], Sampling(max_tokens=8))
     with pytest.raises(ZeroDivisionError):
@@ -266,7 +270,7 @@ def test_a_cancelled_generation_leaves_within_one_step(
 
     query = engine.encode_query(cache, "Go on")
     with scheduler._queues.changed:  # the thread takes the work once `ticket` is bound
-        ticket = scheduler.generate(cache, query, Sampling(max_tokens=5000), on_text=on_text)
+        ticket = scheduler.generate(cache, query, Sampling(max_tokens=5000), order=AnswerOrder(on_text=on_text))
     assert ready.wait(WAIT_S)
     with pytest.raises(Cancelled):
         ticket.future.result(WAIT_S)
@@ -359,7 +363,7 @@ def test_cancelled_and_late_work_leaves_the_queue(scheduler: Scheduler, engine: 
     gate = Gate(scheduler, engine, cache)
     query = engine.encode_query(cache, "What?")
     cancelled = scheduler.generate(cache, query, Sampling(max_tokens=500))
-    late = scheduler.generate(cache, query, Sampling(max_tokens=500), deadline_s=1e-6)
+    late = scheduler.generate(cache, query, Sampling(max_tokens=500), order=AnswerOrder(deadline_s=1e-6))
     cancelled.cancel()
     gate.open()
     with pytest.raises(Cancelled):
@@ -433,7 +437,8 @@ def test_questions_wait_for_bytes_and_are_refused_where_there_will_never_be_enou
 
     scheduler.start()
     try:
-        tickets = [scheduler.generate(cache, query, Sampling(max_tokens=8), on_text=hear) for _ in range(5)]
+        order = AnswerOrder(on_text=hear)
+        tickets = [scheduler.generate(cache, query, Sampling(max_tokens=8), order=order) for _ in range(5)]
         queued.set()
         answers = [ticket.future.result(WAIT_S) for ticket in tickets]
         assert len({answer.text for answer in answers}) == 1
@@ -472,7 +477,7 @@ def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: Compress
                 query,
                 sampling,
                 reducer=bound(),
-                on_text=lambda _: open_at_once.append(len(scheduler.open)),
+                order=AnswerOrder(on_text=lambda _: open_at_once.append(len(scheduler.open))),
             )
             for _ in range(2)
         ]
@@ -525,7 +530,7 @@ def test_a_bounded_suffix_counts_with_its_bound(engine: Engine, cache: Compresse
             query,
             Sampling(max_tokens=1000),
             reducer=reducer,
-            on_text=lambda _: held.append(scheduler.batch.nbytes),
+            order=AnswerOrder(on_text=lambda _: held.append(scheduler.batch.nbytes)),
         )
         usage = ticket.future.result(WAIT_S).usage
         assert usage.suffix_tokens is not None
@@ -552,7 +557,9 @@ def test_new_questions_join_while_others_are_answered(
             joined.append(scheduler.generate(cache, query, Sampling(max_tokens=3)))
             joined[0].future.add_done_callback(lambda _: joined.append(len(steps)))  # type: ignore[attr-defined]
 
-    long = scheduler.generate(cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=100), on_text=on_text)
+    long = scheduler.generate(
+        cache, engine.encode_query(cache, "Go on"), Sampling(max_tokens=100), order=AnswerOrder(on_text=on_text)
+    )
     assert long.future.result(WAIT_S).usage.completion_tokens == 100
     assert 5 < joined[1] < 30  # type: ignore[operator]
 
@@ -567,16 +574,16 @@ def test_a_user_s_question_goes_before_those_of_a_batch(engine: Engine, cache: C
     def on_text(_: str) -> None:
         open_at_once.append(len(scheduler.open))
         if len(open_at_once) == 5:
-            batch.extend(scheduler.generate(cache, query, most, of_batch=True) for _ in range(8))
+            batch.extend(scheduler.generate(cache, query, most, order=AnswerOrder(of_batch=True)) for _ in range(8))
             with pytest.raises(QueueFull):
-                scheduler.generate(cache, query, most, of_batch=True)
+                scheduler.generate(cache, query, most, order=AnswerOrder(of_batch=True))
             when = engine.encode_query(cache, "When?")
             asked.append(scheduler.generate(cache, when, Sampling(max_tokens=60)))
             asked[0].future.add_done_callback(lambda _: seen.append(len(open_at_once)))
 
     scheduler.start()
     try:
-        batch = [scheduler.generate(cache, query, most, on_text=on_text, of_batch=True)]
+        batch = [scheduler.generate(cache, query, most, order=AnswerOrder(on_text=on_text, of_batch=True))]
         answers = [ticket.future.result(WAIT_S) for ticket in batch]
         assert asked[0].future.result(WAIT_S).usage.completion_tokens == 60
     finally:
@@ -610,7 +617,9 @@ def test_a_document_that_never_arrives_can_be_left(
         manifest_id = store.put(cache).id
         query = engine.encode_query(cache, "tide")
         with store.open_cache(manifest_id) as arriving:
-            hanging = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5), deadline_s=0.3)
+            hanging = scheduler.generate(
+                engine.attach(arriving), query, Sampling(max_tokens=5), order=AnswerOrder(deadline_s=0.3)
+            )
             with pytest.raises(DeadlineExceeded):
                 hanging.future.result(WAIT_S)
             second = scheduler.generate(engine.attach(arriving), query, Sampling(max_tokens=5))
