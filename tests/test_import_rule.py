@@ -42,6 +42,7 @@ FLOORS: list[set[str]] = [
 """From the lowest to the highest. Packages of one floor do not import each other."""
 
 LEVEL = {package: level for level, floor in enumerate(FLOORS) for package in floor}
+LEVEL |= dict.fromkeys(("workers.policies", "workers.selectors"), LEVEL["engine"])  # old names of methods
 
 MODEL_SIDE = {
     *("model", "methods", "methods.policies", "methods.selectors", "methods.suffixes", "methods.catalog"),

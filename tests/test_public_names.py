@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,11 @@ def test_what_a_service_imports_beside_ray_shares_no_package_with_it() -> None:
         "print({name.partition('.')[0] for name in set(sys.modules) - before} & {'ray', 'fastapi', 'aiohttp', 'grpc'})"
     )
     assert loaded.split() == ["True", "set()"]
+
+
+@pytest.mark.parametrize("name", ["policies.ScoringPolicy", "policies.LayerView", "selectors.UnitSelector"])
+def test_plug_ins_have_their_names_where_they_had_them(name: str) -> None:
+    kind, _, name = name.partition(".")
+    with pytest.warns(DeprecationWarning, match=f"import {name} from kvshelf.methods.{kind}"):
+        value = getattr(import_module(f"kvshelf.workers.{kind}"), name)
+    assert value is getattr(import_module(f"kvshelf.methods.{kind}"), name)

@@ -98,6 +98,8 @@ class Method(ABC):
 
     kind: ClassVar[Kind]
     name: ClassVar[str]
+    formerly: ClassVar[str] = ""
+    """The name that it once had, under which requests and stored settings still find it."""
     source: ClassVar[str]
     advice: ClassVar[str] = ""
 

@@ -37,18 +37,21 @@ class Registry(dict[str, type[MethodT]]):
         own = (EntryPoint(name, value, self.kind.group) for name, value in BUNDLED[self.kind.folder].items())
         super().__init__()
         for entry in (*own, *entry_points(group=self.kind.group)):
-            self[entry.name] = loaded(entry, base, {*self, *taken})
+            former = {cls.formerly for cls in self.values()}
+            self[entry.name] = loaded(entry, base, {*self, *former, *taken})
 
     def build(self, name: str, params: Mapping[str, Any]) -> MethodT:
         """The method of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
         return self.find(name).build(params, self)
 
     def find(self, name: str) -> type[MethodT]:
-        """The method of that name. Raises `InvalidRequest` on an unknown one, and where its source
+        """The method of that name, or that once had it. Raises `InvalidRequest` on an unknown one, and where its source
         cannot be loaded."""
         prefix, _, own = name.partition(":")
         if name in self.keys():
             return self[name]
+        if renamed := [cls for cls in self.values() if name and name == cls.formerly]:
+            return renamed[0]
         if not own or prefix not in SOURCES.get(self.kind.folder, {}):
             raise unknown(self.kind.noun, name, self, self.kind.param)
         methods = self._sourced(prefix)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -21,7 +22,7 @@ from kvshelf.methods.policies.gate_file import Gates, gate_path
 from kvshelf.methods.policies.lagkv import LagKV as LagKVPolicy
 from kvshelf.methods.policies.view import DocumentView
 from kvshelf.methods.suffixes.base import SlotTable, Suffix
-from kvshelf.methods.suffixes.registry import build
+from kvshelf.methods.suffixes.registry import SUFFIX_POLICIES, build
 from tests.amounts import few, in_turn
 from tests.by_hand import Prefix, drawn, frequencies, turned
 from tests.methods.policies.gates import random_gates
@@ -534,7 +535,16 @@ def test_draws_are_those_of_the_hash_and_spread_evenly():
     assert all(abs(float(torch.corrcoef(torch.stack([found[0], other[0]]))[0, 1])) < 0.07 for other in others)
 
 
-def test_an_unknown_name_is_refused():
+def test_the_name_that_a_policy_once_had_still_finds_it(llama):
+    """Requests and stored settings may have it; lists do not."""
+    assert build("ngc", {"every": 16}) == build("ngc_schedule", {"every": 16})
+    assert "ngc" not in SUFFIX_POLICIES
+    cache, given = (
+        llama.engine.compress(llama.ids[:150], policy="full"),
+        {"budget": 44, "params": CASES["ngc_schedule"][0]},
+    )
+    ask = partial(llama.engine.answer, cache, llama.ids[30:41], max_new_tokens=24)
+    assert ask(suffix={"policy": "ngc", **given}) == ask(suffix={"policy": "ngc_schedule", **given})
     for name in ("", "ngcs"):
         with pytest.raises(InvalidRequest, match="unknown suffix policy"):
             build(name, {})

@@ -52,6 +52,9 @@ def sized(layers: Mapping[int, Entries | Unsized]) -> dict[int, Entries]:
 Phase = Literal["during", "cascade", "after"]
 """When a policy reduces: see `Policy.phase`."""
 
+Observes = Needs
+"""The name of `Needs` before version 0.2, for plug-ins that have it still."""
+
 
 def pooling_kernel(default: int) -> Any:
     """The pooling width of policies that pool scores. Bounded, because some hold as many values for each token."""
@@ -113,6 +116,13 @@ class Policy(Method):
     """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
     each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
     entries. `residuals`, with "" for the parameter, in place of keys and values."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Plug-ins may say `observes`, the name of `needs` before version 0.2, and ask their base for it."""
+        super().__init_subclass__(**options)
+        for name, other in (("observes", "needs"), ("needs", "observes")):
+            if name in cls.__dict__ and other not in cls.__dict__:
+                setattr(cls, other, cls.__dict__[name])
 
     @property
     def revision(self) -> int:

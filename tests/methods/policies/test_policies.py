@@ -192,10 +192,10 @@ def test_a_budget_of_everything_keeps_everything(llama, name):
 
 
 def test_a_policy_sees_the_queries_only_if_it_says_so(llama):
-    """What `needs` says is what the prefill must hand over; a policy that reads more fails at once."""
+    """What `observes` says is what the prefill must hand over; a policy that reads more fails at once."""
 
     class Undeclared(POLICIES["snapkv"]):
-        needs = Needs.NOTHING
+        observes = Needs.NOTHING
 
     job = llama.engine.prepare(llama.ids, policy="snapkv")
     with pytest.raises(AssertionError, match="observes"):
