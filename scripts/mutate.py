@@ -33,12 +33,20 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 GROUPS: Final = {
     "policies": (
         ("methods/policies",),
-        ("methods/policies", "engine/test_probed_chunks.py", "engine/test_episodes.py", "engine/prefill"),
+        (
+            "methods/policies",
+            "methods/test_catalog.py",
+            "engine/test_probed_chunks.py",
+            "engine/test_episodes.py",
+            "engine/test_one_budget.py",
+            "engine/prefill",
+        ),
     ),
     "selectors": (
         ("methods/selectors",),
         (
             "methods/selectors",
+            "methods/test_catalog.py",
             "engine/test_selecting.py",
             "engine/test_blocks.py",
             "engine/test_sentences.py",
@@ -47,7 +55,12 @@ GROUPS: Final = {
     ),
     "suffixes": (
         ("methods/suffixes",),
-        ("engine/test_suffix_policies.py", "engine/test_bounded.py", "engine/test_one_budget.py"),
+        (
+            "methods/test_catalog.py",
+            "engine/test_suffix_policies.py",
+            "engine/test_bounded.py",
+            "engine/test_one_budget.py",
+        ),
     ),
     "codecs": (("artifact/codecs.py", "artifact/coded.py", "artifact/coder.py"), ("artifact",)),
     "scheduler": (

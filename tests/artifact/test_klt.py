@@ -169,6 +169,17 @@ def test_text_that_repeats_itself_takes_a_third_of_the_bytes() -> None:
     require_equal(CompressedCache.from_bytes(again.to_bytes()).decoded(coder), again.decoded(coder))
 
 
+def test_codes_of_three_bytes_come_back_from_frames() -> None:
+    """Numbers of which 16 bits hold half: 20,000 steps of 0.05 in rows that repeat each other."""
+    cache, coder = scaled(((1200, 1200),) * 2, num_tokens=1200, scale=900), make_coder()
+    rows = cache.layers[0].keys.view(2, 1200, 8)[:, :30].repeat(1, 40, 1).reshape(2400, 8)
+    cache = replace(cache, layers=(replace(cache.layers[0], keys=rows, values=rows, rope_mode="pre"),) * 2)
+    after = cache.encoded("klt:step=0.05", coder).decoded(coder)
+    error = (after.layers[0].keys - rows).norm(dim=1).view(2, 1200)[:, FIRST_TOKENS:].max()
+    assert float(rows.abs().max() / 0.05) > 1 << 15
+    assert float(error) < float(rows.norm(dim=1).max()) * 2**-11
+
+
 @pytest.mark.parametrize("codec", few(1, ["klt:step=0.5", "klt:heads=each"]))
 def test_layers_that_are_decoded_side_by_side_are_those_of_the_cpu(codec, monkeypatch) -> None:
     """But for the rounding of products. One layer repeats itself, so that its streams are frames."""

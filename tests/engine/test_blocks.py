@@ -17,6 +17,7 @@ from kvshelf.engine.attention.attachment import JointAttachment, PartialAttachme
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import CacheCorrupt, InvalidRequest, PolicyUnsupported
+from kvshelf.methods.selectors.infllm import InfLLM
 from kvshelf.store.disk import DiskStore
 from tests.amounts import in_turn
 from tests.by_hand import Prefix, frequencies, greedy, turned
@@ -204,6 +205,13 @@ def test_a_document_read_in_part_answers_as_the_whole_one(llama, caches):
     assert document.arrived
     header = blob.inspect(file.data).header
     assert file.count == header.body_bytes, "every byte is read once"
+
+
+def test_summaries_are_read_where_they_lie(llama, caches):
+    """An answer holds the ends of blocks beside them, no copy."""
+    (part,) = llama.engine.attach(caches[1]).parts
+    for _, units in part.units(InfLLM(), 0):
+        assert units.nbytes == units.ends.nbytes + units.forced.nbytes
 
 
 def test_passages_have_what_the_question_read(llama, caches):

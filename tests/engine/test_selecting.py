@@ -193,6 +193,17 @@ def test_of_as_many_tokens_as_fasa_always_reads_it_reads_no_others(tiny):
             assert positions == kept[:3] + kept[-3:], (layer, head)
 
 
+def test_with_room_for_all_nothing_is_chosen(llama, caches):
+    document, question = llama.engine.attach(caches[0]), llama.ids[3:14]
+    for tokens, chosen in ((BUDGET, True), (max(caches[0].layers[0].lengths), False)):
+        selection = llama.engine.select(document, "quest", question_tokens=len(question), tokens=tokens)
+        generation, batch = llama.engine.start(document, question, Sampling(2), selection), llama.engine.batch()
+        while not generation.finished:
+            batch.step([generation])
+        read = [prefix for layer in range(document.num_layers) for prefix in selection.prefixes(layer)]
+        assert {isinstance(prefix, SelectedPrefix) for prefix in read} == {chosen}
+
+
 def read_positions(selection, document, layer, heads):
     """The positions that the last token of an answer read, of each head."""
     found = [[] for _ in range(heads)]

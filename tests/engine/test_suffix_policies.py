@@ -505,6 +505,18 @@ def test_a_token_that_shares_an_entry_gets_a_share_of_its_own(softcap):
     assert not table.weights(torch.zeros(2, 3, 6), 100 * queries, keys, LogitRules(1.0)).any()
 
 
+def test_of_no_tokens_that_share_entries_none_are_the_best():
+    empty = SlotTable(torch.empty(2, 0, dtype=torch.int64), torch.empty(2, 0), {})
+    nobody = SlotTable(torch.tensor([[-1], [-1]]), torch.ones(2, 1), {})
+    assert [table.best(torch.zeros_like(table.scales), 3) for table in (empty, nobody)] == [None, None]
+
+
+@pytest.mark.parametrize("name", sorted(SUFFIX_POLICIES))
+def test_defaults_may_be_given(name):
+    policy = build(name, {})
+    assert build(name, policy.parameters()) == policy
+
+
 def test_cam_with_one_heir_and_certainty_sums_all_values_up():
     policy = build("cam", {"merge": 1, "probability": 1.0, "every": 4})
     values = torch.randn(2, 700, 16, generator=torch.Generator().manual_seed(0))

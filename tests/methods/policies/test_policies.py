@@ -381,3 +381,9 @@ def test_numbers_that_answers_go_on_with_are_counted_beside_the_entries(name):
     kept = replace(policy, keep_scores=True)
     assert kept.stored_beside == policy.stored_beside | {"columns": len(policy.left)}
     assert "columns" not in policy.stored_beside
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_defaults_may_be_given(name):
+    policy = build(name, {})
+    assert build(name, policy.parameters()) == policy
