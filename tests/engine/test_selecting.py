@@ -194,14 +194,11 @@ def test_of_as_many_tokens_as_fasa_always_reads_it_reads_no_others(tiny):
 
 
 def test_with_room_for_all_nothing_is_chosen(llama, caches):
-    document, question = llama.engine.attach(caches[0]), llama.ids[3:14]
-    for tokens, chosen in ((BUDGET, True), (max(caches[0].layers[0].lengths), False)):
-        selection = llama.engine.select(document, "quest", question_tokens=len(question), tokens=tokens)
-        generation, batch = llama.engine.start(document, question, Sampling(2), selection), llama.engine.batch()
-        while not generation.finished:
-            batch.step([generation])
-        read = [prefix for layer in range(document.num_layers) for prefix in selection.prefixes(layer)]
-        assert {isinstance(prefix, SelectedPrefix) for prefix in read} == {chosen}
+    document = llama.engine.attach(caches[0])
+    whole = max(max(layer.lengths) for layer in caches[0].layers)
+    for tokens, chooses in ((whole - 1, True), (whole, False)):
+        selection = llama.engine.select(document, "quest", question_tokens=11, tokens=tokens)
+        assert (selection is not None) is chooses
 
 
 def read_positions(selection, document, layer, heads):
