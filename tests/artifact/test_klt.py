@@ -169,6 +169,19 @@ def test_text_that_repeats_itself_takes_a_third_of_the_bytes() -> None:
     require_equal(CompressedCache.from_bytes(again.to_bytes()).decoded(coder), again.decoded(coder))
 
 
+def test_rows_half_an_octave_wider_than_those_of_the_calibration_take_no_more_bytes() -> None:
+    """Each channel has a table nearer to its own deviation."""
+    plain, cache, sizes = make_coder(), scaled(((3000, 3000),) * 2), []
+    for eighths in (12, 16):
+        layers = tuple(
+            {kind: replace(own, joint_scales=(eighths,) * 16) for kind, own in layer.items()}
+            for layer in plain.transforms.layers
+        )
+        coder = replace(plain, transforms=replace(plain.transforms, layers=layers))
+        sizes.append(cache.encoded("klt:step=0.1", coder).nbytes)
+    assert sizes[0] < 1.005 * sizes[1]
+
+
 def test_codes_of_three_bytes_come_back_from_frames() -> None:
     """Numbers of which 16 bits hold half: 20,000 steps of 0.05 in rows that repeat each other."""
     cache, coder = scaled(((1200, 1200),) * 2, num_tokens=1200, scale=900), make_coder()
