@@ -527,6 +527,14 @@ def test_cam_with_one_heir_and_certainty_sums_all_values_up():
     assert once.kept.tolist() == [[0, 1, 2, *range(693, 700)]] * 2
 
 
+def test_what_leaves_cam_is_shared_out_whole():
+    policy = build("cam", {"merge": 3, "probability": 1.0, "every": 4})
+    values = torch.randn(2, 90, 16, generator=torch.Generator().manual_seed(1))
+    columns = {"sum": torch.zeros(2, 90)}
+    once = policy.reduce(suffix_of(values, values, columns=columns, protected=3, budget=10))
+    assert torch.allclose(once.values.double().sum(1), values.double().sum(1), atol=1e-4)
+
+
 def test_cam_with_probability_none_is_the_window():
     policy = build("cam", {"probability": 0.0})
     values = torch.randn(2, 60, 8).bfloat16()

@@ -536,9 +536,10 @@ def test_a_bounded_suffix_counts_with_its_bound(engine: Engine, cache: Compresse
         assert usage.suffix_tokens is not None
         assert usage.suffix_tokens <= 64
         assert max(held) <= room
-        larger = engine.bound("window", question_tokens=len(query), budget=49, params={"every": 16})
-        with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document"):
-            scheduler.generate(cache, query, Sampling(max_tokens=1000), reducer=larger)
+        for policy, budget in (("window", 49), ("ems", 48)):  # of ems, tokens that share entries count too
+            larger = engine.bound(policy, question_tokens=len(query), budget=budget, params={"every": 16})
+            with pytest.raises(InvalidRequest, match=r"take \d+ bytes beside the document"):
+                scheduler.generate(cache, query, Sampling(max_tokens=1000), reducer=larger)
     finally:
         scheduler.stop()
 
