@@ -387,3 +387,10 @@ def test_numbers_that_answers_go_on_with_are_counted_beside_the_entries(name):
 def test_defaults_may_be_given(name):
     policy = build(name, {})
     assert build(name, policy.parameters()) == policy
+
+
+def test_layers_that_share_a_budget_keep_different_numbers():
+    built = [build(name, {}) for name, policy in POLICIES.items() if issubclass(policy, ScoringPolicy)]
+    shared = [policy for policy in built if policy.sharing is not None]
+    assert len(shared) > 2
+    assert all(policy.ragged for policy in shared)
