@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,13 +93,25 @@ def doctor(
     if url is not None:
         checks.append(("service", lambda: _service(url)))
     failed = False
-    for finding in chain(_run(checks), _tried(model, device, dtype)):
+    for finding in _findings(checks, model, device, dtype):
         failed = failed or not finding.ok
         if as_json:
             say_json({"check": finding.check, "ok": finding.ok, "finding": finding.said})
         else:
             say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.said}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _findings(checks: Sequence[Check], model: str, device: str, dtype: str) -> Iterator[Finding]:
+    """A model that has no device or no room there is not tried, which takes a process and many seconds."""
+    startable = True
+    for finding in _run(checks):
+        startable = startable and (finding.ok or finding.check != "memory")
+        yield finding
+    if startable:
+        yield from _tried(model, device, dtype)
+    else:
+        yield Finding("model", False, f"{model} was not tried, for the reason that memory has")
 
 
 def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -75,11 +75,6 @@ def load(
     part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
     them (`int8.round_to_int8`) and loads in float32.
     """
-    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
-
-    from kvshelf.model.images import ImageEncoder
-    from kvshelf.model.language import require_weights
-
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     if weights not in WEIGHTS:
@@ -88,6 +83,12 @@ def load(
         require_int8(skeleton(name), name, device=device, dtype=dtype)
         dtype = "float32"
     placed = _placed(device, ranks)
+    target = None if placed else chosen_device(device)
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
+
+    from kvshelf.model.images import ImageEncoder
+    from kvshelf.model.language import require_weights
+
     source, adapter = readable(name), split(name)[1]
     try:
         with nullcontext() if progress else _without_bars():
@@ -114,9 +115,8 @@ def load(
         round_to_int8(model, name)
     if model is not whole and ranks == 1:
         ImageEncoder.beside(model, whole, source, missing)
-    if placed and packed is None:
+    if target is None:
         return model.eval(), tokenizer
-    target = chosen_device(device)
     try:
         if ImageEncoder.of(model) is not None:
             whole.to(target).eval()
@@ -339,21 +339,24 @@ def _without_bars() -> Iterator[None]:
 def outline(name: str, *, device: str, dtype: str) -> PreTrainedModel:
     """As `skeleton`, in the dtype that `load` gives the model there. Raises `InvalidRequest`, too, for a dtype that the
     device lacks."""
-    model = skeleton(name)
-    numbers = _dtype_of(model.config, dtype, device)
-    return model.to(numbers) if isinstance(numbers, torch.dtype) else model
+    return skeleton(name, lambda config: _dtype_of(config, dtype, device))
 
 
-def skeleton(name: str) -> PreTrainedModel:
-    """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
+def skeleton(
+    name: str, dtype_of: Callable[[PretrainedConfig], torch.dtype | str] = lambda _: "auto"
+) -> PreTrainedModel:
+    """A model without its weights, for estimates from its configuration alone. Names as in `load`. dtype_of: says or
+    refuses a dtype before the model's class is imported, which takes seconds."""
     from transformers import AutoConfig
 
     source = readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        return of_text(_bare(config), name)
+        numbers = dtype_of(config)
+        model = of_text(_bare(config), name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+    return model.to(numbers) if isinstance(numbers, torch.dtype) else model
 
 
 def _bare(config: PretrainedConfig) -> PreTrainedModel:
