@@ -270,7 +270,7 @@ class MemoryPlan:
             work = (first.run_tokens + (0 if quality is None else quality.num_tokens)) * self.token_bytes
         else:
             work = self._chunk_bytes(first, first.absorber)
-        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache)
+        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache, first)
         return work + behind + sum(map(self._kept_bytes, jobs))
 
     def _chunk_bytes(self, job: Job, absorber: Absorber) -> int:
@@ -284,10 +284,12 @@ class MemoryPlan:
         layer = self.shape.held_bytes(job.document.end, entries) // self.shape.layers
         return max(reading, reading // 2 + 2 * layer) + absorber.policy.own_bytes(job.document)
 
-    def _parent_bytes(self, cache: CompressedCache) -> int:
-        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest."""
+    def _parent_bytes(self, cache: CompressedCache, job: Job) -> int:
+        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest, unless a
+        policy that reads on in chunks keeps what stays of both."""
         plain = self.shape.held_bytes(cache.num_tokens, cache.kept_tokens) if cache.coded else 0
-        return cache.nbytes * (2 if self.shape.device == "cpu" else 1) + plain
+        joined = self.shape.device == "cpu" and job.absorber is None
+        return cache.nbytes * (2 if joined else 1) + plain
 
     def _kept_bytes(self, job: Job) -> int:
         """Of all layers, when the last one is reduced; of a document in chunks, when it has read one."""
