@@ -103,7 +103,7 @@ def doctor(
 
 
 def _findings(checks: Sequence[Check], model: str, device: str, dtype: str) -> Iterator[Finding]:
-    """A model that has no device or no room there is not tried, which takes a process and many seconds."""
+    """A model whose memory cannot be planned, or is not there, is not tried: that takes a process and many seconds."""
     startable = True
     for finding in _run(checks):
         startable = startable and (finding.ok or finding.check != "memory")
@@ -111,7 +111,7 @@ def _findings(checks: Sequence[Check], model: str, device: str, dtype: str) -> I
     if startable:
         yield from _tried(model, device, dtype)
     else:
-        yield Finding("model", False, f"{model} was not tried, for the reason that memory has")
+        yield Finding("model", False, f"{model} was not tried: memory says why")
 
 
 def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:

@@ -31,6 +31,7 @@ from kvshelf.engine.quality import VERSION, How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
 from kvshelf.model import calibration, loading
 from kvshelf.model.loading import chosen_device
+from kvshelf.model.prepacking import prepack
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
@@ -190,6 +191,7 @@ def _engine(config: ReplicaConfig, plan: MemoryPlan | SpreadPlan | None) -> Engi
     elif isinstance(plan, SpreadPlan):
         shown = options.pop("shown")
         engine = Engine(*loading.load(config.model, most=plan.most, **options), name=shown)
+        prepack(engine.model)  # as `Engine.load`; one with hooks stays as it is
     else:
         engine = Engine.load(config.model, weights=config.weights, **options)
     _ = engine.passes.program  # recorded before the first question waits for it

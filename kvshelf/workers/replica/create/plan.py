@@ -194,6 +194,11 @@ class MemoryPlan:
         return max(0, int(self.weights * ((self.there or 0) - fixed) / (self.needed - fixed)))
 
     @property
+    def beside_others(self) -> int:
+        """Bytes of weights that leave room for the other parts as they are. Where there is a limit."""
+        return max(0, (self.there or 0) - (self.needed - self.weights))
+
+    @property
     def _more(self) -> str:
         """Where more memory may come from."""
         return "KVSHELF_GPU_MEMORY, a larger device" if self.share == 1 else "more GPUs, or larger ones"
@@ -203,7 +208,7 @@ class MemoryPlan:
         """Bytes of a card that decodes klt, of a document of `wanted` tokens: the codes of layers that are decoded
         together and their rows, what is made of one layer's, and the transforms that the card holds. Of longer ones
         the CPU decodes what has no room."""
-        if self.shape.device != "cuda":
+        if self.shape.device != "cuda" or not self.share:
             return 0
         from kvshelf.artifact.transforms import HELD_BYTES
         from kvshelf.engine.attention.attachment import BYTES_TOGETHER

@@ -37,6 +37,8 @@ class SpreadPlan:
     def of_name(cls, name: str, shown: str, *, dtype: str, **limits: Unpack[Limits]) -> SpreadPlan:
         """Over all GPUs that this process sees, before any weight is read. shown: the model's name for callers. Raises
         `InvalidRequest` for a dtype that they lack."""
+        from transformers.integrations.accelerate import get_max_memory
+
         from kvshelf.model.loading import outline
 
         model = outline(name, device="spread", dtype=dtype)
@@ -44,12 +46,17 @@ class SpreadPlan:
         most: dict[int | str, int] = {
             card: torch.cuda.mem_get_info(card)[0] for card in range(torch.cuda.device_count())
         }
-        most["cpu"] = machine_bytes()
+        most["cpu"] = min(machine_bytes(), int(get_max_memory().get("cpu", 0)))  # none where it is the cards' own
         plan = cls.placed(whole, model, Placement.expected(model, most), most)
         for _ in range(_TRIES):
             if all(card.fits for card in plan.cards):
                 break
-            room: dict[int | str, int] = {torch.device(card.device).index: card.for_weights for card in plan.cards}
+            # Layers of weights in the host's memory are computed on a card all the same, which keeps their caches.
+            offloaded = sum(card.weights for card in plan.cards) < whole.weights
+            room: dict[int | str, int] = {
+                torch.device(card.device).index: card.beside_others if offloaded else card.for_weights
+                for card in plan.cards
+            }
             most = {number: min(left, room.get(number, left)) for number, left in most.items()}
             placement = Placement.expected(model, most)
             if all(device.type == "cpu" for device in placement.layers):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from kvshelf.artifact.records import entries_of
 from kvshelf.cli.doctor import _run
@@ -16,8 +18,11 @@ from kvshelf.engine.engine import Engine
 from kvshelf.errors import DocumentTooLong, OutOfMemory
 from kvshelf.model import loading
 from kvshelf.model.devices import Placement
+from kvshelf.model.layers import layer_kinds
 from kvshelf.service.process.preflight import memory_plan
 from kvshelf.service.settings import Settings
+from kvshelf.store.url import StoreConfig
+from kvshelf.workers.cluster.deployment import ReplicaConfig, _engine
 from kvshelf.workers.replica.create.plan import MemoryPlan
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.create.spread import SpreadPlan, plan_of_name
@@ -36,9 +41,9 @@ Planned = Callable[..., SpreadPlan]
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """The plan of kvshelf-tiny over cards of so many bytes."""
+    """The plan of a model over cards of so many bytes."""
 
-    def plan(*totals: int, **limits: Any) -> SpreadPlan:
+    def plan(*totals: int, model: str = "kvshelf-tiny", **limits: Any) -> SpreadPlan:
         def total(device: Any) -> int:
             return totals[device if isinstance(device, int) else device.index]
 
@@ -50,7 +55,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
             "get_device_properties",
             lambda device: SimpleNamespace(name="no card", major=9, minor=0, total_memory=total(device)),
         )
-        made = plan_of_name("kvshelf-tiny", "t", device="spread", dtype="float32", **(LIMITS | limits))
+        made = plan_of_name(model, "t", device="spread", dtype="float32", **(LIMITS | limits))
         assert isinstance(made, SpreadPlan)
         return made
 
@@ -83,6 +88,33 @@ def test_layers_leave_a_card_that_has_no_room_for_what_belongs_to_them(planned: 
     plan.require()
     assert [(card.device, card.shape.layers) for card in plan.cards] == [("cuda:1", 4)]
     assert 0 < plan.most[0] < 3 << 20
+
+
+@pytest.mark.parametrize("attached", [50, 100])
+@pytest.mark.parametrize("cards", [(900,), (900, 900)])
+def test_weights_without_room_go_to_the_host_which_takes_no_layers(
+    planned: Planned, tmp_path: Path, cards: tuple[int, ...], attached: int
+) -> None:
+    """A model of 2.2 GB in float32, of which the host gets the rest, whatever is to be beside it on each card."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 96, "num_attention_heads": 16}
+    LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=8000).save_pretrained(tmp_path)
+    plan = planned(*(card << 20 for card in cards), model=str(tmp_path), attached=attached << 20)
+    plan.require()
+    assert sum(card.share for card in plan.cards) == 1
+    assert 0 < sum(card.weights for card in plan.cards) < plan.whole.weights
+
+
+def test_the_host_takes_what_is_free_there(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "transformers.integrations.accelerate.get_max_memory", lambda limits=None: limits or {"cpu": 12345}
+    )
+    assert planned(PLENTY).most["cpu"] == 12345
+
+
+def test_a_card_without_layers_decodes_nothing(planned: Planned) -> None:
+    whole, kinds = planned(PLENTY).whole, layer_kinds(LlamaConfig(num_hidden_layers=4))
+    assert whole.on(CARDS[0], 1, kinds[:2], 4).decoding > 0
+    assert whole.on(CARDS[0], 1, [], 4).decoding == 0
 
 
 @pytest.mark.parametrize("cards", [(PLENTY, 10 << 20), (10 << 20, 10 << 20), (20 << 20,)])
@@ -178,3 +210,14 @@ def test_doctor_has_a_row_for_each_card(planned: Planned) -> None:
 def test_weights_go_no_further_than_they_are_told() -> None:
     model, _ = loading.load("kvshelf-tiny", device="spread", dtype="float32", most={"cpu": PLENTY})
     assert Placement.of(model).layers == (torch.device("cpu"),) * 4
+
+
+def test_a_replica_s_engine_has_the_placement_of_its_plan(planned: Planned, tmp_path: Path) -> None:
+    """And is laid out as by `Engine.load` where no hooks are."""
+    plan = replace(planned(PLENTY), most={"cpu": PLENTY})
+    config = ReplicaConfig("kvshelf-tiny", StoreConfig(f"disk://{tmp_path}"), device="spread", dtype="float32")
+    engine = _engine(config, plan)
+    expected = Engine.load("kvshelf-tiny", device="cpu", dtype="float32")
+    assert engine.name == expected.name
+    assert list(map(type, engine.model.modules())) == list(map(type, expected.model.modules()))
+    assert plan.loaded(engine).cards[0].device == "cpu"
