@@ -103,6 +103,7 @@ def allocated_peak(device: torch.device, run: Callable[[], ResultT]) -> tuple[Re
     allocator, on a CPU too, where pages of the process (`with_peak`) come and go later than tensors do."""
     if device.type == "cuda":
         return cuda_peak(run, device)
+    gc.collect()  # what it freed during the run would be taken from what the run holds
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = run()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,13 +93,25 @@ def doctor(
     if url is not None:
         checks.append(("service", lambda: _service(url)))
     failed = False
-    for finding in chain(_run(checks), _tried(model, device, dtype)):
+    for finding in _findings(checks, model, device, dtype):
         failed = failed or not finding.ok
         if as_json:
             say_json({"check": finding.check, "ok": finding.ok, "finding": finding.said})
         else:
             say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.said}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _findings(checks: Sequence[Check], model: str, device: str, dtype: str) -> Iterator[Finding]:
+    """A model whose memory cannot be planned, or is not there, is not tried: that takes a process and many seconds."""
+    startable = True
+    for finding in _run(checks):
+        startable = startable and (finding.ok or finding.check != "memory")
+        yield finding
+    if startable:
+        yield from _tried(model, device, dtype)
+    else:
+        yield Finding("model", False, f"{model} was not tried: memory says why")
 
 
 def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
@@ -116,7 +127,8 @@ def _checks(model: str, device: str, dtype: str) -> Iterator[Check]:
 def _run(checks: Sequence[Check]) -> Iterator[Finding]:
     for name, check in checks:
         with nullcontext() if name in _WITH_PROGRESS else common.notes.status(f"checking {name} ..."):
-            yield _attempt(name, check)
+            finding = _attempt(name, check)
+            yield from [finding._replace(said=line) for line in finding.said.splitlines()] if finding.ok else [finding]
 
 
 def _attempt(name: str, check: Callable[[], str]) -> Finding:
@@ -179,14 +191,15 @@ def _intensity(device: str, dtype: str) -> str:
 
 
 def _memory(model: str, device: str, dtype: str) -> str:
-    """The plan of a replica under the settings of this environment, with the device and the dtype that are named."""
+    """The plan of a replica under the settings of this environment, with the device and the dtype that are named; a
+    line for each card that the model is spread over."""
     with needs_extra("serve", purpose="the memory"):
         from kvshelf.service.process.preflight import memory_plan
         from kvshelf.service.settings import load_settings
     named: dict[str, Any] = {name: value for name, value in (("device", device), ("dtype", dtype)) if value != "auto"}
     plan = memory_plan(load_settings(**named), model)
     if plan is None:
-        return "no plan: the model is on several devices, or another engine holds it"
+        return "no plan: several processes share the model, or another engine holds it"
     plan.require()
     return str(plan)
 

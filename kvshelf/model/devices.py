@@ -3,7 +3,8 @@ to the CPU or the disk until a module runs. accelerate's hooks (`_hf_hook`) say 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -45,6 +46,65 @@ class Devices:
     def numbers(self) -> tuple[int, ...]:
         """Of each layer, which of `each` is its device."""
         return tuple(map(self.each.index, self.layers))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What each device has of a model. weights: bytes that lie there, with buffers; of those that are offloaded, the
+    largest tensor, which is copied there whenever it computes. layers: where each layer computes, with its cache.
+    alone: whether one device has everything."""
+
+    weights: Mapping[torch.device, int]
+    layers: tuple[torch.device, ...]
+    alone: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Placement:
+        """Of a loaded model. Raises as `layer_devices`."""
+        lying, copied = Counter[torch.device](), Counter[torch.device]()
+        owners = {tensor: module for module in model.modules() for tensor in _own_tensors(module)}  # tied ones once
+        for tensor, module in owners.items():
+            if not tensor.is_meta:
+                lying[tensor.device] += tensor.nbytes
+            else:
+                device = next(_computes_on(module))
+                copied[device] = max(tensor.nbytes, copied[device])
+        return cls(lying + copied, layer_devices(model), len(lying) == 1 and not copied)
+
+    @classmethod
+    def expected(cls, outline: PreTrainedModel, most: Mapping[int | str, int]) -> Placement:
+        """Of a model without weights (`loading.outline`), as transformers will place it by `device_map="auto"`. most:
+        bytes of weights for each GPU, by its number, and for "cpu"."""
+        from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
+
+        whole = outline._no_split_modules
+        balanced = get_balanced_memory(outline, max_memory=dict(most), no_split_module_classes=whole)
+        names: dict[str, int | str]
+        names = infer_auto_device_map(outline, max_memory=balanced, no_split_module_classes=whole)
+        main = next((device for device in names.values() if isinstance(device, int)), "cpu")
+        lying, copied = Counter[torch.device](), 0
+
+        def placed(name: str) -> int | str:
+            while name and name not in names:
+                name = name.rpartition(".")[0]
+            return names.get(name, "cpu")
+
+        def computing(name: str) -> torch.device:
+            at = placed(name)
+            at = at if isinstance(at, int) else main
+            return torch.device("cuda", at) if isinstance(at, int) else torch.device(at)
+
+        for name, tensor in chain(outline.named_parameters(), outline.named_buffers()):
+            if isinstance(placed(name), int) or main == "cpu":
+                lying[computing(name)] += tensor.nbytes
+            else:
+                copied = max(copied, tensor.nbytes)
+        lying += Counter({computing(""): copied})
+        numbers = {module: name for name, module in outline.named_modules()}
+        of_layers = {index: computing(numbers[module]) for index, module in _attentions(outline)}
+        inputs = computing(numbers[outline.get_input_embeddings()])
+        layers = range(outline.config.num_hidden_layers)
+        return cls(lying, tuple(of_layers.get(index, inputs) for index in layers), len(set(names.values())) == 1)
 
 
 @cache
@@ -149,10 +209,15 @@ def _attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
             yield index, module
 
 
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Weights and buffers of a module, without those of modules in it."""
+    return chain(module.parameters(recurse=False), module.buffers(recurse=False))
+
+
 def _computes_on(module: nn.Module) -> Iterator[torch.device]:
     """The device of each module in this one that has weights, while it runs."""
     for each in module.modules():
-        weight = next(chain(each.parameters(recurse=False), each.buffers(recurse=False)), None)
+        weight = next(_own_tensors(each), None)
         told = (getattr(hook, "execution_device", None) for hook in _hooks(each))
         if weight is not None:
             device = next((each for each in told if each is not None), weight.device)

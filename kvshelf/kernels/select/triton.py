@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvshelf.kernels.select.counts import Counts, QueuedCounts, total_of
+from kvshelf.kernels.tiles import image_of, least_kept
 from kvshelf.kernels.transfer import upload_numbers
 
 _SPAN = 256
@@ -63,16 +64,12 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Counts) -> tuple[Te
 
 
 @triton.jit
-def _images(scores, protected, stride, protected_stride, tokens, num_tokens):
-    """int32 images of scores, which sort as the scores do: 2^31 - 1 for a score that is not finite, -2^31 for one that
-    must not be chosen. Both zeros give 0."""
+def _images(scores, protected, tokens, num_tokens, stride, protected_stride):
+    """Images of scores, -2^31 for one that must not be chosen, and the weight of each, 1."""
     inside = tokens < num_tokens
-    bits = tl.load(scores + tokens.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    image = image_of(tl.load(scores + tokens.to(tl.int64) * stride, mask=inside, other=0.0))
     free = inside & (tl.load(protected + tokens * protected_stride, mask=inside, other=1) == 0)
-    magnitude = bits & 0x7FFFFFFF
-    image = tl.where(bits < 0, -magnitude, magnitude)
-    image = tl.where(magnitude >= 0x7F800000, 0x7FFFFFFF, image)
-    return tl.where(free, image, -0x7FFFFFFF - 1)
+    return tl.where(free, image, -0x7FFFFFFF - 1), 1
 
 
 @triton.jit
@@ -90,30 +87,14 @@ def _select(
         kept = tl.load(protected + tokens * protected_stride, mask=tokens < num_tokens, other=0)
         wanted -= tl.sum(kept.to(tl.int32), axis=0)
 
-    # Find the greatest image that `wanted` scores reach: `least` grows by the most steps, 0 to 3, that keep this true.
-    least = tl.full((), -0x7FFFFFFF - 1, tl.int32)
-    for digit in range(16):
-        step = tl.full((), 1, tl.int32) << (30 - 2 * digit)
-        one = tl.zeros((BLOCK,), tl.int32)
-        two = tl.zeros((BLOCK,), tl.int32)
-        three = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, num_tokens, BLOCK):
-            image = _images(scores, protected, stride, protected_stride, start + lanes, num_tokens)
-            one += (image >= least + step).to(tl.int32)
-            two += (image >= least + step + step).to(tl.int32)
-            three += (image >= least + step + step + step).to(tl.int32)
-        steps = (tl.sum(one, axis=0) >= wanted).to(tl.int32)
-        steps += (tl.sum(two, axis=0) >= wanted).to(tl.int32)
-        steps += (tl.sum(three, axis=0) >= wanted).to(tl.int32)
-        least += steps * step
-
+    least = least_kept(_images, scores, protected, num_tokens, stride, protected_stride, wanted, BLOCK)
     left = wanted
     for start in range(0, num_tokens, BLOCK):
-        image = _images(scores, protected, stride, protected_stride, start + lanes, num_tokens)
+        image, _ = _images(scores, protected, start + lanes, num_tokens, stride, protected_stride)
         left -= tl.sum((image > least).to(tl.int32), axis=0)
     for start in range(0, num_tokens, BLOCK):
         tokens = start + lanes
-        image = _images(scores, protected, stride, protected_stride, tokens, num_tokens)
+        image, _ = _images(scores, protected, tokens, num_tokens, stride, protected_stride)
         tied = (image == least).to(tl.int32)
         chosen = (image > least) | ((tied == 1) & (tl.cumsum(tied, axis=0) <= left))
         left -= tl.sum(tied, axis=0)

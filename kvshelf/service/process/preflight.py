@@ -15,6 +15,7 @@ from kvshelf.workers.cluster.served import served_name
 
 if TYPE_CHECKING:
     from kvshelf.workers.replica.create.plan import MemoryPlan
+    from kvshelf.workers.replica.create.spread import SpreadPlan
 
 
 def require_startable(settings: Settings) -> None:
@@ -76,14 +77,14 @@ def _require_planned(settings: Settings) -> None:
             plan.require()
 
 
-def memory_plan(settings: Settings, model: str) -> MemoryPlan | None:
-    """The memory of a replica of a model under these settings; None where the model is on several devices, or another
-    engine holds it. Raises as `MemoryPlan.of_name`."""
-    if settings.gpus_per_replica > 1 or settings.device == "spread" or settings.engine != "kvshelf":
+def memory_plan(settings: Settings, model: str) -> MemoryPlan | SpreadPlan | None:
+    """The memory of a replica of a model under these settings; None where several processes share the model, or another
+    engine holds it. Raises as `plan_of_name`."""
+    if (settings.gpus_per_replica > 1 and settings.device != "spread") or settings.engine != "kvshelf":
         return None
-    from kvshelf.workers.replica.create.plan import MemoryPlan
+    from kvshelf.workers.replica.create.spread import plan_of_name
 
-    return MemoryPlan.of_name(
+    return plan_of_name(
         model,
         served_name(model),
         device=settings.device,

@@ -29,14 +29,16 @@ from kvshelf.engine.llama.sequences import package_version
 from kvshelf.engine.parallel.engine import ParallelEngine
 from kvshelf.engine.quality import VERSION, How
 from kvshelf.errors import InvalidRequest, KvshelfError, NoWorker, WorkerCrashed
-from kvshelf.model import calibration
+from kvshelf.model import calibration, loading
 from kvshelf.model.loading import chosen_device
+from kvshelf.model.prepacking import prepack
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster import orphans, startup
 from kvshelf.workers.cluster.remote import RemoteEngine, running
 from kvshelf.workers.cluster.served import served_name
 from kvshelf.workers.replica.create.plan import MemoryPlan
+from kvshelf.workers.replica.create.spread import SpreadPlan, plan_of_name
 from kvshelf.workers.replica.guard import GuardRules
 from kvshelf.workers.replica.memory.residents import ResidentLimits
 from kvshelf.workers.replica.replica import Replica
@@ -120,7 +122,7 @@ class ServedReplica(Replica):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         plan = _plan(config)
-        engine = _engine(config) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
+        engine = _engine(config, plan) if config.gpus == 1 or config.device == "spread" else _shared_engine(config)
         if plan is not None:
             plan = plan.loaded(engine)
             plan.require()
@@ -151,14 +153,14 @@ class ServedReplica(Replica):
         self.stop()
 
 
-def _plan(config: ReplicaConfig) -> MemoryPlan | None:
-    """The memory of a replica, before it reads any weight; None where nothing limits it, a model is on several devices,
-    or another engine holds it. Raises `OutOfMemory`, and as `MemoryPlan.of_name`."""
-    if config.gpus > 1 or config.device == "spread" or config.engine == llama.NAME:
+def _plan(config: ReplicaConfig) -> MemoryPlan | SpreadPlan | None:
+    """The memory of a replica, before it reads any weight; None where nothing limits it, several processes share a
+    model, or another engine holds it. Raises `OutOfMemory`, and as `plan_of_name`."""
+    if (config.gpus > 1 and config.device != "spread") or config.engine == llama.NAME:
         return None
-    if config.memory is None and chosen_device(config.device).type == "cpu":
+    if config.memory is None and chosen_device("auto" if config.device == "spread" else config.device).type == "cpu":
         return None
-    plan = MemoryPlan.of_name(
+    plan = plan_of_name(
         config.model,
         config.name,
         device=config.device,
@@ -175,7 +177,7 @@ def _plan(config: ReplicaConfig) -> MemoryPlan | None:
     return plan
 
 
-def _engine(config: ReplicaConfig) -> Engine:
+def _engine(config: ReplicaConfig, plan: MemoryPlan | SpreadPlan | None) -> Engine:
     calibration.note_served(config.name, config.model)
     options: dict[str, Any] = {
         "device": config.device,
@@ -186,6 +188,10 @@ def _engine(config: ReplicaConfig) -> Engine:
     engine: Engine
     if config.engine == llama.NAME:
         engine = LlamaEngine.load(config.model, memory=config.residents.max_bytes // 2, **options)
+    elif isinstance(plan, SpreadPlan):
+        shown = options.pop("shown")
+        engine = Engine(*loading.load(config.model, most=plan.most, **options), name=shown)
+        prepack(engine.model)  # as `Engine.load`; one with hooks stays as it is
     else:
         engine = Engine.load(config.model, weights=config.weights, **options)
     _ = engine.passes.program  # recorded before the first question waits for it

@@ -86,11 +86,16 @@ class Slots:
     @classmethod
     def of(cls, passes: Passes) -> Slots | None:
         """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several
-        devices, in several processes, or whose code may ask the device how long a call is."""
+        devices, of which one warning says so, in several processes, or whose code may ask the device how long a call
+        is."""
         devices = passes.devices.each
-        alone = len(devices) == 1 and passes.ranks is None and not hooked(passes.model)
-        alone = alone and not passes.facts.one_by_one
-        return cls(devices[0], GraphRecorder(devices[0])) if alone and devices[0].type == "cuda" else None
+        if devices[0].type != "cuda" or passes.ranks is not None or passes.facts.one_by_one:
+            return None
+        slots = cls(devices[0], GraphRecorder(devices[0]))
+        if len(devices) == 1 and not hooked(passes.model):
+            return slots
+        slots._warn("the model is spread over several devices")
+        return None
 
     @property
     def table_bytes(self) -> int:

@@ -30,6 +30,7 @@ from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.recreation import finer
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
+from kvshelf.workers.replica.create.spread import SpreadPlan
 from kvshelf.workers.replica.reading import whole
 from kvshelf.workers.replica.results import Created, Stored
 from kvshelf.workers.replica.scheduler import Scheduler
@@ -86,7 +87,7 @@ class Creations:
     max_document_tokens: int | None
     quality: How
     tenant_quality: Mapping[str, How]
-    plan: MemoryPlan | None = field(default=None, init=False)
+    plan: MemoryPlan | SpreadPlan | None = field(default=None, init=False)
     flights: SingleFlight[Created] = field(default_factory=SingleFlight, init=False)
     refusals: NegativeCache = field(default_factory=NegativeCache, init=False)
     rates: Rates = field(default_factory=Rates, init=False)

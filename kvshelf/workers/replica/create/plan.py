@@ -10,6 +10,8 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
@@ -17,6 +19,7 @@ from kvshelf.engine.inputs.job import Level, shared
 from kvshelf.errors import DocumentTooLong, OutOfMemory
 from kvshelf.methods.method import parameter_fields
 from kvshelf.methods.policies.chunked import ChunkAbsorber
+from kvshelf.model.layers import LayerKind, reducible
 from kvshelf.workers.replica.create.sizes import Dimensions
 
 if TYPE_CHECKING:
@@ -40,9 +43,10 @@ _CASCADE: Final = 1.125
 """Of its budget a policy that shares it among layers holds so much before it cuts, see `prefill.reducing`."""
 
 
-class _Limits(TypedDict, total=False):
-    """memory: a share of the device up to 1, or bytes; None: all of a card, and no limit on a CPU. attached, suffixes:
-    see `MemoryPlan`. answers: that share a step at most. longest: tokens of a document that the settings allow."""
+class Limits(TypedDict, total=False):
+    """What a replica's settings say. memory: a share of the device up to 1, or bytes; None: all of a card, and no limit
+    on a CPU. attached, suffixes: see `MemoryPlan`. answers: that share a step at most. longest: tokens of a document
+    that the settings allow."""
 
     memory: float | None
     attached: int
@@ -56,7 +60,8 @@ class MemoryPlan:
     """The bytes of one model's replica. there: of the device, that it may use; None: nothing limits it. beside: what
     the process holds before it has a model. attached, suffixes, recorded: the most that caches, open answers and, on a
     card, recorded decode steps may take. wanted: tokens of a document that must fit; max_tokens: of the longest that is
-    taken. shape: of the model's caches. token_bytes: that a pass holds for each of its tokens, see `token_bytes`."""
+    taken. shape: of the model's caches. token_bytes: that a pass holds for each of its tokens, see `token_bytes`.
+    share: of the model's layers, where others are on other devices; shape and bytes are then of those that are here."""
 
     model: str
     device: str
@@ -70,6 +75,7 @@ class MemoryPlan:
     shape: Dimensions
     token_bytes: int
     max_tokens: int
+    share: Fraction = Fraction(1)
 
     @classmethod
     def of(
@@ -77,7 +83,7 @@ class MemoryPlan:
         model: PreTrainedModel,
         name: str,
         device: torch.device,
-        **limits: Unpack[_Limits],
+        **limits: Unpack[Limits],
     ) -> MemoryPlan:
         """Of a model on its way to `device`; it may be one without weights."""
         from kvshelf.model.loading import max_positions
@@ -101,7 +107,7 @@ class MemoryPlan:
 
     @classmethod
     def of_name(
-        cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[_Limits]
+        cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[Limits]
     ) -> MemoryPlan:
         """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers of
         a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for
@@ -113,6 +119,22 @@ class MemoryPlan:
         model = outline(name, device=device, dtype="float32" if rounded else dtype)
         plan = cls.of(model, shown, where, **limits)
         return replace(plan, weights=plan.weights - saved_bytes(model)) if rounded else plan
+
+    def on(self, device: torch.device, weights: int, kinds: Sequence[LayerKind], num_layers: int) -> MemoryPlan:
+        """Of a device that has these bytes of weights, and these layers of `num_layers`."""
+        share, there = Fraction(len(kinds), num_layers), _there(device, None)
+        shape = replace(
+            self.shape,
+            device=device.type,
+            layers=len(reducible(kinds)),
+            recent=tuple(kind for kind in kinds if not kind.sees_all),
+            states=ceil(self.shape.states * share),
+        )
+        attached, suffixes = ceil(self.attached * share), ceil(self.suffixes * share)
+        return replace(
+            self, device=str(device), there=there, beside=_beside(device, there), weights=weights, attached=attached,
+            suffixes=suffixes, shape=shape, share=share,
+        )  # fmt: skip
 
     def loaded(self, engine: Engine) -> MemoryPlan:
         """The same, as the weights of an engine are, and as it runs its passes."""
@@ -155,11 +177,38 @@ class MemoryPlan:
         }
 
     @property
+    def needed(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parts fit together."""
+        return self.there is None or self.needed <= self.there
+
+    @property
+    def for_weights(self) -> int:
+        """Bytes of weights that leave room for the parts of their layers, which become fewer as the weights do. Where
+        there is a limit."""
+        fixed = self.beside + self.wanted * self.token_bytes
+        return max(0, int(self.weights * ((self.there or 0) - fixed) / (self.needed - fixed)))
+
+    @property
+    def beside_others(self) -> int:
+        """Bytes of weights that leave room for the other parts as they are. Where there is a limit."""
+        return max(0, (self.there or 0) - (self.needed - self.weights))
+
+    @property
+    def _more(self) -> str:
+        """Where more memory may come from."""
+        return "KVSHELF_GPU_MEMORY, a larger device" if self.share == 1 else "more GPUs, or larger ones"
+
+    @property
     def decoding(self) -> int:
         """Bytes of a card that decodes klt, of a document of `wanted` tokens: the codes of layers that are decoded
         together and their rows, what is made of one layer's, and the transforms that the card holds. Of longer ones
         the CPU decodes what has no room."""
-        if self.shape.device != "cuda":
+        if self.shape.device != "cuda" or not self.share:
             return 0
         from kvshelf.artifact.transforms import HELD_BYTES
         from kvshelf.engine.attention.attachment import BYTES_TOGETHER
@@ -182,7 +231,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
         said += f"; of the host {self.pinned:,} pinned for copies" if self.pinned else ""
-        needed = sum(self.parts.values())
+        needed = self.needed
         if self.there is None:
             return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"
         return (
@@ -193,12 +242,12 @@ class MemoryPlan:
 
     def require(self) -> None:
         """Raise `OutOfMemory` where the parts do not fit together."""
-        needed = sum(self.parts.values())
-        if self.there is not None and needed > self.there:
+        needed = self.needed
+        if not self.fits:
             said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
             raise OutOfMemory(
                 f"{self.model!r} does not fit on {self.device}: it needs {needed:,} bytes ({said}), and this replica "
-                f"may use {self.there:,}; give it more (KVSHELF_GPU_MEMORY, a larger device), lower "
+                f"may use {self.there:,}; give it more ({self._more}), lower "
                 "KVSHELF_RESIDENT_BYTES, KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype "
                 "bfloat16 or a smaller model",
                 param="gpu_memory",
@@ -254,7 +303,7 @@ class MemoryPlan:
                         f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
                         f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
                         f"shorten it, have it split (split), remove more of it, {_advice(group[0].job)}, or give the "
-                        "replica more memory (KVSHELF_GPU_MEMORY)",
+                        f"replica more memory ({'KVSHELF_GPU_MEMORY' if self.share == 1 else self._more})",
                         param="document",
                         needed_bytes=needed,
                         there_bytes=self.room,
@@ -270,7 +319,7 @@ class MemoryPlan:
             work = (first.run_tokens + (0 if quality is None else quality.num_tokens)) * self.token_bytes
         else:
             work = self._chunk_bytes(first, first.absorber)
-        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache)
+        behind = 0 if first.parent is None else self._parent_bytes(first.parent.cache, first)
         return work + behind + sum(map(self._kept_bytes, jobs))
 
     def _chunk_bytes(self, job: Job, absorber: Absorber) -> int:
@@ -281,13 +330,15 @@ class MemoryPlan:
         if not isinstance(absorber, ChunkAbsorber):
             return reading
         entries = min(job.document.end, job.budget.tokens + chunk)
-        layer = self.shape.held_bytes(job.document.end, entries) // self.shape.layers
-        return max(reading, reading // 2 + 2 * layer) + absorber.policy.own_bytes(job.document)
+        layer = self.shape.held_bytes(job.document.end, entries) // max(1, self.shape.layers)
+        return max(reading, reading // 2 + 2 * layer) + ceil(absorber.policy.own_bytes(job.document) * self.share)
 
-    def _parent_bytes(self, cache: CompressedCache) -> int:
-        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest."""
+    def _parent_bytes(self, cache: CompressedCache, job: Job) -> int:
+        """Of a cache that is appended to: as it is, as attention reads it, and on a CPU joined with the rest, unless a
+        policy that reads on in chunks keeps what stays of both."""
         plain = self.shape.held_bytes(cache.num_tokens, cache.kept_tokens) if cache.coded else 0
-        return cache.nbytes * (2 if self.shape.device == "cpu" else 1) + plain
+        joined = self.shape.device == "cpu" and job.absorber is None
+        return ceil(cache.nbytes * self.share) * (2 if joined else 1) + plain
 
     def _kept_bytes(self, job: Job) -> int:
         """Of all layers, when the last one is reduced; of a document in chunks, when it has read one."""
@@ -297,6 +348,8 @@ class MemoryPlan:
                 entries += max(job.absorber.chunks)
             else:
                 entries = job.num_tokens if job.policy.phase == "after" else int(_CASCADE * entries)
+        if job.policy.ragged or job.policy.phase != "during":  # the layers here may have what those elsewhere have not
+            entries = ceil(entries / self.share) if self.share else 0
         columns = job.policy.stored_beside.get("columns", 0)
         return self.shape.held_bytes(tokens, min(tokens, entries), columns)
 

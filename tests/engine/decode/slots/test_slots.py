@@ -37,6 +37,7 @@ from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, 
 from kvshelf.engine.decode.slots.waits import Waits
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
+from kvshelf.model.devices import Devices
 from tests.amounts import amount, few
 from tests.engine.asking import ids
 from tests.engine.forward.test_projection import wide
@@ -462,4 +463,18 @@ def test_recordings_keep_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_at_most_a_third_of_the_slots_is_vacant() -> None:
     assert all(slots_for(rows) == rows for rows in CLASSES)
     assert all(rows <= slots_for(rows) <= MOST_SLOTS_A_ROW * rows for rows in range(1, 200))
-    assert Slots.of(engine_of("llama").passes) is None  # a CPU has its own program
+
+
+def test_steps_of_a_model_that_is_spread_are_not_recorded_and_one_warning_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of("llama")
+    assert Slots.of(engine.passes) is None  # a CPU has its own program
+    assert not caplog.messages
+    cards = tuple(torch.device("cuda", number) for number in range(2))
+    monkeypatch.setattr(engine.passes, "devices", Devices(cards[0], cards))
+    assert engine.asker.batch() is not None
+    assert engine.asker.batch() is not None
+    assert caplog.messages == [
+        "decode steps run without CUDA graphs, which is slower: the model is spread over several devices"
+    ]

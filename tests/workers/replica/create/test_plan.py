@@ -112,6 +112,28 @@ def test_what_a_prefill_in_chunks_is_planned_to_hold_is_what_it_holds(
         replace(exact, there=plan.beside + plan.weights + int(1.3 * most)).require_room(engine, work)
 
 
+READ_ON = {"policy": "make_each_token_count", "budget_tokens": 1500}
+"""A policy that goes on reading in chunks behind its own caches."""
+
+
+def in_chunks(chunk: int) -> dict[str, Any]:
+    return {"policy_params": {"prefill": "chunked", "chunk": chunk, "keep_scores": True}}
+
+
+@in_turn({"codec": ["none", "int8", "klt"], "chunk": [128, 1024]})
+def test_what_is_appended_in_chunks_is_planned_to_hold_what_it_holds(codec: str, chunk: int, tiny: Engine) -> None:
+    """With the cache before it, which was read for it, but not with that and what follows joined."""
+    plan = plan_of(tiny)
+    parent = tiny.encoded(tiny.run(tiny.prepare(ids(3000), **READ_ON, **in_chunks(chunk))).cache, codec)
+    job = tiny.prepare_append(parent, ids(2000), **READ_ON, **in_chunks(chunk))
+    assert job.absorber is not None
+    _, most = allocated_peak(CPU, lambda: tiny.run(job))
+    most, work = most + parent.nbytes, Levels((tiny.compressor.level(job),), False)
+    with pytest.raises(DocumentTooLong):
+        replace(plan, there=plan.beside + plan.weights + int(0.85 * most)).require_room(tiny, work)
+    replace(plan, there=plan.beside + plan.weights + int(1.15 * most)).require_room(tiny, work)
+
+
 def limited(engine: Engine, tokens: int) -> MemoryPlan:
     """A plan with room for one document of so many tokens, and no more."""
     plan = plan_of(engine, attached=1 << 20, suffixes=1 << 20)
@@ -293,6 +315,21 @@ async def test_a_coded_cache_that_is_appended_to_counts_as_attention_reads_it(re
         await replica.append(parent.manifest.id, AppendCache(token_ids=ids(tokens), policy="full"), caller=DEFAULT)
     less = await replica.append(parent.manifest.id, AppendCache(token_ids=ids(tokens // 2)), caller=DEFAULT)
     assert less.manifest.num_tokens == 3000 + tokens // 2
+
+
+@pytest.mark.anyio
+async def test_what_is_appended_in_chunks_and_has_no_room_is_refused_before_any_work(replica: Replica) -> None:
+    """More stays of both than there is room for; less has room, beside the cache before it, which counts once."""
+    made = (await create(replica, 3000, **READ_ON, **in_chunks(256))).manifest
+    plan = replica.creations.plan = limited(replica.engine, 1900)
+    more = {"token_ids": ids(1000), **in_chunks(256)}
+    with pytest.raises(DocumentTooLong, match=r"1,000 tokens needs .* lower chunk or what stays") as refused:
+        await replica.append(made.id, AppendCache(**more, budget_tokens=2400), caller=DEFAULT)
+    assert refused.value.details["needed_bytes"] > refused.value.details["there_bytes"] == plan.room
+    assert [one.id for one in replica.store.list().data] == [made.id]
+    assert replica.scheduler.idle
+    taken = await replica.append(made.id, AppendCache(**more, budget_tokens=1500), caller=DEFAULT)
+    assert (taken.manifest.num_tokens, taken.manifest.kept_tokens) == (4000, 1500)
 
 
 @pytest.mark.slow
