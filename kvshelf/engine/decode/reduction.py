@@ -276,12 +276,21 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     def slot_bytes(self, entries: int) -> int:
-        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted and what attention
-        reads."""
-        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
-        token = noted + torch.int32.itemsize + torch.float32.itemsize
+        """Bytes of the tokens that share so many entries, in a KV head of every layer."""
         first = 0 if self.tail is None else self.tail.sharing
-        return len(self._layers) * token * max(first, self._policy.most_slots(entries))
+        return len(self._layers) * self._token_bytes * max(first, self._policy.most_slots(entries))
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of a token that shares an entry: what is noted and what attention reads."""
+        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        return noted + torch.int32.itemsize + torch.float32.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the row holds beside its entries by now: `table_bytes`, and of tokens that share entries."""
+        tables = (noted.slots for noted in self._layers.values())
+        return self.table_bytes + self._token_bytes * sum(own.owners.numel() for own in tables if own is not None)
 
     @property
     def _uneven(self) -> DocumentTail | None:
