@@ -20,7 +20,7 @@ from kvshelf.engine.decode.suffixes import EntriesBeside, NotedEntries, SuffixRo
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.method import Needs
-from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gate_file import OpenGates
 from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, SlotTable, Suffix, SuffixPolicy
@@ -228,7 +228,7 @@ class SuffixReducer(RowHook):
         budget: int | None,
         layers: Sequence[int],
         tail: DocumentTail | None = None,
-        gates: tuple[Gates, Rope] | None = None,
+        gates: tuple[OpenGates, Rope] | None = None,
     ) -> None:
         """budget: entries of a KV head, on average where heads or layers have shares of their own (default:
         `DEFAULT_BUDGET` beside those that are protected; with a tail, as many as the document has, or what is always
