@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, NoReturn
+from itertools import groupby
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -161,23 +162,14 @@ class Transforms:
                 f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
                 transforms=self.digest,
             )
-        if len(self.layers) != len(layers):
-            self._refuse_shape(model, f"{len(self.layers)} layers", f"{len(layers)}")
-        for index, (own, layer) in enumerate(zip(self.layers, layers, strict=True)):
-            sizes = *own["keys"].mean.shape, own["values"].mean.shape[1]
-            if sizes != layer[:3]:
-                has, needed = (
-                    f"{heads} KV heads with keys of {of_keys} and values of {of_values} channels"
-                    for heads, of_keys, of_values in (sizes, layer[:3])
-                )
-                self._refuse_shape(model, f"in layer {index} {has}", needed)
-
-    def _refuse_shape(self, model: ModelIdentity, has: str, needed: str) -> NoReturn:
-        raise ModelMismatch(
-            f"the transforms {self.digest[:16]} have {has}, and {model.name!r} has {needed}; make some for it with "
-            "kvshelf calibrate",
-            transforms=self.digest,
-        )
+        sizes = [(*own["keys"].mean.shape, own["values"].mean.shape[1]) for own in self.layers]
+        needed = [layer[:3] for layer in layers]
+        if sizes != needed:
+            raise ModelMismatch(
+                f"the transforms {self.digest[:16]} have {_described(sizes)}, and {model.name!r} has "
+                f"{_described(needed)}; make some for it with kvshelf calibrate",
+                transforms=self.digest,
+            )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Transforms:
@@ -281,3 +273,11 @@ def _tables(tensors: Mapping[str, Tensor]) -> Tables:
     if len(lengths) != HIGHEST - LOWEST + 1 or min(lengths) < 4 or sum(lengths) != len(tensors["tables"]):
         raise ValueError("the tables have other lengths")
     return Tables([found.numpy().astype(np.int32) for found in torch.split(tensors["tables"], lengths)])
+
+
+def _described(sizes: Iterable[tuple[int, ...]]) -> str:
+    """The sizes of layers, of equal ones behind each other once. sizes: KV heads, channels of keys and of values."""
+    return ", ".join(
+        f"{len(list(equal))} layers of {heads} KV heads with keys of {of_keys} and values of {of_values} channels"
+        for (heads, of_keys, of_values), equal in groupby(sizes)
+    )

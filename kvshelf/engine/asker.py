@@ -247,11 +247,13 @@ class Asker:
         return None if by_units.dense else by_units
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
-        facts, kinds, head_dim = self._facts, self._passes.kinds, self._preparer.geometry.head
+        facts, kinds = self._facts, self._passes.kinds
         if Needs.CHUNKS in selector.needs:
-            chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, head_dim, selector.name)
+            sizes = facts.kv_heads, self._preparer.geometry.head
+            chunks = calibration.find_chunks(facts.identity, facts.folder, *sizes, selector.name)
             selector = selector.calibrated(chunks)
         if Needs.SKEWS in selector.needs:
+            head_dim = self._preparer.geometry.head
             selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, head_dim, selector.name))
         if Needs.EARLY in selector.needs:
             return EarlySelection(selector, document, budget, kinds)

@@ -301,9 +301,9 @@ def test_transforms_are_checked_when_they_are_read() -> None:
     transforms.require_of(model, [LayerShape(2, 8, 8, "float32")] * 2)
     for other, sizes, words in (
         (replace(model, weights="00"), [(2, 8, 8)] * 2, "of other weights"),
-        (model, [(2, 8, 8)], "2 layers, and .* has 1;"),
+        (model, [(2, 8, 8)], "have 2 layers of 2 KV heads .* has 1 layers of 2 KV heads"),
         (model, [(2, 8, 16)] * 2, "keys of 8 and values of 8 channels, and .* keys of 8 and values of 16 channels;"),
-        (model, [(2, 8, 8), (1, 8, 8)], "in layer 1 2 KV heads .* has 1 KV heads"),
+        (model, [(2, 8, 8), (1, 8, 8)], "has 1 layers of 2 KV heads .* channels, 1 layers of 1 KV heads"),
     ):
         with pytest.raises(ModelMismatch, match=f"{transforms.digest[:16]} .*{words}"):
             transforms.require_of(other, [LayerShape(*layer, "float32") for layer in sizes])

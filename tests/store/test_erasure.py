@@ -144,6 +144,7 @@ def test_an_erasure_bars_its_own_names_alone_and_few_of_a_day(place: Place) -> N
     with place.open() as shelf:
         meter = Meter(shelf.metering, "tiny")
         shelf.metering.bar_names("me", [day], ["gone"])
+        assert shelf.metering.days(day, day, tenant=None) == [], "no use, so no row"
         for name in ("gone", "stays"):
             meter.add("me", name, answers=1)
         meter.flush()

@@ -52,9 +52,6 @@ class Trust:
         another key has."""
         with locked(self._path, param=PARAM):
             content = self._read() if self._path.exists() else _TrustedKeys()
-            if content.keys.get(name) == key:
-                return
-            self._require_writable()
             if content.keys.get(name, key) != key:
                 raise InvalidRequest(
                     f"{self._path} has another key of {name!r} already; take its line out first, or give another name",
@@ -98,12 +95,8 @@ class Trust:
 
     def require_takeable(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
         """Raise `InvalidRequest` where this bundle could not be remembered beyond this process."""
-        if self._newest(key, bundle) == Taken(sequence=sequence, manifest=manifest):
-            return
-        self._require_writable()
-
-    def _require_writable(self) -> None:
-        if (problem := self._read_only) is not None:
+        newest = Taken(sequence=sequence, manifest=manifest)
+        if self._newest(key, bundle) != newest and (problem := self._read_only) is not None:
             raise InvalidRequest(problem, param=PARAM)
 
     @property

@@ -226,7 +226,7 @@ class _Look:
         self._known = known
         self._ids: set[str] = set()
         self._lines: dict[str, set[int]] = {}  # by file or batch; numbers from 0
-        self._told_apart: dict[str, set[str]] = {}  # by day of usage
+        self._told_apart: dict[str, tuple[datetime.date, set[str]]] = {}  # by the id of a day's usage
         self.stays: list[StayingThing] = []
 
     def things(self) -> Iterator[ErasedThing]:
@@ -257,7 +257,7 @@ class _Look:
         elif thing.kind == "lines":
             numbers = self._lines.get(thing.id, set())
             if thing.id in self._told_apart:
-                self._of.metering.forget_names(thing.id, tenant, self._told_apart[thing.id])
+                self._of.metering.forget_names(tenant, *self._told_apart[thing.id])
             elif thing.id.startswith("file_"):
                 self._of.files.erase_lines(thing.id, numbers, tenant=tenant)
             else:
@@ -268,8 +268,9 @@ class _Look:
     def _of_usage(self) -> Iterator[ErasedThing]:
         """The rows of days that are told apart by a name of the subject's."""
         for item in self._items("usage"):
-            if names := self._subject.named(read(item, DayUsed)):
-                self._told_apart[item.id] = names
+            used = read(item, DayUsed)
+            if names := self._subject.named(used):
+                self._told_apart[item.id] = used.day, names
                 yield ErasedThing(kind="lines", id=item.id, lines=len(names))
 
     def _look_at_workflows(self) -> None:

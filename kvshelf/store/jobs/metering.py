@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Final, TypeVar
 
 from pydantic import Field
@@ -35,8 +35,8 @@ class ModelUsed(Metered):
 class DayUsed(StoredRecord):
     """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, the
     first `MOST_PARTS` of them. writers: the number of the last addition of each, so that one whose answer was lost is
-    not added twice. erased: digests of names that an erasure has ended, which additions that were counted before it do
-    not bring back; with `_ALL` no name is told apart any more."""
+    not added twice. erased: digests, under the home's key, of names that an erasure has ended and no addition brings
+    back; with `_ALL`, which takes their place where they are more than `MOST_PARTS`, none grows."""
 
     LATER = ("conversations", "erased")
 
@@ -81,21 +81,21 @@ class Metering:
     ) -> None:
         """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
         when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
-        while True:
-            item = self._table.find(_id(tenant, day), tenant)
-            known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
+        by_model = {model: ModelUsed() + own for model, own in used.items()}
+        counted = DayUsed(tenant=tenant, day=day, by_model=by_model, conversations=dict(conversations or {}))
+        names = {name: self._digest(name) for name in counted.names}
+
+        def with_more(known: DayUsed) -> DayUsed:
             if known.writers.get(writer, 0) >= number:
-                return
-            by_model = {model: ModelUsed() + own for model, own in used.items()}
-            more = DayUsed(tenant=tenant, day=day, by_model=by_model, conversations=dict(conversations or {}))
-            more = more.without({name for name in more.names if known.erased & {_ALL, self._digest(name)}})
+                return known
+            more = counted.without({name for name, own in names.items() if known.erased & {_ALL, own}})
             models = {model: known.by_model.get(model, ModelUsed()) + own for model, own in more.by_model.items()}
             parts = _first(known.conversations, more.conversations)
             sums = {name: _sums(known.conversations.get(name, {}), part) for name, part in parts.items()}
             new = {"by_model": known.by_model | models, "conversations": known.conversations | sums}
-            record = known.model_copy(update=new | {"writers": known.writers | {writer: number}})
-            if self._stored(record, item):
-                return
+            return known.model_copy(update=new | {"writers": known.writers | {writer: number}})
+
+        self._change(tenant, day, with_more)
 
     def days(self, first: datetime.date, last: datetime.date, *, tenant: str | None) -> list[DayUsed]:
         """The use of each tenant and day in a window that has any. tenant None: of all."""
@@ -103,36 +103,40 @@ class Metering:
             items = self._table.open_items("usage")
         else:
             items = self._table.listing("usage", tenant, None, KEEP_DAYS + 2)
-        records = [read(item, DayUsed) for item in items]
-        return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
+        records = [used for item in items if (used := read(item, DayUsed)).by_model and first <= used.day <= last]
+        return sorted(records, key=lambda used: (used.day, used.tenant))
 
     def bar_names(self, tenant: str, days: Iterable[datetime.date], names: Iterable[str] | None) -> None:
         """Let no later addition to these days tell anything apart by these names, or (None) by any."""
-        barred = frozenset([_ALL] if names is None else map(self._digest, names))
-        for day in days if barred else ():
-            while True:
-                item = self._table.find(_id(tenant, day), tenant)
-                known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
-                erased = known.erased | barred
-                if len(erased) > MOST_PARTS:
-                    erased = frozenset([_ALL])
-                if erased == known.erased or self._stored(known.model_copy(update={"erased": erased}), item):
-                    break
+        digests = frozenset([_ALL] if names is None else map(self._digest, names))
 
-    def _stored(self, record: DayUsed, item: Item | None) -> bool:
-        """Store what a day's item becomes; False where another writer was faster."""
-        if item is None:
-            return self._table.add(_item(record, 0)) is not None
-        return self._table.change(_item(record, item.version)) is not None
+        def barred(known: DayUsed) -> DayUsed:
+            erased = known.erased | digests
+            return known.model_copy(update={"erased": erased if len(erased) <= MOST_PARTS else frozenset([_ALL])})
+
+        for day in days:
+            self._change(tenant, day, barred)
+
+    def forget_names(self, tenant: str, day: datetime.date, names: Container[str]) -> None:
+        """Tell nothing apart any more that has one of these names."""
+        self._change(tenant, day, lambda known: known.without(names))
+
+    def _change(self, tenant: str, day: datetime.date, change: Callable[[DayUsed], DayUsed]) -> None:
+        """Store what becomes of a day; tried again where another writer was faster."""
+        while True:
+            item = self._table.find(_id(tenant, day), tenant)
+            known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
+            if (record := change(known)) == known:
+                return
+            if item is None:
+                stored = self._table.add(_item(record, 0))
+            else:
+                stored = self._table.change(_item(record, item.version))
+            if stored is not None:
+                return
 
     def _digest(self, name: str) -> str:
         return digest("kvshelf.usage.erased", name, key=self._key)
-
-    def forget_names(self, item_id: str, tenant: str, names: Container[str]) -> None:
-        """Tell nothing apart any more that has one of these names, on one day of a tenant (`Item.id`)."""
-        while (item := self._table.find(item_id, tenant)) is not None:
-            if self._stored(read(item, DayUsed).without(names), item):
-                return
 
 
 def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str, Metered]:

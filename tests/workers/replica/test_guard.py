@@ -24,6 +24,7 @@ from kvshelf.errors import CacheNotFound, QueueFull
 from kvshelf.samples.tasks import TaskDocument, make_document
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.eraser import Subject
+from kvshelf.store.housekeeping import bury
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
@@ -449,6 +450,22 @@ async def test_an_erasure_while_a_finer_cache_is_made_leaves_nothing(
     assert not replica.store.list().data
     assert [erase().counts] == [receipt.counts for receipt in receipts], "nothing more is found"
     assert replica.store.check() == []
+
+
+async def test_a_finer_cache_stays_where_the_shelf_evicted_the_other_for_it(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guarded(below="remake")
+    manifest, create, home = await made(replica, 2, **BAD), replica.creations.create, replica.store
+
+    async def evicting(spec: CreateCache, **about: Any) -> Any:
+        created = await create(spec, **about)
+        assert bury(home.index, home.blobs, home.index.find(manifest.id, manifest.tenant), "evicted", home.now())
+        return created
+
+    monkeypatch.setattr(replica.creations, "create", evicting)
+    created = await replica.creations.remake(manifest, 0.9, Caller(manifest.tenant))
+    assert [cache.manifest.id for cache in created.caches] == [kept.id for kept in home.list().data]
 
 
 async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:

@@ -17,7 +17,7 @@ from kvshelf.api.answers import Phase, in_sequence, rounded
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.quality import How
-from kvshelf.errors import CacheNotFound, QualityBelowFloor
+from kvshelf.errors import CacheError, CacheNotFound, QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
@@ -172,7 +172,8 @@ class Creations:
         source = await run(self.store.source, manifest.id, tenant=tenant)
         created = await self.create(finer(manifest, source, floor, self.store.now()), caller=caller)
         try:  # behind the write: an erasure that did not see what was written had ended the cache before
-            await run(self.store.stat, manifest.id, tenant=tenant)
+            with suppress(CacheError):  # where it was evicted, maybe for what was written, this is all that is left
+                await run(self.store.stat, manifest.id, tenant=tenant)
         except CacheNotFound:
             for cache in created.caches:
                 if not cache.existing:
