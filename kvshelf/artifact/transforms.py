@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -155,11 +156,18 @@ class Transforms:
 
     def require_of(self, model: ModelIdentity, layers: Sequence[LayerShape]) -> None:
         """Raise `ModelMismatch` unless these are the transforms of this model, whose caches have such layers."""
-        shapes = [(*found["keys"].mean.shape, found["values"].mean.shape[1]) for found in self.layers]
-        if self.weights != model.weights or shapes != [layer[:3] for layer in layers]:
+        if self.weights != model.weights:
             raise ModelMismatch(
                 f"the transforms {self.digest[:16]} are of other weights ({self.weights[:16]}) than {model.name!r} as "
                 f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
+                transforms=self.digest,
+            )
+        sizes = [(*own["keys"].mean.shape, own["values"].mean.shape[1]) for own in self.layers]
+        needed = [layer[:3] for layer in layers]
+        if sizes != needed:
+            raise ModelMismatch(
+                f"the transforms {self.digest[:16]} have {_described(sizes)}, and {model.name!r} has "
+                f"{_described(needed)}; make some for it with kvshelf calibrate",
                 transforms=self.digest,
             )
 
@@ -265,3 +273,11 @@ def _tables(tensors: Mapping[str, Tensor]) -> Tables:
     if len(lengths) != HIGHEST - LOWEST + 1 or min(lengths) < 4 or sum(lengths) != len(tensors["tables"]):
         raise ValueError("the tables have other lengths")
     return Tables([found.numpy().astype(np.int32) for found in torch.split(tensors["tables"], lengths)])
+
+
+def _described(sizes: Iterable[tuple[int, ...]]) -> str:
+    """The sizes of layers, of equal ones behind each other once. sizes: KV heads, channels of keys and of values."""
+    return ", ".join(
+        f"{len(list(equal))} layers of {heads} KV heads with keys of {of_keys} and values of {of_values} channels"
+        for (heads, of_keys, of_values), equal in groupby(sizes)
+    )

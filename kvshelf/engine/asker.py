@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from weakref import WeakValueDictionary
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
@@ -40,7 +41,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gate_file import OpenGates
 from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
 from kvshelf.methods.suffixes.base import SuffixPolicy
@@ -74,6 +75,7 @@ class Asker:
         self._encoder = encoder
         self._preparer = preparer
         self._attachments = attachments
+        self._open_gates: WeakValueDictionary[str, OpenGates] = WeakValueDictionary()  # by digest
         shared = facts.ranks is not None
         self.equivalents = Equivalents.of(facts.model, facts.kv_bytes_per_token, facts.kinds, shared=shared)
 
@@ -198,7 +200,7 @@ class Asker:
                 )
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
-    def _gates(self, policy: SuffixPolicy) -> tuple[Gates, Rope]:
+    def _gates(self, policy: SuffixPolicy) -> tuple[OpenGates, Rope]:
         """What a suffix policy reads of new tokens. Looked for anew each time, as for a policy."""
         facts = self._facts
         if facts.rope is None:
@@ -211,7 +213,7 @@ class Asker:
             gates = policy.gate_file(facts.identity, facts.model.config.name_or_path, self._preparer.geometry)
         except PolicyUnsupported as error:
             raise PolicyUnsupported(error.message, param="suffix.policy") from error
-        return gates, facts.rope
+        return self._open_gates.setdefault(gates.digest, OpenGates(gates)), facts.rope
 
     def selection(
         self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
@@ -243,10 +245,12 @@ class Asker:
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
         facts, kinds = self._facts, self._passes.kinds
         if Needs.CHUNKS in selector.needs:
-            chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, selector.name)
+            sizes = facts.kv_heads, self._preparer.geometry.head
+            chunks = calibration.find_chunks(facts.identity, facts.folder, *sizes, selector.name)
             selector = selector.calibrated(chunks)
         if Needs.SKEWS in selector.needs:
-            selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, selector.name))
+            head_dim = self._preparer.geometry.head
+            selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, head_dim, selector.name))
         if Needs.EARLY in selector.needs:
             return EarlySelection(selector, document, budget, kinds)
         if Needs.INDEX in selector.needs:

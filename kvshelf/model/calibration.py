@@ -245,12 +245,12 @@ def find(model: ModelIdentity, folder: str) -> Calibration:
         )
     found = load(path, Calibration)
     heads = json.loads(model.attention)["num_attention_heads"]
-    _require_fitting(model, found, path, (len(found.head_scores), found.query_heads), heads, "query heads")
+    _require_fitting(model, found, path, (len(found.head_scores), found.query_heads), (heads,), "query heads")
     return found
 
 
-def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, selector: str = "fasa") -> Chunks:
-    """The frequency chunks of a model for a selector, as `find`. kv_heads: of each layer."""
+def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, head_dim: int, selector: str = "fasa") -> Chunks:
+    """The frequency chunks of a model for a selector, as `find`. kv_heads: of each layer. head_dim: their channels."""
     path = place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
@@ -259,12 +259,13 @@ def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, selector: str 
             param="select.method",
         )
     found = load(path, Chunks)
-    _require_fitting(model, found, path, (len(found.agreement), len(found.agreement[0])), kv_heads, "KV heads")
+    has = len(found.agreement), len(found.agreement[0]), 2 * len(found.agreement[0][0])
+    _require_fitting(model, found, path, has, (kv_heads, head_dim), "KV heads")
     return found
 
 
-def find_skews(model: ModelIdentity, folder: str, selector: str) -> Skews:
-    """The skews of a model for a selector, as `find`."""
+def find_skews(model: ModelIdentity, folder: str, head_dim: int, selector: str) -> Skews:
+    """The skews of a model for a selector, as `find_chunks`."""
     path = place(paths(model.weights).skews, folder, SKEWS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
@@ -275,7 +276,8 @@ def find_skews(model: ModelIdentity, folder: str, selector: str) -> Skews:
     status = path.stat()
     skews = _skews(path, status.st_mtime_ns, status.st_size)
     heads = json.loads(model.attention)["num_attention_heads"]
-    _require_fitting(model, skews, path, (len(skews.layers), len(skews.layers[0])), heads, "query heads")
+    has = len(skews.layers), *skews.layers[0].shape[:2]
+    _require_fitting(model, skews, path, has, (heads, head_dim), "query heads")
     return skews
 
 
@@ -368,22 +370,32 @@ def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
 
 
 def _require_fitting(
-    model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path, has: tuple[int, int], heads: int, of: str
+    model: ModelIdentity,
+    found: Calibration | Chunks | Skews,
+    path: Path,
+    has: tuple[int, ...],
+    heads: tuple[int, ...],
+    of: str,
 ) -> None:
-    """Refuse a file of other weights, or one that `has` other layers and heads than the model, `heads` in each."""
+    """Refuse a file of other weights, or one that `has` other layers, heads or channels than the model. heads: the
+    number in each layer of the model, and where the file is by channel, their channels."""
     if found.weights != model.weights:
         raise PolicyUnsupported(
             f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
             param=found.param,
         )
-    layers = json.loads(model.attention)["num_hidden_layers"]
-    if has != (layers, heads):
+    expected = json.loads(model.attention)["num_hidden_layers"], *heads
+    if has != expected:
         raise PolicyUnsupported(
-            f"the calibration {path} has {has[0]} layers of {has[1]} {of}, and {model.name!r} has {layers} of {heads}; "
-            f"make it again: {_command(model)}",
+            f"the calibration {path} has {_sizes(of, *has)}, and {model.name!r} has {_sizes(of, *expected)}; make it "
+            f"again: {_command(model)}",
             param=found.param,
         )
+
+
+def _sizes(of: str, layers: int, heads: int, *channels: int) -> str:
+    return " of ".join([f"{layers} layers", f"{heads} {of}", *(f"{number} channels" for number in channels)])
 
 
 def _command(model: ModelIdentity) -> str:

@@ -211,6 +211,10 @@ def test_a_bundle_goes_from_one_store_to_another(cache: CompressedCache, tmp_pat
     pull = ("pull", place, "--trust", trust, "--store", f"disk://{there}")
     assert "No such file" in run(*pull, code=2).stderr
     run("trust", "captain", public, "--trust", trust)
+    with open(trust, "rb") as keys:  # by a path that nobody can write, not even root
+        fixed = ("pull", place, "--trust", f"/proc/{os.getpid()}/fd/{keys.fileno()}", "--store", f"disk://{there}")
+        assert "make its folder writable" in run(*fixed, code=2).stderr
+    assert not Path(there).exists(), "it is refused before any work"
     pulled = run(*pull)
     assert "ship number " in pulled.stderr
     assert ", signed by captain" in pulled.stderr

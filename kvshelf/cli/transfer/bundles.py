@@ -113,6 +113,7 @@ def pull(
         from kvshelf.store.bundles.trust import Trust
 
     signed = opened(place_at(place), Trust(trust), bundle)
+    signed.require_takeable()
     with _importing(signed, shelf) as put:
         signed.verify()
         for export in signed.exports():
@@ -133,7 +134,7 @@ def trust(
     ],
     file: TrustFile,
 ) -> None:
-    """Trust bundles that are signed with a key. The file is made if it is missing; only its owner may read it."""
+    """Trust bundles that are signed with a key. The file is made if it is missing; only its owner may change it."""
     with needs_extra("serve", purpose="kvshelf trust"):
         from kvshelf.store.bundles.trust import Trust
         from kvshelf.store.erasure.signing import public_key as read_key

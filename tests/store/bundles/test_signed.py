@@ -285,7 +285,7 @@ def test_signed_bytes_under_another_id_are_refused(shelves: Shelves) -> None:
 def test_a_source_stays_below_when_ones_own_copy_has_expired(shelves: Shelves) -> None:
     first = shelves.ids[0]
     with open_store(shelves.url) as mine:
-        expired = mine.now() + 0.2
+        expired = mine.now() + 1.0
         mine.update(first, expires_at=expired)
         while mine.now() <= expired:
             time.sleep(0.05)
@@ -338,6 +338,20 @@ def test_a_rollback_is_refused_and_a_newer_bundle_counts_at_once(shelves: Shelve
         index.write_bytes(newer)
         shelves.sign()
         require_equal(make_cache(2), mine.get(shelves.ids[2]))
+
+
+def test_a_file_of_keys_that_can_only_be_read_is_enough(shelves: Shelves) -> None:
+    """Opening the shelf failed, as it noted the newest bundle there."""
+    with shelves.keys.open("rb") as file:
+        url = shelves.url.replace(f"trust={shelves.keys}", f"trust=/proc/self/fd/{file.fileno()}")
+        with open_store(url) as mine:
+            require_equal(make_cache(0), mine.get(shelves.ids[0]))
+            index = shelves.bundle / "index.json"
+            older = index.read_bytes()
+            shelves.sign(seeds=[0, 1])
+            require_equal(make_cache(0), mine.get(shelves.ids[0]))
+            index.write_bytes(older)
+            require_refused(mine, shelves.ids[0], "this is an older one")
 
 
 def test_a_key_that_is_trusted_no_longer_counts_at_once(shelves: Shelves) -> None:
