@@ -112,6 +112,30 @@ def test_every_form_chooses_as_the_naive_one(
         assert read == [min(choice.budget, whole) for whole in everything]
 
 
+@settings(max_examples=amount(40, 1000), deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    width=st.sampled_from([1, 5, 19]),
+    group=st.sampled_from([1, 2, 7, 9]),
+    budget=st.integers(1, 100),
+    alpha=st.sampled_from([0.0, 2.0, 12.0, torch.inf]),
+    bf16=st.booleans(),
+    two=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_form_takes_what_is_critical_by_a_guess(lengths, width, group, budget, alpha, bf16, two, seed):
+    kind = {"dtype": torch.bfloat16 if bf16 else torch.float32, "span": False, "by_column": True, "forced": False}
+    of_all = [lengths, [40] * len(lengths)] if two else [lengths]
+    parts = [units(own, 1, group * width, seed=seed + at, **kind) for at, own in enumerate(of_all)]
+    basis = random(len(lengths), group, 16, width, seed=seed + 5)
+    choice = choice_of(parts, budget, basis=basis, alpha=alpha, force=False)
+    queries = random(group * len(lengths), 16, seed=seed + 3)
+    expected = chosen_by(reference.choose, queries, choice)
+    for name, form in FORMS.items():
+        assert chosen_by(form, queries, choice) == expected, name
+    assert native_form.takes(choice, torch.float32)
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_columns_name_the_channels_of_a_query(form):
     part = units([64, 64], 8, 4, span=False)

@@ -5,10 +5,17 @@ full.
 
 With low and scale * span the least value of a channel in a unit and its range, linear 0 and relu 1, this is an upper
 bound of q . k for every key of the unit (Quest, arXiv 2406.10774, section 3.2).
+
+Guesses (InfiniGen, arXiv 2406.19707, section 4.3) have a basis of each query head, and a summary for it of each unit:
+
+    guess[g, u] = low[g, u] . (q_g @ basis[g]),  score[h, u] = max_g (guess[g, u] - max_v guess[g, v]),
+
+and where a KV head has `critical` units with a score of -alpha or more, all read as many as that is in the mean.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +133,9 @@ class Choice:
 
     budget: most rows of a KV head, of all prefixes, those of forced units included. linear, relu, group: see the
     formula. columns: the channel of the query that each of the W columns stands for, `[kv_heads, W]` int64; None: W is
-    the head size. cut: whether the last unit is cut where the budget ends; otherwise it is left out, with all that rank
+    the head size. basis: of guesses, `[kv_heads, group, D, V]` fp32 contiguous, over units by column whose W is
+    group * V, those of the first query head first; such a choice has no span, parents or forced units. alpha: see
+    above. cut: whether the last unit is cut where the budget ends; otherwise it is left out, with all that rank
     below it. force: whether forced units are read; otherwise they rank as the others.
     """
 
@@ -137,6 +146,8 @@ class Choice:
     relu: float = 0.0
     group: Literal["max", "mean"] = "max"
     columns: Tensor | None = None
+    basis: Tensor | None = None
+    alpha: float = math.inf
     cut: bool = False
     force: bool = True
 
@@ -146,6 +157,11 @@ class Choice:
             chosen.rows.shape[1] >= min(self.budget, units.longest)
             for units, chosen in zip(self.units, self.chosen, strict=True)
         )
+
+    @property
+    def width(self) -> int:
+        """Columns of a summary."""
+        return self.units[0].width if self.basis is None else self.basis.shape[3]
 
     @property
     def forced_rows(self) -> int:
