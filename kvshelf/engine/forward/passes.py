@@ -36,7 +36,7 @@ from kvshelf.engine.attention.inspection import layer_shapes, tokens_at_once
 from kvshelf.engine.attention.latents import Absorbed, Handover, absorbed_layers
 from kvshelf.engine.facts import ModelFacts
 from kvshelf.engine.forward.calls import Calls
-from kvshelf.engine.forward.program import Before, ForwardProgram, Logits, PlanAttention
+from kvshelf.engine.forward.program import ForwardProgram, Logits, PlanAttention
 from kvshelf.engine.forward.projection import Projection
 from kvshelf.engine.forward.tracing import TOKENS, AttentionCall
 from kvshelf.engine.soft import Placed, Soft, decoder_of, placed_states, soft_tokens
@@ -345,7 +345,7 @@ class Passes:
         with torch.no_grad(), kvshelf_attention(self.model), seen:
             logits = None
             program = self.early_program if past.guesses else self.program
-            before = _before(past) if past.guesses else None
+            before = past.guess if past.guesses else None
             if program is not None and program.in_c and past.planned:
                 plan = self._plan(past)
                 logits = program.run_planned(token_ids, positions, plan, kept, past.checkpoint, before)
@@ -380,16 +380,9 @@ class Passes:
             states, _ = past.cache.layers[call.layer].update(key, value)
             return _attention_of(call, query, states, states, **given)
 
-        made = program.run(token_ids, positions, attend, _before(past) if past.guesses else None)
+        made = program.run(token_ids, positions, attend, past.guess if past.guesses else None)
         assert made is not None
         return made(kept)
-
-
-def _before(past: Past) -> Before:
-    def before(call: AttentionCall, early: Tensor) -> None:
-        past.guess(call.layer, early * call.scale(early))
-
-    return before
 
 
 def _differ(made: Tensor, own: Tensor) -> float:

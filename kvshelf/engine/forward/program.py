@@ -32,8 +32,8 @@ Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
 """An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
 call's tokens, `[1, N, q_heads, Dv]` contiguous. None ends the pass."""
 
-Before = Callable[[AttentionCall, Tensor], None]
-"""Takes the early queries of an attention `[1, q_heads, N, D]` before it runs."""
+Before = Callable[[int, Tensor], None]
+"""Takes the early queries of a layer `[1, q_heads, N, D]`, times the scaling of logits, before its attention runs."""
 
 PlanAttention = Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor], Part | None]
 """An attention that runs later: the inputs of `Attend`, and `[N, q_heads, Dv]` where its result goes. None where only
@@ -91,7 +91,7 @@ class ForwardProgram:
         for segment, call, (*given, out), early in each_layer:
             segment.run(held, tokens)
             if before is not None and early is not None:
-                before(call, early.tensor(held[early.buffer]))
+                before(call.layer, early.tensor(held[early.buffer]))
             found = attend(call, *(each.tensor(held[each.buffer]) for each in given))
             if found is None:
                 return None
@@ -128,7 +128,7 @@ class ForwardProgram:
             if before is not None and queries is not None:
                 run_parts(parts)
                 parts.clear()
-                before(call, queries)
+                before(call.layer, queries)
             parts.append(attention)
             if tokens > BLOCK_ROWS:
                 run_parts(parts)

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.rowwise import available
 from kvshelf.model import calibration
+from kvshelf.model.prepacking import prepack
 from kvshelf.training.skew_search import find_skews, skew
 from tests.by_hand import Prefix, frequencies, logits_after, turned
 from tests.engine.asking import ids
@@ -21,6 +23,8 @@ from tests.engine.test_selecting import read_positions
 from tests.model.test_rope import random_model
 
 SHAPES = (("llama", 4, 4), ("llama", 4, 1), ("llama", 7, 1), ("qwen2", 3, 3), ("qwen2", 8, 2), ("qwen2", 14, 2))
+RECORDED = [(*shape, True) for shape in (("llama", 4, 2), ("qwen2", 8, 2)) if available()]
+"""With weights in panels: their queries are made by a program."""
 DOCUMENT, QUESTION = ([token % 60 for token in ids(count, seed)] for count, seed in ((120, 1), (9, 3)))
 SHARP = 40.0
 """What queries are multiplied by: those of random weights fit all keys alike."""
@@ -28,10 +32,13 @@ WHOLE = 2
 """First layers that are read whole, of four."""
 
 
-@pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}, {shape[1]} of {shape[2]}")
+@pytest.fixture(
+    params=[*((*shape, False) for shape in SHAPES), *RECORDED],
+    ids=lambda shape: f"{shape[0]}, {shape[1]} of {shape[2]}" + (", recorded" if shape[3] else ""),
+)
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A random model with skews in a data folder of its own."""
-    kind, q_heads, kv_heads = request.param
+    kind, q_heads, kv_heads, recorded = request.param
     sizes = {"hidden_size": 16 * q_heads, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     model = random_model(kind, **sizes)
     with torch.no_grad():
@@ -41,7 +48,11 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             if kind == "qwen2":
                 layer.self_attn.q_proj.bias.normal_()
                 layer.self_attn.k_proj.bias.normal_()
-    return with_skews(Engine(model), tmp_path, monkeypatch)
+    engine = Engine(model)
+    if recorded:
+        prepack(model)
+    assert (engine.passes.early_program is not None) == recorded
+    return with_skews(engine, tmp_path, monkeypatch)
 
 
 def with_skews(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
