@@ -246,11 +246,11 @@ class Asker:
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
         facts, kinds = self._facts, self._passes.kinds
+        place = facts.identity, facts.folder
         if Needs.CHUNKS in selector.needs:
-            chunks = calibration.find_chunks(facts.identity, facts.folder, facts.kv_heads, selector.name)
-            selector = selector.calibrated(chunks)
+            selector = selector.calibrated(calibration.find(*place, calibration.Chunks, f"selector {selector.name}"))
         if Needs.SKEWS in selector.needs:
-            selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, selector.name))
+            selector = selector.skewed(calibration.find(*place, calibration.Skews, f"selector {selector.name}"))
         if Needs.EARLY in selector.needs:
             return EarlySelection(selector, document, budget, kinds)
         if Needs.INDEX in selector.needs:

@@ -27,7 +27,7 @@ def engine(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     path = calibration.paths(llama.engine.identity.weights).chunks
     path.parent.mkdir(parents=True)
     calibration.save(found, path)
-    assert calibration.load(path, calibration.Chunks) == found
+    assert calibration.Chunks.from_file(path) == found
     return llama.engine
 
 
@@ -63,7 +63,7 @@ def test_agreement_is_the_share_of_best_keys():
 
 
 def test_chunks_are_those_of_the_model(engine: Engine):
-    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads)
+    found = calibration.find(engine.identity, "", calibration.Chunks, "selector fasa")
     shape = json.loads(engine.identity.attention)
     assert len(found.agreement) == shape["num_hidden_layers"]
     assert {len(layer) for layer in found.agreement} == {engine.facts.kv_heads}
@@ -77,7 +77,7 @@ def test_chunks_are_those_of_the_model(engine: Engine):
 
 def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     """In bf16, as the proxies are held: keys that bf16 can tell apart."""
-    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads)
+    found = calibration.find(engine.identity, "", calibration.Chunks, "selector fasa")
     dim = 2 * len(found.agreement[0][0])
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()

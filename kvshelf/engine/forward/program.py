@@ -80,11 +80,9 @@ class ForwardProgram:
             _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
             return None
 
-    def run(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, before: Before | None = None
-    ) -> Logits | None:
-        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`. before:
-        is given the early queries of each attention that has some."""
+    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend, before: Before | None = None) -> Logits | None:
+        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`.
+        before: is given the early queries of each layer that has some."""
         tokens, lowered = token_ids.shape[1], self._lowered
         held = dict(self._entered(token_ids, positions))
         each_layer = zip(self._segments[:-1], self._calls, lowered.attended, lowered.early, strict=True)

@@ -117,7 +117,7 @@ class Preparer:
         calibration made while the engine runs counts at once."""
         if Needs.CALIBRATION not in policy.needs:
             return document
-        found = calibration.find(self.facts.identity, self.facts.model.config.name_or_path)
+        found = calibration.find(self.facts.identity, self.facts.folder, calibration.Calibration, "the policy")
         return replace(document, calibration=found)
 
     def gated(self, document: DocumentView, policy: Policy) -> DocumentView:

@@ -88,9 +88,7 @@ def _order(scores: Tensor, there: Tensor) -> Tensor:
     return ranked.argsort(dim=1, descending=True, stable=True)
 
 
-def _taken(
-    scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice, critical: Tensor | None = None
-) -> Tensor:
+def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice, critical: Tensor | None = None) -> Tensor:
     """How many rows of each unit are read, `[kv_heads, units]`: all, none, or the first ones of one that is cut.
     critical: at most so many rows of a KV head, but one."""
     free = torch.where(forced, 0, sizes)

@@ -225,7 +225,7 @@ def test_a_broken_file_is_refused_by_name(folder, change, named):
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(PolicyUnsupported) as refused:
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     assert named in refused.value.message
     assert str(path) in refused.value.message
 
@@ -234,12 +234,12 @@ def test_a_file_that_is_no_json_or_too_large_is_refused(folder):
     path = folder / "kvshelf" / "compresskv.json"
     path.write_text("{")
     with pytest.raises(PolicyUnsupported, match="is broken"):
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     path.write_bytes(b" " * (16 * 2**20 + 1))
     with pytest.raises(PolicyUnsupported, match="over 16777216 bytes"):
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     with pytest.raises(PolicyUnsupported, match="cannot be read"):
-        calibrations.load(folder / "missing.json", calibrations.Calibration)
+        calibrations.Calibration.from_file(folder / "missing.json")
 
 
 def test_a_calibration_for_another_number_of_layers_cannot_slip_in(folder):

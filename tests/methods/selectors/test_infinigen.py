@@ -134,7 +134,7 @@ def test_it_reads_what_the_rule_says_in_loops(engine, params, tokens, policy, co
 
     for layer in engine.model.model.layers:
         layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
-    skews = calibration.find_skews(engine.identity, "", "infinigen").layers
+    skews = calibration.find(engine.identity, "", calibration.Skews, "selector infinigen").layers
     alpha, share = params.get("alpha", 5.0), params.get("channels", 0.3)
     rule = by_loops(
         engine.model, skews, seen, cache.next_position, torch.inf if alpha is None else alpha, share, tokens
