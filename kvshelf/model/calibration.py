@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -299,14 +299,15 @@ def find(model: ModelIdentity, folder: str, kind: type[Measured], needed_by: str
         missing = kind.missing.format(model=repr(model.name), command=_command(model))
         raise PolicyUnsupported(f"{needed_by} needs {missing}", param=kind.param)
     status = path.stat()
-    found: Measured = _read(kind, path, status.st_mtime_ns, status.st_size)
+    found: Measured = _read(kind.from_file, path, status.st_mtime_ns, status.st_size)
     _require_fitting(model, found, path)
     return found
 
 
 @lru_cache(maxsize=8)
-def _read(kind: type[Calibration | Chunks | Skews], path: Path, modified_ns: int, size: int) -> Any:  # noqa: ARG001 - a changed file is another one
-    return kind.from_file(path)
+def _read(from_file: Callable[[Path], Any], path: Path, modified_ns: int, size: int) -> Any:  # noqa: ARG001
+    """A file that has changed is another one."""
+    return from_file(path)
 
 
 class Paths(NamedTuple):

@@ -191,7 +191,7 @@ class _Room:
                 (*(each.tensor(held[each.buffer]) for each in given), out.tensor(held[out.buffer])[0])
                 for *given, out in self._lowered.attended
             ]
-            early = [each and each.tensor(held[each.buffer]) for each in self._lowered.early]
+            early = [None if each is None else each.tensor(held[each.buffer]) for each in self._lowered.early]
             self._laid = rows, held, attended, early
         return self._laid[1:]
 

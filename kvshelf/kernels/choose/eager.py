@@ -54,7 +54,7 @@ def _margins(asked: Tensor, choice: Choice, basis: Tensor, there: Tensor) -> Ten
     """How far the guesses of units are below the largest of a query, for the one that they fit best, `[kv_heads,
     units]`; negative infinity where a head has no such unit."""
     queries = torch.einsum("hgd,hgdw->hgw", asked, basis)
-    tables = (_table(units.low, units).unflatten(2, queries.shape[1:]) for units in choice.units)
+    tables = (_table(units.low, units).reshape(len(queries), -1, *queries.shape[1:]) for units in choice.units)
     guesses = torch.cat([torch.einsum("hugw,hgw->hug", table, queries) for table in tables], dim=1)
     guesses = guesses.masked_fill(~there.unsqueeze(2), -torch.inf)
     return (guesses - guesses.amax(1, keepdim=True)).amax(2).masked_fill(~there, -torch.inf)
