@@ -75,9 +75,8 @@ class Value:
 class Lowered:
     """`segments[i]`: the instructions before attention i, the last ones those after the last. `attended[i]`: queries,
     keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `early[i]`: its early
-    queries, if they are recorded. `first` gives `entries`,
-    the values with which the segments begin, of token ids and positions; `last` makes the logits of `leavings`, which
-    the segments leave."""
+    queries, where they are recorded. `first` gives `entries`, the values with which the segments begin, of token ids
+    and positions; `last` makes the logits of `leavings`, which the segments leave."""
 
     buffers: list[Buffer] = field(default_factory=list)
     segments: list[list[Instruction]] = field(default_factory=lambda: [[]])

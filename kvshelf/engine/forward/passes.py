@@ -70,8 +70,8 @@ class Past(ForwardContext, Protocol):
     """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
     between layers and may raise to end the pass.
 
-    guesses: whether it takes early queries, `[1, q_heads, N, D]` times the scaling of logits, by `guess`. calls: gives
-    them where the model runs by its own modules, which these then see; None: nobody asks.
+    guesses: whether it takes early queries, `[1, q_heads, N, D]` times the scaling of logits, by `guess`. calls: sees
+    those of the modules, by which the model then runs, and makes early queries there; None: nobody asks.
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
     """

@@ -101,13 +101,13 @@ class _Recorder:
         scaling: float | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert attention_mask is None, "the mask function makes none"
+        call = AttentionCall(module, scaling, {name: at for name, at in options.items() if not isinstance(at, Tensor)})
         if (context := options.get(CONTEXT)) is not None:  # of the early query, which ends here
-            context.after_attention(Attended(module, query, key, value, scaling or query.shape[-1] ** -0.5))
+            context.after_attention(Attended(module, query, key, value, call.scale(query)))
         if self.updated is None or self.updated[0] is not key or self.updated[1] is not value:
             raise ValueError("attention to other keys and values than those that the layer of the cache was just given")
         self.updated = None
-        given = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
-        self.calls.append(AttentionCall(module, scaling, given))
+        self.calls.append(call)
         early = None if self.early is None else self.early.of(module)
         return traced_attention(query, key, value, early), None
 

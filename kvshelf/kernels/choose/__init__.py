@@ -10,7 +10,8 @@ Guesses (InfiniGen, arXiv 2406.19707, section 4.3) have a basis of each query he
 
     guess[g, u] = low[g, u] . (q_g @ basis[g]),  score[h, u] = max_g (guess[g, u] - max_v guess[g, v]),
 
-and where a KV head has `critical` units with a score of -alpha or more, all read as many as that is in the mean.
+and units with a score of -alpha or more are critical. All KV heads read the same number of units, the mean number of
+critical ones, at least one.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ class Choice:
     force: bool = True
 
     def __post_init__(self) -> None:
+        assert self.basis is None or all(_are_guessed(units, self.basis) for units in self.units)
         assert self.budget >= self.forced_rows, "the rows that are always read have no room"
         assert all(
             chosen.rows.shape[1] >= min(self.budget, units.longest)
@@ -169,6 +171,11 @@ class Choice:
         if not self.force:
             return 0
         return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
+
+
+def _are_guessed(units: Units, basis: Tensor) -> bool:
+    plain = units.by_column and units.span is None and units.parents is None
+    return plain and units.width == basis.shape[1] * basis.shape[3] and basis.is_contiguous()
 
 
 def better_half(parents: int) -> int:

@@ -23,7 +23,8 @@ typedef struct Units {
 
 /* The choice of one token. queries: [q_heads, dim], of `type`. columns: [kv_heads, width], or 0. ranks: room,
    [kv_heads, most_units]. basis: [q_heads, dim, width], of guesses, or 0; then each unit has a summary for each query
-   head of its KV head, by column [group * width, all], ranks has room twice, and critical: room, [kv_heads]. */
+   head of its KV head, by column [group * width, all], ranks has room twice, and critical: room, [kv_heads];
+   alpha: how far a critical guess may be below the largest. */
 typedef struct {
     const Units *units;
     int64_t num_units;

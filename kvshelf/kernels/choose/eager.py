@@ -57,7 +57,8 @@ def _margins(asked: Tensor, choice: Choice, basis: Tensor, there: Tensor) -> Ten
     tables = (_table(units.low, units).reshape(len(queries), -1, *queries.shape[1:]) for units in choice.units)
     guesses = torch.cat([torch.einsum("hugw,hgw->hug", table, queries) for table in tables], dim=1)
     guesses = guesses.masked_fill(~there.unsqueeze(2), -torch.inf)
-    return (guesses - guesses.amax(1, keepdim=True)).amax(2).masked_fill(~there, -torch.inf)
+    largest = guesses.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1, keepdim=True)
+    return (guesses - largest).amax(2).masked_fill(~there, -torch.inf)
 
 
 def _table(table: Tensor, units: Units) -> Tensor:
@@ -90,7 +91,7 @@ def _order(scores: Tensor, there: Tensor) -> Tensor:
 
 def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice, critical: Tensor | None = None) -> Tensor:
     """How many rows of each unit are read, `[kv_heads, units]`: all, none, or the first ones of one that is cut.
-    critical: at most so many rows of a KV head, but one."""
+    critical: a KV head reads at most so many rows, and at least one."""
     free = torch.where(forced, 0, sizes)
     order = _order(scores, free > 0)
     budget = choice.budget if critical is None else critical.clamp(1, choice.budget)

@@ -240,7 +240,7 @@ static void rank_guesses(const void *context, int64_t head) {
         memcpy(&margin, ranks + u, sizeof margin);
         ranks[u] = rank_of(margin);
     }
-    a->critical[head] = a->alpha < INFINITY ? count_from(ranks, all, rank_of((float)-a->alpha)) : all;
+    a->critical[head] = (float)a->alpha < INFINITY ? count_from(ranks, all, rank_of((float)-a->alpha)) : all;
 }
 
 static void take_guessed(const void *context, int64_t head) {
