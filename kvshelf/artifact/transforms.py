@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -155,13 +155,29 @@ class Transforms:
 
     def require_of(self, model: ModelIdentity, layers: Sequence[LayerShape]) -> None:
         """Raise `ModelMismatch` unless these are the transforms of this model, whose caches have such layers."""
-        shapes = [(*found["keys"].mean.shape, found["values"].mean.shape[1]) for found in self.layers]
-        if self.weights != model.weights or shapes != [layer[:3] for layer in layers]:
+        if self.weights != model.weights:
             raise ModelMismatch(
                 f"the transforms {self.digest[:16]} are of other weights ({self.weights[:16]}) than {model.name!r} as "
                 f"{model.dtype} ({model.weights[:16]}); make some for these with kvshelf calibrate",
                 transforms=self.digest,
             )
+        if len(self.layers) != len(layers):
+            self._refuse_shape(model, f"{len(self.layers)} layers", f"{len(layers)}")
+        for index, (own, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            sizes = *own["keys"].mean.shape, own["values"].mean.shape[1]
+            if sizes != layer[:3]:
+                has, needed = (
+                    f"{heads} KV heads with keys of {of_keys} and values of {of_values} channels"
+                    for heads, of_keys, of_values in (sizes, layer[:3])
+                )
+                self._refuse_shape(model, f"in layer {index} {has}", needed)
+
+    def _refuse_shape(self, model: ModelIdentity, has: str, needed: str) -> NoReturn:
+        raise ModelMismatch(
+            f"the transforms {self.digest[:16]} have {has}, and {model.name!r} has {needed}; make some for it with "
+            "kvshelf calibrate",
+            transforms=self.digest,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Transforms:

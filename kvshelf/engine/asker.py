@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from weakref import WeakValueDictionary
 
 from kvshelf.api import Asking, Select, SuffixOptions
 from kvshelf.api.answers import Answer
@@ -40,7 +41,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gate_file import OpenGates
 from kvshelf.methods.selectors import build as build_selector
 from kvshelf.methods.selectors.base import UnitSelector
 from kvshelf.methods.suffixes.base import SuffixPolicy
@@ -74,6 +75,7 @@ class Asker:
         self._encoder = encoder
         self._preparer = preparer
         self._attachments = attachments
+        self._open_gates: WeakValueDictionary[str, OpenGates] = WeakValueDictionary()  # by digest
         shared = facts.ranks is not None
         self.equivalents = Equivalents.of(facts.model, facts.kv_bytes_per_token, facts.kinds, shared=shared)
 
@@ -202,7 +204,7 @@ class Asker:
                 )
         return SuffixReducer(policy, question_tokens, suffix.budget, attending, tail, gates)
 
-    def _gates(self, policy: SuffixPolicy) -> tuple[Gates, Rope]:
+    def _gates(self, policy: SuffixPolicy) -> tuple[OpenGates, Rope]:
         """What a suffix policy reads of new tokens. Looked for anew each time, as for a policy."""
         facts = self._facts
         if facts.rope is None:
@@ -215,7 +217,7 @@ class Asker:
             gates = policy.gate_file(facts.identity, facts.model.config.name_or_path, self._preparer.geometry)
         except PolicyUnsupported as error:
             raise PolicyUnsupported(error.message, param="suffix.policy") from error
-        return gates, facts.rope
+        return self._open_gates.setdefault(gates.digest, OpenGates(gates)), facts.rope
 
     def selection(
         self, document: Attached, select: Select | None, question_tokens: int, suffix: SuffixOptions | None = None
@@ -246,11 +248,13 @@ class Asker:
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
         facts, kinds = self._facts, self._passes.kinds
-        place = facts.identity, facts.folder
+        place, needed_by = (facts.identity, facts.folder), f"selector {selector.name}"
         if Needs.CHUNKS in selector.needs:
-            selector = selector.calibrated(calibration.find(*place, calibration.Chunks, f"selector {selector.name}"))
+            heads = facts.kv_heads, self._preparer.geometry.head
+            selector = selector.calibrated(calibration.find(*place, calibration.Chunks, heads, needed_by))
         if Needs.SKEWS in selector.needs:
-            selector = selector.skewed(calibration.find(*place, calibration.Skews, f"selector {selector.name}"))
+            heads = self._preparer.geometry.q_heads, self._preparer.geometry.head
+            selector = selector.skewed(calibration.find(*place, calibration.Skews, heads, needed_by))
         if Needs.EARLY in selector.needs:
             return EarlySelection(selector, document, budget, kinds)
         if Needs.INDEX in selector.needs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypedDict, get_args
+from typing import Any, NoReturn, Self, TypedDict, get_args
 
 from kvshelf.api import Select, SuffixOptions
 from kvshelf.api.creation import default_policy
@@ -15,7 +15,7 @@ from kvshelf.artifact.identity import Identity
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.exclusions import Combination, require_possible
-from kvshelf.errors import InvalidRequest
+from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.methods.policies.base import Policy
 from kvshelf.methods.policies.budgets import Budget
 from kvshelf.methods.policies.registry import build
@@ -94,7 +94,21 @@ class CompressOptions:
         read, kept = (0, 0) if before is None else (before.num_tokens, before.kept_tokens)
         tokens = document.num_tokens
         budget = Budget.resolve(read + tokens, compression_ratio=ratio, budget_tokens=self.budget_tokens)
+        if before is not None and budget.tokens <= policy.first_kept:
+            self._refuse_budget(budget, policy.first_kept)
         return replace(budget, tokens=min(budget.tokens, kept + tokens))
+
+    def _refuse_budget(self, budget: Budget, first_kept: int) -> NoReturn:
+        """Of a cache that goes on, whose parameters are not the caller's to choose: the size is."""
+        leaves, advice, param = f"budget_tokens is {budget.tokens}", "raise it", "budget_tokens"
+        if self.budget_tokens is None:
+            leaves = f"compression_ratio {budget.compression_ratio} leaves {budget.tokens} entries per KV head"
+            advice, param = "lower it", "compression_ratio"
+        raise PolicyUnsupported(
+            f"{leaves}, for the cache and what is appended together, and the cache was made to keep its first "
+            f"{first_kept} tokens (sink); {advice} so that more than {first_kept} entries stay",
+            param=param,
+        )
 
 
 class BoundFields(TypedDict, total=False):

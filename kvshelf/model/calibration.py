@@ -135,7 +135,7 @@ class Calibration(_InJson):
         return self
 
     @property
-    def layers_and_heads(self) -> tuple[int, int]:
+    def sizes(self) -> tuple[int, ...]:
         return len(self.head_scores), self.query_heads
 
     @property
@@ -193,8 +193,8 @@ class Chunks(_InJson):
         return self
 
     @property
-    def layers_and_heads(self) -> tuple[int, int]:
-        return len(self.agreement), len(self.agreement[0])
+    def sizes(self) -> tuple[int, ...]:
+        return len(self.agreement), len(self.agreement[0]), 2 * len(self.agreement[0][0])
 
     @property
     def digest(self) -> str:
@@ -221,8 +221,8 @@ class Skews:
     layers: tuple[Tensor, ...]
 
     @property
-    def layers_and_heads(self) -> tuple[int, int]:
-        return len(self.layers), len(self.layers[0])
+    def sizes(self) -> tuple[int, ...]:
+        return len(self.layers), *self.layers[0].shape[:2]
 
     @cached_property
     def digest(self) -> str:
@@ -252,8 +252,8 @@ class Skews:
 
 Measured = TypeVar("Measured", Calibration, Chunks, Skews)
 """A kind of calibration. param: the field of a request that needs it. beside: the name of its file beside weights.
-missing: what an error says where there is none. heads: which heads it has a number of, with how many layers, in
-`layers_and_heads`."""
+missing: what an error says where there is none. heads: which heads it is of. sizes: its layers, the heads of each, and
+where it is by channel, their channels."""
 
 
 def data_folder() -> Path:
@@ -288,24 +288,30 @@ def _served(name: str) -> Path:
     return data_folder().with_name("served") / digest("kvshelf.served", name)
 
 
-def find(model: ModelIdentity, folder: str, kind: type[Measured], needed_by: str) -> Measured:
+def find(model: ModelIdentity, folder: str, kind: type[Measured], heads: tuple[int, ...], needed_by: str) -> Measured:
     """The calibration of a kind of a model whose weights were loaded from `folder`: a path, a hub id, or "" for a model
-    made in memory. needed_by: as an error names it, "selector fasa" say.
+    made in memory. heads: of the model, as `sizes` behind the layers. needed_by: as an error names it, "selector fasa"
+    say.
 
-    Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
+    Raises `PolicyUnsupported` if there is none, if it belongs to other weights or has other sizes, or if its file is
+    broken.
     """
     path = _place(model, folder, kind.beside)
     if path is None:
         missing = kind.missing.format(model=repr(model.name), command=_command(model))
         raise PolicyUnsupported(f"{needed_by} needs {missing}", param=kind.param)
-    status = path.stat()
-    found: Measured = _read(kind.from_file, path, status.st_mtime_ns, status.st_size)
-    _require_fitting(model, found, path)
+    try:
+        status = path.stat()
+    except OSError as error:  # it was just removed
+        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
+    # Not by the time that it was modified and its size: a copy may keep the one, and skews of a model have one size.
+    found: Measured = _read(kind.from_file, path, status.st_ino, status.st_ctime_ns)
+    _require_fitting(model, found, path, heads)
     return found
 
 
 @lru_cache(maxsize=8)
-def _read(from_file: Callable[[Path], Any], path: Path, modified_ns: int, size: int) -> Any:  # noqa: ARG001
+def _read(from_file: Callable[[Path], Any], path: Path, number: int, changed_ns: int) -> Any:  # noqa: ARG001
     """A file that has changed is another one."""
     return from_file(path)
 
@@ -378,23 +384,27 @@ def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
         file.write(measured.to_bytes())
 
 
-def _require_fitting(model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path) -> None:
-    """Refuse a file of other weights, or one that has other layers and heads than the model."""
+def _require_fitting(
+    model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path, heads: tuple[int, ...]
+) -> None:
+    """Refuse a file of other weights, or one that has other layers, heads or channels than the model."""
     if found.weights != model.weights:
         raise PolicyUnsupported(
             f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
             f"{model.dtype} ({model.weights[:16]}); make one for these: {_command(model)}",
             param=found.param,
         )
-    said, has, heads = json.loads(model.attention), found.layers_and_heads, "num_attention_heads"
-    if found.heads == "KV heads" and said.get("num_key_value_heads"):
-        heads = "num_key_value_heads"
-    if has != (said["num_hidden_layers"], said[heads]):
+    expected = json.loads(model.attention)["num_hidden_layers"], *heads
+    if found.sizes != expected:
         raise PolicyUnsupported(
-            f"the calibration {path} has {has[0]} layers of {has[1]} {found.heads}, and {model.name!r} has "
-            f"{said['num_hidden_layers']} of {said[heads]}; make it again: {_command(model)}",
+            f"the calibration {path} has {_sizes(found.heads, *found.sizes)}, and {model.name!r} has "
+            f"{_sizes(found.heads, *expected)}; make it again: {_command(model)}",
             param=found.param,
         )
+
+
+def _sizes(of: str, layers: int, heads: int, *channels: int) -> str:
+    return " of ".join([f"{layers} layers", f"{heads} {of}", *(f"{number} channels" for number in channels)])
 
 
 def _command(model: ModelIdentity) -> str:

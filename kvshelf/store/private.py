@@ -1,4 +1,5 @@
-"""Secrets: files that only their owner may access, and URLs without their passwords."""
+"""Secrets: files that only their owner may access, files that only their owner may change, and URLs without their
+passwords."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -25,15 +26,22 @@ def read_private(path: Path, *, param: str) -> bytes:
     Raises `InvalidRequest`, which names the setting `param`, for a file that is missing, not regular, accessible to
     others, or longer than 1 MiB.
     """
+    return _read(path, _accessible, param=param)
+
+
+def read_owned(path: Path, *, param: str) -> bytes:
+    """The bytes of a file that only this user or root can change, as `read_private`; others may read it."""
+    return _read(path, _changeable, param=param)
+
+
+def _read(path: Path, problem_of: Callable[[Path, os.stat_result], str | None], *, param: str) -> bytes:
     try:
         # O_NONBLOCK: opening a pipe in the file's place would wait for a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise refused(path, "it is not a regular file", param=param)
-            if not _is_ours_alone(status):
-                mode = stat.S_IMODE(status.st_mode)
-                problem = f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}"
+            if (problem := problem_of(path, status)) is not None:
                 raise refused(path, problem, param=param)
             data = file.read(_LIMIT + 1)
     except OSError as error:
@@ -41,6 +49,24 @@ def read_private(path: Path, *, param: str) -> bytes:
     if len(data) > _LIMIT:
         raise refused(path, f"it has more than {_LIMIT} bytes", param=param)
     return data
+
+
+def _accessible(path: Path, status: os.stat_result) -> str | None:
+    if _is_ours_alone(status):
+        return None
+    mode = stat.S_IMODE(status.st_mode)
+    return f"others than its owner have access to it (mode {mode:o}); run: chmod 600 {path}"
+
+
+def _changeable(path: Path, status: os.stat_result) -> str | None:
+    mode = stat.S_IMODE(status.st_mode)
+    if _is_ours_alone(status):
+        return None
+    if mode & 0o022:
+        return f"others than its owner can change it (mode {mode:o}); run: chmod go-w {path}"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it is of user {status.st_uid}, who can change it; run: chown {os.geteuid()} {path}"
+    return None
 
 
 def _is_ours_alone(status: os.stat_result) -> bool:

@@ -83,7 +83,7 @@ class Shelf(Store):
         self.responses = Responses(index.jobs, bodies, self._rules, now)
         self.requests = RequestTable(index.jobs, bodies, now, index.key)
         self.batches = BatchTable(index.jobs)
-        self.metering = Metering(index.jobs)
+        self.metering = Metering(index.jobs, index.key)
         self.transforms = KeptTransforms(index.jobs, bodies)
         self.certificates = CertificateTable(index.jobs)
         self.workflows = WorkflowTable(index.jobs)
@@ -545,7 +545,7 @@ class Shelf(Store):
 
     def eraser(self, store: Store) -> Eraser:
         """Of what is in this home. store: this one, or the one that has tiers in front of it."""
-        parts = (self.index, self.bodies, self.files, self.batches, self.blobs.home, self.clock)
+        parts = (self.index, self.bodies, self.files, self.batches, self.metering, self.blobs.home, self.clock)
         return Eraser(*parts, delete=store.delete, sweep=store.sweep)
 
     def _bury(self, entry: Entry, now: float) -> int | None:

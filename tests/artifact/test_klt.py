@@ -299,9 +299,14 @@ def test_transforms_are_checked_when_they_are_read() -> None:
             make_coder(multipliers=(multiplier, 1.0))
     model = make_identity(1).model
     transforms.require_of(model, [LayerShape(2, 8, 8, "float32")] * 2)
-    for other in (replace(model, weights="00"), model):
-        with pytest.raises(ModelMismatch, match=transforms.digest[:16]):
-            transforms.require_of(other, [LayerShape(2, 8, 16, "float32")] * 2)
+    for other, sizes, words in (
+        (replace(model, weights="00"), [(2, 8, 8)] * 2, "of other weights"),
+        (model, [(2, 8, 8)], "2 layers, and .* has 1;"),
+        (model, [(2, 8, 16)] * 2, "keys of 8 and values of 8 channels, and .* keys of 8 and values of 16 channels;"),
+        (model, [(2, 8, 8), (1, 8, 8)], "in layer 1 2 KV heads .* has 1 KV heads"),
+    ):
+        with pytest.raises(ModelMismatch, match=f"{transforms.digest[:16]} .*{words}"):
+            transforms.require_of(other, [LayerShape(*layer, "float32") for layer in sizes])
 
 
 @pytest.mark.parametrize("codec", ["klt", "klt:steps=kl,classes=1.5/4,shares=50/50"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from kvshelf.errors import DocumentTooLong, DocumentTooShort, InvalidRequest, Mo
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.methods.policies import POLICIES, build
 from kvshelf.methods.policies.budgets import LayerBudget
+from kvshelf.methods.policies.gate_file import gate_path
 from kvshelf.methods.policies.view import DocumentView, LayerView
 from kvshelf_bench.models.small import small_model
 from tests.amounts import few
 from tests.engine.asking import ids
+from tests.methods.policies.gates import random_gates
 
 NEWER = pytest.mark.skipif(not SUPPORTED, reason="this transformers has caches of its own for recurrent states")
 LATENTS = pytest.mark.skipif(CACHE_ARGUMENT != "cache", reason="older transformers cache expanded keys")
@@ -233,6 +236,39 @@ def test_a_conversation_goes_on_under_one_budget(tiny: Engine, codec: str) -> No
     suffix = {"policy": "trimkv", "scope": "cache", "params": {"gates": "make_each_token_count"}}
     answer = tiny.answer(cache, "Which lamp?", max_new_tokens=8, suffix=suffix)
     assert answer.usage.cache_read_tokens == cache.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ({"budget_tokens": 6}, "budget_tokens is 6, .* first 6 tokens .*; raise it so that more than 6"),
+        ({"compression_ratio": 0.99}, "compression_ratio 0.99 leaves 2 entries .* first 6 tokens .*; lower it"),
+    ],
+)
+def test_a_budget_below_what_the_cache_always_keeps_is_refused_by_the_size_that_was_given(
+    tiny: Engine, size: dict[str, Any], words: str
+) -> None:
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True, "sink": 6}
+    parent = tiny.compress("The lamp is green. " * 30, policy="trimkv", budget_tokens=80, **params)
+    on = {"prefill": "chunked"}
+    with pytest.raises(PolicyUnsupported, match=words) as refused:
+        tiny.prepare_append(parent, " More." * 40, policy_params=on, **size)
+    assert refused.value.param == next(iter(size))
+    assert tiny.prepare_append(parent, " More." * 40, policy_params=on, budget_tokens=7).budget.tokens == 7
+
+
+def test_gates_that_were_trained_anew_are_not_said_to_be_a_parameter_of_the_append(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"prefill": "chunked", "chunk": 64, "keep_scores": True}
+    parent = tiny.compress("The lamp is green. " * 30, policy="trimkv", budget_tokens=80, **params)
+    monkeypatch.setenv("KVSHELF_GATES", str(tmp_path))
+    weights = tiny.identity.weights
+    gates = random_gates("trimkv", tiny.preparer.geometry, weights=weights)
+    gate_path(weights, "trimkv").write_bytes(gates.to_bytes())
+    with pytest.raises(PolicyUnsupported, match="put their file back, or take prefill=whole") as refused:
+        tiny.prepare_append(parent, " More." * 40, policy_params={"prefill": "chunked"}, budget_tokens=80)
+    assert refused.value.param == "policy_params.prefill"
 
 
 @pytest.mark.parametrize("codec", ["mixed:share=0.3", "klt:classes=0.5/1.5,shares=20/30"])

@@ -4,6 +4,7 @@ every token runs alone, and sees the document and what the loop left of the suff
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -621,14 +622,21 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     monkeypatch.setattr(engine.facts, "end_ids", frozenset)
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
     reducer = engine.bound("trimkv", question_tokens=QUESTION, budget=BUDGET, params=params)
+    layer_of, moved = Gates.layer, []
+    monkeypatch.setattr(Gates, "layer", lambda *given: moved.append(given[1]) or layer_of(*given))
     answer, batch = engine.start(cache, question, Sampling(TOKENS), reducer=reducer), engine.batch()
     while not answer.finished:
         batch.step([answer])
-    tensors = [gates.layer(layer, torch.device("cpu")) for layer in range(len(cache.layers))]
+    tensors = [layer_of(gates, layer, torch.device("cpu")) for layer in range(len(cache.layers))]
+    assert moved == list(range(len(cache.layers))), "each layer once, not at each token"
+    tokens = [*question, *answer.token_ids[:-1]]
+    del answer, reducer, batch
+    gc.collect()
+    assert not engine.asker._open_gates, "and no longer than the answer is open"
     of_layers = [{name: tensor.double() for name, tensor in own.items()} for own in tensors]
     prefix = Prefix.spelled_out(cache, frequencies(llama.model))
     by_hand = GatedByHand(of_layers, llama.model, prefix, cache.next_position, loop)
-    right = [by_hand.logits(token) for token in [*question, *answer.token_ids[:-1]]][QUESTION - 1 :]
+    right = [by_hand.logits(token) for token in tokens][QUESTION - 1 :]
     scale = right[0].abs().max()
     errors = [float((ours[0, -1] - logits).abs().max() / scale) for ours, logits in zip(found, right, strict=True)]
     assert max(errors) < 1e-4, errors

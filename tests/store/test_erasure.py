@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import msgpack
 import pytest
 
 from kvshelf.api.caches import Erasure
-from kvshelf.api.usage import Metered, today
+from kvshelf.api.usage import MOST_PARTS, Metered, today
 from kvshelf.corpus.row import Row
 from kvshelf.corpus.run.stored import StoredJournal
 from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
@@ -110,6 +111,48 @@ def test_what_a_day_tells_apart_by_the_subjects_label_goes(place: Place) -> None
         assert (day.by_model["tiny"].guarded, day.names) == (2, set())
         (day,) = shelf.metering.days(today(), today(), tenant="you")
         assert day.names == {"of another tenant"}
+
+
+@pytest.mark.parametrize("subject", [ME, Subject(tenant=ME.tenant)], ids=["labels", "tenant"])
+def test_what_a_replica_had_counted_before_an_erasure_brings_no_name_back(place: Place, subject: Subject) -> None:
+    """It sends what it has counted every two seconds, and later while the store does not work. The numbers count."""
+    (name,) = ME.labels.values()
+    days = [today() + datetime.timedelta(days=number) for number in (-3, -1, 0, 1)]  # a clock may be ahead
+    with place.open() as shelf:
+        things, clock = Things(words={"label": word_of("label")}), Clock()
+        meter = Meter(shelf.metering, "tiny", now=clock)
+        for day in (*days, today()):
+            clock.time = datetime.datetime.combine(day, datetime.time(12), datetime.UTC).timestamp()
+            meter.add(ME.tenant, guard_group=name, guarded=1)
+            meter.add(ME.tenant, name, answers=1)
+        meter.add("you", guard_group="of another tenant", guarded=1)
+        receipt = shelf.erase(subject)
+        assert (receipt.erased, receipt.stays) == ([], [])
+        meter.flush()
+        assert things.left(place) == set()
+        used = shelf.metering.days(days[0], days[-1], tenant=ME.tenant)
+        assert [(one.day, one.by_model["tiny"].answers, one.by_model["tiny"].guarded) for one in used] == [
+            (day, count, count) for day, count in zip(days, (1, 1, 2, 1), strict=True)
+        ]
+        (yours,) = shelf.metering.days(today(), today(), tenant="you")
+        assert yours.names == {"of another tenant"}
+        assert shelf.check() == []
+
+
+def test_an_erasure_bars_its_own_names_alone_and_few_of_a_day(place: Place) -> None:
+    day = today()
+    with place.open() as shelf:
+        meter = Meter(shelf.metering, "tiny")
+        shelf.metering.bar_names("me", [day], ["gone"])
+        for name in ("gone", "stays"):
+            meter.add("me", name, answers=1)
+        meter.flush()
+        assert [used.names for used in shelf.metering.days(day, day, tenant="me")] == [{"stays"}]
+        shelf.metering.bar_names("me", [day], map(str, range(MOST_PARTS)))
+        meter.add("me", "new", answers=1)
+        meter.flush()
+        (used,) = shelf.metering.days(day, day, tenant="me")
+        assert (used.names, used.by_model["tiny"].answers, len(used.erased)) == ({"stays"}, 3, 1)
 
 
 def test_a_source_whose_cache_is_gone_is_found(place: Place, clock: Clock) -> None:

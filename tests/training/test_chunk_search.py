@@ -62,8 +62,13 @@ def test_agreement_is_the_share_of_best_keys():
     assert (found[:, [0, 2, 3]] < 1).all()
 
 
+def found_chunks(engine: Engine) -> calibration.Chunks:
+    heads = engine.facts.kv_heads, engine.preparer.geometry.head
+    return calibration.find(engine.identity, "", calibration.Chunks, heads, "selector fasa")
+
+
 def test_chunks_are_those_of_the_model(engine: Engine):
-    found = calibration.find(engine.identity, "", calibration.Chunks, "selector fasa")
+    found = found_chunks(engine)
     shape = json.loads(engine.identity.attention)
     assert len(found.agreement) == shape["num_hidden_layers"]
     assert {len(layer) for layer in found.agreement} == {engine.facts.kv_heads}
@@ -77,7 +82,7 @@ def test_chunks_are_those_of_the_model(engine: Engine):
 
 def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     """In bf16, as the proxies are held: keys that bf16 can tell apart."""
-    found = calibration.find(engine.identity, "", calibration.Chunks, "selector fasa")
+    found = found_chunks(engine)
     dim = 2 * len(found.agreement[0][0])
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()
@@ -109,7 +114,19 @@ def test_chunks_that_are_not_this_model_s_are_refused(engine: Engine, llama):
     said = json.loads(path.read_text())
     for change, words in (
         ({"weights": "f" * 40}, "other weights"),
-        ({"agreement": said["agreement"][:-1]}, "layers of"),
+        (
+            {"agreement": said["agreement"][:-1]},
+            f"{path.name} has 2 layers of 2 KV heads of 16 channels, .* has 3 layers",
+        ),
+        ({"agreement": [layer[:1] for layer in said["agreement"]]}, "3 layers of 1 KV heads"),
+        (
+            {"agreement": [[head[:-1] for head in layer] for layer in said["agreement"]]},
+            "14 channels, .* of 16 channels",
+        ),
+        (
+            {"agreement": [[head + head for head in layer] for layer in said["agreement"]]},
+            "32 channels, .* of 16 channels",
+        ),
         ({"agreement": [[[2.0]]]}, "broken at agreement"),
         ({"format": "kvshelf.chunks/2"}, "broken at format"),
     ):

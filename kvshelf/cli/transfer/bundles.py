@@ -113,6 +113,7 @@ def pull(
         from kvshelf.store.bundles.trust import Trust
 
     signed = opened(place_at(place), Trust(trust), bundle)
+    signed.require_takeable()
     with _importing(signed, shelf) as put:
         signed.verify()
         for export in signed.exports():

@@ -154,6 +154,11 @@ class Generation:
         return self.document.parts if self._selection is None else self._selection.parts
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds beside its document, its entries and its states: as of a `SuffixReducer`."""
+        return 0 if self._reducer is None else self._reducer.held_bytes
+
+    @property
     def wants(self) -> Wants:
         """What its hooks want of the pass over its pending tokens."""
         if self.closing or not self._hooks:

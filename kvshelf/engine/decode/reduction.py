@@ -20,7 +20,7 @@ from kvshelf.engine.decode.suffixes import EntriesBeside, NotedEntries, SuffixRo
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.prefix_attention import LogitRules, MergedPrefix, Prefix
 from kvshelf.methods.method import Needs
-from kvshelf.methods.policies.gate_file import Gates
+from kvshelf.methods.policies.gate_file import OpenGates
 from kvshelf.methods.policies.gates.base import token_inputs
 from kvshelf.methods.policies.sharing import floored
 from kvshelf.methods.suffixes.base import DEFAULT_BUDGET, Columns, Reduction, SlotTable, Suffix, SuffixPolicy
@@ -228,7 +228,7 @@ class SuffixReducer(RowHook):
         budget: int | None,
         layers: Sequence[int],
         tail: DocumentTail | None = None,
-        gates: tuple[Gates, Rope] | None = None,
+        gates: tuple[OpenGates, Rope] | None = None,
     ) -> None:
         """budget: entries of a KV head, on average where heads or layers have shares of their own (default:
         `DEFAULT_BUDGET` beside those that are protected; with a tail, as many as the document has, or what is always
@@ -276,12 +276,21 @@ class SuffixReducer(RowHook):
         return 0 if self.tail is None else self.tail.table_bytes
 
     def slot_bytes(self, entries: int) -> int:
-        """Bytes of the tokens that share so many entries, in a KV head of every layer: what is noted and what attention
-        reads."""
-        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
-        token = noted + torch.int32.itemsize + torch.float32.itemsize
+        """Bytes of the tokens that share so many entries, in a KV head of every layer."""
         first = 0 if self.tail is None else self.tail.sharing
-        return len(self._layers) * token * max(first, self._policy.most_slots(entries))
+        return len(self._layers) * self._token_bytes * max(first, self._policy.most_slots(entries))
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of a token that shares an entry: what is noted and what attention reads."""
+        noted = torch.int64.itemsize + torch.float32.itemsize * (1 + len(self._policy.columns))
+        return noted + torch.int32.itemsize + torch.float32.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the row holds beside its entries by now: `table_bytes`, and of tokens that share entries."""
+        tables = (noted.slots for noted in self._layers.values())
+        return self.table_bytes + self._token_bytes * sum(own.owners.numel() for own in tables if own is not None)
 
     @property
     def _uneven(self) -> DocumentTail | None:

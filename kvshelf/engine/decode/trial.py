@@ -18,7 +18,7 @@ from typing import Final
 
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.trial_child import LENGTH
-from kvshelf.errors import InternalError, InvalidRequest
+from kvshelf.errors import DeadlineExceeded, InternalError, InvalidRequest
 
 COMPILE_S: Final = 2
 """Seconds of processor time that a grammar may take to compile. 1,800 properties take 0.4 s."""
@@ -29,7 +29,8 @@ within one token of an answer, while all others waited; with this it is 0.24 s, 
 
 _MEMORY_BYTES: Final = 1 << 30
 _HANG_S: Final = 120.0
-"""For a process that uses no processor time and does not answer."""
+"""Seconds until a process that does not answer is ended: it is stopped, or the machine has no processor time for it. A
+grammar is judged by processor time alone."""
 
 _CHILD: Final = "kvshelf.engine.decode.trial_child"
 
@@ -44,7 +45,8 @@ class Trials:
         self._idle: queue.LifoQueue[subprocess.Popen[bytes]] = queue.LifoQueue(maxsize=1)
 
     def require_compiled(self, grammar: Grammar) -> None:
-        """Raises `InvalidRequest` for a grammar that is none, or takes more than the limits."""
+        """Raises `InvalidRequest` for a grammar that is none, or takes more than the limits, and `DeadlineExceeded`
+        where the process was ended before it had used its time."""
         process = self._process()
         hangs = threading.Timer(_HANG_S, process.kill)
         hangs.start()
@@ -82,7 +84,12 @@ class Trials:
         _end(process)
         if code > 0:
             return InternalError(f"the process that compiles grammars ended with {code}")
-        late = code in (-signal.SIGXCPU, -signal.SIGKILL)
+        if code == -signal.SIGKILL:  # by the timer, or by a system without memory: its limit of time is SIGXCPU
+            return DeadlineExceeded(
+                f"{grammar.param} was not compiled: its process was ended from outside, or had used less than "
+                f"{COMPILE_S} s of a processor after {_HANG_S:g} s, as on a machine that is too busy; try again later"
+            )
+        late = code == -signal.SIGXCPU
         found = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"
         return InvalidRequest(
             f"{grammar.param} takes {found} to compile ({len(grammar.text.encode())} bytes); give a simpler one, with "

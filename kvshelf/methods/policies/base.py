@@ -242,6 +242,11 @@ class Policy(Method):
         """Whether its chunked prefill goes on where a stored cache with this identity ends."""
         return False
 
+    @property
+    def first_kept(self) -> int:
+        """First tokens of such a cache that stay whatever follows."""
+        return 0
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
         """This policy, its defaults fitted to the document, the budget, the model and its calibration.
 

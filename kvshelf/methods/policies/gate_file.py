@@ -142,6 +142,22 @@ class Gates:
                 raise ValueError(f"{name!r} has the shape {has[name]}, and the model needs {shape}")
 
 
+class OpenGates:
+    """The gates of answers that are open: each layer is brought to its device once, for all of them, and leaves it with
+    the last one."""
+
+    def __init__(self, gates: Gates) -> None:
+        self.digest = gates.digest
+        self._gates = gates
+        self._there: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+
+    def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
+        """As of `Gates`."""
+        if (index, device) not in self._there:
+            self._there[index, device] = self._gates.layer(index, device)
+        return self._there[index, device]
+
+
 def own_tensors(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     """The tensors of one of the layers that policies reduce, and those that all layers share, by their own names."""
     own = f"{index}."

@@ -132,9 +132,17 @@ class Bundle:
                     "served here",
                 )
 
+    def require_takeable(self) -> None:
+        """Raise `InvalidRequest` where `taken` could not be noted, before any work."""
+        self.trust.require_takeable(*self._mark)
+
     def taken(self) -> None:
         """Remember it as the newest, once its caches are on the shelf."""
-        self.trust.take(self.entry.annotations.key, self.about.name, self.about.sequence, self.entry.digest)
+        self.trust.take(*self._mark)
+
+    @property
+    def _mark(self) -> tuple[str, str, int, str]:
+        return self.entry.annotations.key, self.about.name, self.about.sequence, self.entry.digest
 
 
 def opened(place: BundlePlace, trust: Trust, name: str | None = None) -> Bundle:

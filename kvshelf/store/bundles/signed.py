@@ -21,7 +21,7 @@ class SignedCaches:
 
     def __init__(self, folder: Path, trust: Path) -> None:
         """Raises `InvalidRequest` as `opened`, for the first bundle that is not as it was signed."""
-        self._folder, self._trust = folder, trust
+        self._folder, self._keys, self._trust = folder, trust, Trust(trust)
         self._lock = threading.Lock()
         self._problem: str | None = None
         self._seen = self._state()  # before it is read: what changes meanwhile is read again
@@ -50,7 +50,7 @@ class SignedCaches:
     def _read(self) -> dict[str, list[Said]]:
         """What is said of each cache, by its id. Bundles of different names may say different things: each holds."""
         statements: dict[str, list[Said]] = {}
-        for bundle in bundles_at(BundleFolder(self._folder), Trust(self._trust)):
+        for bundle in bundles_at(BundleFolder(self._folder), self._trust):
             for said in bundle.about.caches:
                 if said.id is not None:
                     statements.setdefault(said.id, []).append(said)
@@ -59,7 +59,7 @@ class SignedCaches:
 
     def _state(self) -> object:
         states = []
-        for file in (self._folder / layout.INDEX_FILE, self._trust):
+        for file in (self._folder / layout.INDEX_FILE, self._keys):
             with suppress(OSError):  # reading it says why
                 status = file.stat()
                 states.append((file, status.st_ctime_ns, status.st_mtime_ns, status.st_ino, status.st_size))

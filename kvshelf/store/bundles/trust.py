@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvshelf.api.strict import parse_json
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.bundles.layout import refused
-from kvshelf.store.private import locked, read_private, write_private
+from kvshelf.store.private import locked, read_owned, write_private
 from kvshelf.store.private import refused as file_refused
+
+log = logging.getLogger("kvshelf.store")
 
 PARAM = "--trust"
 
@@ -37,16 +41,20 @@ class _TrustedKeys(_Strict):
 
 
 class Trust:
-    """A file of trusted keys."""
+    """A file of trusted keys. Where it can only be read, this object remembers what was taken, until it ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._remembered: dict[str, Taken] = {}
 
     def add(self, name: str, key: str) -> None:
         """Trust a key, in hex, under a name. Makes the file if it is missing. Raises `InvalidRequest` for a name that
         another key has."""
         with locked(self._path, param=PARAM):
             content = self._read() if self._path.exists() else _TrustedKeys()
+            if content.keys.get(name) == key:
+                return
+            self._require_writable()
             if content.keys.get(name, key) != key:
                 raise InvalidRequest(
                     f"{self._path} has another key of {name!r} already; take its line out first, or give another name",
@@ -63,7 +71,7 @@ class Trust:
 
     def require_newer(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
         """Raise `InvalidRequest` for a bundle older than one that was taken, or another one of the same number."""
-        before = self._read().taken.get(_place(key, bundle))
+        before = self._newest(key, bundle)
         if before is None or before.sequence < sequence or before == Taken(sequence=sequence, manifest=manifest):
             return
         older = "an older one" if before.sequence > sequence else "another one with the same number"
@@ -74,16 +82,52 @@ class Trust:
         )
 
     def take(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
-        """Remember a bundle whose caches are on the shelf. Raises as `require_newer`."""
+        """Remember a bundle whose caches are taken. Raises as `require_newer`."""
+        self.require_newer(key, bundle, sequence, manifest)
+        newest = Taken(sequence=sequence, manifest=manifest)
+        if self._newest(key, bundle) == newest:
+            return
+        if (problem := self._read_only) is not None:
+            log.warning("%s; until this process ends, bundles older than %s %d are refused", problem, bundle, sequence)
+            self._remembered[_place(key, bundle)] = newest
+            return
         with locked(self._path, param=PARAM):
             self.require_newer(key, bundle, sequence, manifest)
-            content, newest = self._read(), Taken(sequence=sequence, manifest=manifest)
-            if content.taken.get(_place(key, bundle)) != newest:
-                self._write(content.model_copy(update={"taken": content.taken | {_place(key, bundle): newest}}))
+            content = self._read()
+            self._write(content.model_copy(update={"taken": content.taken | {_place(key, bundle): newest}}))
+
+    def require_takeable(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
+        """Raise `InvalidRequest` where this bundle could not be remembered beyond this process."""
+        if self._newest(key, bundle) == Taken(sequence=sequence, manifest=manifest):
+            return
+        self._require_writable()
+
+    def _require_writable(self) -> None:
+        if (problem := self._read_only) is not None:
+            raise InvalidRequest(problem, param=PARAM)
+
+    @property
+    def _read_only(self) -> str | None:
+        """That the file cannot be replaced, and what to do; None: it can be. It is tried: a file system may allow less
+        than modes say."""
+        try:
+            with tempfile.TemporaryFile(dir=self._path.parent):
+                return None
+        except OSError as error:
+            return (
+                f"the key file {self._path} cannot be written ({error.strerror}), and what is trusted and taken stands "
+                "in it; make its folder writable, or give a copy of the file in one that is"
+            )
+
+    def _newest(self, key: str, bundle: str) -> Taken | None:
+        """The newest bundle that was taken, by the file or since it could not be written."""
+        place = _place(key, bundle)
+        known = [taken for taken in (self._read().taken.get(place), self._remembered.get(place)) if taken is not None]
+        return max(known, key=lambda taken: taken.sequence, default=None)
 
     def _read(self) -> _TrustedKeys:
         try:
-            values = parse_json(read_private(self._path, param=PARAM))
+            values = parse_json(read_owned(self._path, param=PARAM))
         except ValueError as error:
             raise file_refused(self._path, "it is no JSON", param=PARAM) from error
         return _checked(self._path, values)

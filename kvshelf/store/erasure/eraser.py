@@ -7,6 +7,7 @@ whose ids they name, and of these the last ones of a conversation first.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 import time
@@ -26,6 +27,7 @@ from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.batches import BatchRecord, BatchTable
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.jobs.files import FileRecord, FileTable
+from kvshelf.store.jobs.meter import NAMED_DAYS
 from kvshelf.store.jobs.metering import DayUsed, Metering
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
 from kvshelf.store.jobs.workflows import KeptWorkflow
@@ -87,6 +89,7 @@ class Eraser:
     bodies: Bodies
     files: FileTable
     batches: BatchTable
+    metering: Metering
     home: str
     now: Callable[[], float]
     delete: Callable[..., Any]
@@ -102,6 +105,7 @@ class Eraser:
         self.sweep()
         item, term, record = self._begun(subject)
         try:
+            self._bar_names(subject)
             stays, ended = self._work(subject, item.id, term, limit_s)
             record = record.with_stays(stays)
             if ended and not record.completed_at:
@@ -113,6 +117,13 @@ class Eraser:
             return self._receipt(subject, record, things, "completed" if ended else "in_progress")
         finally:
             self.index.jobs.release(item.id, term)
+
+    def _bar_names(self, subject: Subject) -> None:
+        """Before anything goes, so that what a replica has counted and not sent yet brings no name of it back."""
+        today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
+        # With tomorrow: a clock may be ahead.
+        days = [today + datetime.timedelta(days=number) for number in range(-NAMED_DAYS, 2)]
+        self.metering.bar_names(subject.tenant, days, None if subject.all else subject.labels.values())
 
     def _begun(self, subject: Subject) -> tuple[Item, int, _Recorded]:
         """The record of the erasure, leased: a new one, or that of an earlier call."""
@@ -185,7 +196,8 @@ class Eraser:
         status: Literal["dry_run", "in_progress", "completed"],
     ) -> Erasure:
         usage = self.index.jobs.listing("usage", subject.tenant, None, 1000)
-        kept = [StayingThing(kind="usage", id=item.id, why=_why_usage(subject, item)) for item in usage]
+        days = [(item.id, used) for item in usage if (used := read(item, DayUsed)).by_model]
+        kept = [StayingThing(kind="usage", id=id, why=_why_usage(subject, used)) for id, used in days]
         kept += [
             StayingThing(kind="tombstone", id=thing.id, why="id and tenant, for 30 days")
             for thing in things
@@ -245,7 +257,7 @@ class _Look:
         elif thing.kind == "lines":
             numbers = self._lines.get(thing.id, set())
             if thing.id in self._told_apart:
-                Metering(jobs).forget_names(thing.id, tenant, self._told_apart[thing.id])
+                self._of.metering.forget_names(thing.id, tenant, self._told_apart[thing.id])
             elif thing.id.startswith("file_"):
                 self._of.files.erase_lines(thing.id, numbers, tenant=tenant)
             else:
@@ -442,8 +454,7 @@ class _BatchRows:
         return custom_id in self.custom_ids if isinstance(custom_id, str) else row.get("line") in self.lines
 
 
-def _why_usage(subject: Subject, item: Item) -> str:
-    used = read(item, DayUsed)
+def _why_usage(subject: Subject, used: DayUsed) -> str:
     named = " but ids of conversations and values of the guard's label, none of them of these labels"
     return "numbers of a day, without text" + (named if used.names - subject.named(used) else "")
 

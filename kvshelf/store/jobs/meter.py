@@ -21,6 +21,9 @@ log = logging.getLogger("kvshelf.store")
 FLUSH_S: Final = 2.0
 """Seconds between two additions to the store: what a killed replica loses at most."""
 
+NAMED_DAYS: Final = 1
+"""Age in days of the oldest counts that are sent with the names of their parts, which an erasure bars for that long."""
+
 _STOP_S: Final = 2.0
 
 
@@ -59,9 +62,12 @@ class Meter:
         self, tenant: str, conversation: str | None = None, *, guard_group: str | None = None, **amounts: float
     ) -> None:
         """Count fields of `Metered` for a tenant, today. conversation, guard_group: that they are of, one at most."""
-        key = tenant, datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
         with self._lock:
-            self._pending.setdefault(key, _Counts()).add(amounts, conversation, guard_group)
+            self._pending.setdefault((tenant, self._today), _Counts()).add(amounts, conversation, guard_group)
+
+    @property
+    def _today(self) -> datetime.date:
+        return datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
 
     def spent(self, tenant: str, seconds: float) -> None:
         """Count seconds of the model for a tenant."""
@@ -89,6 +95,8 @@ class Meter:
     def _send(self) -> None:
         while self._unsent:
             tenant, day, counts = self._unsent[-1]
+            if (self._today - day).days > NAMED_DAYS:
+                counts = _Counts(counts.whole)
             groups = {name: Metered(**amounts) for name, amounts in counts.guard_groups.items()}
             used = {self._model: ModelUsed(**counts.whole, guard_groups=groups)}
             parts = {name: {self._model: Metered(**amounts)} for name, amounts in counts.conversations.items()}

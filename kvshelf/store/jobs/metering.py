@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Final, TypeVar
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
 _DIGITS: Final = 40
+_ALL: Final = "*"
 
 PartT = TypeVar("PartT")
 
@@ -34,15 +35,17 @@ class ModelUsed(Metered):
 class DayUsed(StoredRecord):
     """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, the
     first `MOST_PARTS` of them. writers: the number of the last addition of each, so that one whose answer was lost is
-    not added twice."""
+    not added twice. erased: digests of names that an erasure has ended, which additions that were counted before it do
+    not bring back; with `_ALL` no name is told apart any more."""
 
-    LATER = ("conversations",)
+    LATER = ("conversations", "erased")
 
     tenant: str
     day: datetime.date
     by_model: dict[str, ModelUsed] = Field(default_factory=dict)
     conversations: dict[str, dict[str, Metered]] = Field(default_factory=dict)
     writers: dict[str, int] = Field(default_factory=dict)
+    erased: frozenset[str] = frozenset()
 
     @property
     def names(self) -> set[str]:
@@ -61,8 +64,10 @@ class DayUsed(StoredRecord):
 class Metering:
     """The use of one home. Raises as `JobTable` does."""
 
-    def __init__(self, table: JobTable) -> None:
+    def __init__(self, table: JobTable, key: bytes) -> None:
+        """key: of the home's ids."""
         self._table = table
+        self._key = key
 
     def add(
         self,
@@ -81,16 +86,15 @@ class Metering:
             known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
             if known.writers.get(writer, 0) >= number:
                 return
-            models = {model: known.by_model.get(model, ModelUsed()) + more for model, more in used.items()}
-            parts = _first(known.conversations, conversations or {})
-            sums = {name: _sums(known.conversations.get(name, {}), more) for name, more in parts.items()}
+            by_model = {model: ModelUsed() + own for model, own in used.items()}
+            more = DayUsed(tenant=tenant, day=day, by_model=by_model, conversations=dict(conversations or {}))
+            more = more.without({name for name in more.names if known.erased & {_ALL, self._digest(name)}})
+            models = {model: known.by_model.get(model, ModelUsed()) + own for model, own in more.by_model.items()}
+            parts = _first(known.conversations, more.conversations)
+            sums = {name: _sums(known.conversations.get(name, {}), part) for name, part in parts.items()}
             new = {"by_model": known.by_model | models, "conversations": known.conversations | sums}
             record = known.model_copy(update=new | {"writers": known.writers | {writer: number}})
-            if item is None:
-                stored = self._table.add(_item(record, 0))
-            else:
-                stored = self._table.change(_item(record, item.version))
-            if stored is not None:  # else another writer was faster
+            if self._stored(record, item):
                 return
 
     def days(self, first: datetime.date, last: datetime.date, *, tenant: str | None) -> list[DayUsed]:
@@ -102,11 +106,32 @@ class Metering:
         records = [read(item, DayUsed) for item in items]
         return sorted((used for used in records if first <= used.day <= last), key=lambda used: (used.day, used.tenant))
 
+    def bar_names(self, tenant: str, days: Iterable[datetime.date], names: Iterable[str] | None) -> None:
+        """Let no later addition to these days tell anything apart by these names, or (None) by any."""
+        barred = frozenset([_ALL] if names is None else map(self._digest, names))
+        for day in days if barred else ():
+            while True:
+                item = self._table.find(_id(tenant, day), tenant)
+                known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
+                erased = known.erased | barred
+                if len(erased) > MOST_PARTS:
+                    erased = frozenset([_ALL])
+                if erased == known.erased or self._stored(known.model_copy(update={"erased": erased}), item):
+                    break
+
+    def _stored(self, record: DayUsed, item: Item | None) -> bool:
+        """Store what a day's item becomes; False where another writer was faster."""
+        if item is None:
+            return self._table.add(_item(record, 0)) is not None
+        return self._table.change(_item(record, item.version)) is not None
+
+    def _digest(self, name: str) -> str:
+        return digest("kvshelf.usage.erased", name, key=self._key)
+
     def forget_names(self, item_id: str, tenant: str, names: Container[str]) -> None:
         """Tell nothing apart any more that has one of these names, on one day of a tenant (`Item.id`)."""
         while (item := self._table.find(item_id, tenant)) is not None:
-            record = read(item, DayUsed).without(names)
-            if self._table.change(_item(record, item.version)) is not None:
+            if self._stored(read(item, DayUsed).without(names), item):
                 return
 
 
@@ -130,6 +155,7 @@ def _id(tenant: str, day: datetime.date) -> str:
 
 def _item(record: DayUsed, version: int) -> Item:
     midnight = datetime.datetime.combine(record.day, datetime.time(), datetime.UTC)
-    due = (midnight + datetime.timedelta(days=KEEP_DAYS)).timestamp()
+    # One that no number was added to is only there for additions on their way.
+    due = (midnight + datetime.timedelta(days=KEEP_DAYS if record.by_model else 2)).timestamp()
     text = record.model_dump_json()
     return Item("usage", _id(record.tenant, record.day), record.tenant, text, version, open=True, due=due)

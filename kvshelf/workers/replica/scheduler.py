@@ -183,6 +183,14 @@ class Scheduler:
 
     # Everything below runs on the scheduler's thread.
 
+    @property
+    def _held_bytes(self) -> int:
+        """What `_suffix_bytes` foretells, of all open answers by now."""
+        states, entry = self._engine.passes.state_bytes, self._engine.kv_bytes_per_token
+        answers = [answering.generation for answering in self.open]
+        own = (one.row.beside * entry + one.held_bytes + (states if one.row.states else 0) for one in answers)
+        return self.batch.nbytes + sum(own)
+
     def _run(self) -> None:
         try:
             with kvshelf_attention(self._engine.model):  # otherwise each step would select and restore it
@@ -359,8 +367,7 @@ class Scheduler:
         self._end(work, None)
 
     def _end(self, work: Answering, error: Exception | None) -> None:
-        beside = sum(answering.generation.row.beside for answering in self.open) * self._engine.kv_bytes_per_token
-        work.ticket.suffix_bytes, work.ticket.turn = self.batch.nbytes + beside, work.generation.turn
+        work.ticket.suffix_bytes, work.ticket.turn = self._held_bytes, work.generation.turn
         self.open.remove(work)
         self.batch.leave(work.generation)
         work.ticket.resolve(work.generation.answer() if error is None else None, error)

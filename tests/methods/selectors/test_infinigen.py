@@ -63,6 +63,12 @@ def with_skews(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return engine
 
 
+def found_skews(engine: Engine) -> calibration.Skews:
+    geometry = engine.preparer.geometry
+    heads = geometry.q_heads, geometry.head
+    return calibration.find(engine.identity, "", calibration.Skews, heads, "selector infinigen")
+
+
 def by_loops(model, skews, seen, first, alpha, share, budget):
     """What each token behind the question reads of a layer, by the inputs of attention modules, which `seen` has as the
     pass goes on; noted in `seen["read"]`."""
@@ -134,7 +140,7 @@ def test_it_reads_what_the_rule_says_in_loops(engine, params, tokens, policy, co
 
     for layer in engine.model.model.layers:
         layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
-    skews = calibration.find(engine.identity, "", calibration.Skews, "selector infinigen").layers
+    skews = found_skews(engine).layers
     alpha, share = params.get("alpha", 5.0), params.get("channels", 0.3)
     rule = by_loops(
         engine.model, skews, seen, cache.next_position, torch.inf if alpha is None else alpha, share, tokens
@@ -201,7 +207,13 @@ def test_bad_parameters_and_skews_are_refused_by_name(llama):
     path = calibration.paths(llama.identity.weights).skews
     whole, layers = path.read_bytes(), calibration.Skews.from_file(path).layers
     good = {f"{at:04}": own for at, own in enumerate(layers)}
+    other, fewer = (
+        {name: own[sizes].contiguous() for name, own in good.items()}
+        for sizes in ((slice(None), slice(8), slice(8)), (slice(2),))
+    )
     for tensors, weights, words in (
+        (other, llama.identity.weights, f"{path.name} has 4 layers of 4 query heads of 8 channels, .* of 16 channels"),
+        (fewer, llama.identity.weights, "has 4 layers of 2 query heads of 16 channels, .* 4 layers of 4 query heads"),
         (good, "f" * 39, "other weights"),
         ({name: good[name] for name in ("0000", "0001")}, llama.identity.weights, "2 layers of 4"),
         (good | {"0001": good["0001"][:, :, :3].contiguous()}, llama.identity.weights, "not square"),

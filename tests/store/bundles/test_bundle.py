@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,69 @@ def test_keys_that_are_not_trusted_are_refused(place: Path, tmp_path: Path) -> N
     require_refused(place, stranger, "untrusted_key", f"the key {KEY}")
     with pytest.raises(InvalidRequest, match="has another key of 'other' already"):
         stranger.add("other", KEY)
-    (tmp_path / "other.json").chmod(0o644)
-    with pytest.raises(InvalidRequest, match="others than its owner have access"):
-        pulled(place, stranger)
+    for mode in (0o620, 0o602, 0o666):
+        (tmp_path / "other.json").chmod(mode)
+        with pytest.raises(InvalidRequest, match=f"can change it .mode {mode:o}.; run: chmod go-w"):
+            pulled(place, stranger)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o444, 0o644])
+def test_others_may_read_the_file_of_keys(place: Path, trust: Trust, tmp_path: Path, mode: int) -> None:
+    (tmp_path / "trust.json").chmod(mode)
+    assert len(pulled(place, trust)) == len(EXPORTS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_keys_that_another_user_can_change_is_refused(place: Path, trust: Trust, tmp_path: Path) -> None:
+    (tmp_path / "trust.json").chmod(0o644)
+    os.chown(tmp_path / "trust.json", 10_001, -1)
+    with pytest.raises(InvalidRequest, match="it is of user 10001"):
+        pulled(place, trust)
+
+
+@pytest.fixture
+def read_only(trust: Trust, tmp_path: Path) -> Iterator[Path]:  # noqa: ARG001 - it has made the file
+    """The file of trusted keys, in a folder where nobody can make a file, not even root."""
+    with (tmp_path / "trust.json").open("rb") as file:
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def test_a_file_of_keys_that_can_only_be_read_is_enough_until_something_is_to_be_noted(
+    place: Path, read_only: Path
+) -> None:
+    fixed = Trust(read_only)
+    fixed.add("acme", KEY)
+    with pytest.raises(
+        InvalidRequest, match=r"cannot be written .*make its folder writable, or give a copy"
+    ) as refused:
+        fixed.add("other", OTHER_KEY)
+    assert refused.value.param == "--trust"
+    bundle = opened(place_at(str(place)), fixed)
+    with pytest.raises(InvalidRequest, match=r"cannot be written .*make its folder writable, or give a copy"):
+        bundle.require_takeable()
+
+
+def test_what_a_file_that_can_only_be_read_has_as_taken_is_taken_again(
+    place: Path, trust: Trust, tmp_path: Path
+) -> None:
+    taken(place, trust)
+    with (tmp_path / "trust.json").open("rb") as file:
+        bundle = opened(place_at(str(place)), Trust(Path(f"/proc/self/fd/{file.fileno()}")))
+        bundle.require_takeable()
+        bundle.taken()
+
+
+def test_older_bundles_are_refused_even_where_the_newest_cannot_be_noted(
+    place: Path, tmp_path: Path, read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fixed, old = Trust(read_only), shutil.copytree(place, tmp_path / "old")
+    push(BundleFolder(place), "handbooks", EXPORTS[:2], SIGNER)
+    newest = taken(place, fixed)
+    taken(place, fixed)
+    (warning,) = caplog.messages
+    said = f"until this process ends, bundles older than handbooks {newest.about.sequence} are refused"
+    assert warning.endswith(said), "and it is said once"
+    require_refused(old, fixed, "rollback", "this is an older one")
 
 
 def rewritten(place: Path, change: Callable[[dict[str, Any]], None], signer: Signer | None = None) -> None:

@@ -340,6 +340,20 @@ def test_a_rollback_is_refused_and_a_newer_bundle_counts_at_once(shelves: Shelve
         require_equal(make_cache(2), mine.get(shelves.ids[2]))
 
 
+def test_a_file_of_keys_that_can_only_be_read_is_enough(shelves: Shelves) -> None:
+    """Opening the shelf failed, as it noted the newest bundle there."""
+    with shelves.keys.open("rb") as file:
+        url = shelves.url.replace(f"trust={shelves.keys}", f"trust=/proc/self/fd/{file.fileno()}")
+        with open_store(url) as mine:
+            require_equal(make_cache(0), mine.get(shelves.ids[0]))
+            index = shelves.bundle / "index.json"
+            older = index.read_bytes()
+            shelves.sign(seeds=[0, 1])
+            require_equal(make_cache(0), mine.get(shelves.ids[0]))
+            index.write_bytes(older)
+            require_refused(mine, shelves.ids[0], "this is an older one")
+
+
 def test_a_key_that_is_trusted_no_longer_counts_at_once(shelves: Shelves) -> None:
     with open_store(shelves.url) as mine:
         require_equal(make_cache(0), mine.get(shelves.ids[0]))

@@ -46,7 +46,7 @@ def used(answers: int = 1, worker_s: float = 0.5) -> dict[str, ModelUsed]:
 
 def test_what_several_writers_add_at_the_same_time_adds_up(shelf: Shelf, home: Home) -> None:
     def add(index: Index, number: int) -> bool:
-        Metering(index.jobs).add("me", DAY, used(), writer=str(os.getpid()), number=number + 1)
+        Metering(index.jobs, index.key).add("me", DAY, used(), writer=str(os.getpid()), number=number + 1)
         return True
 
     assert race(home, 20, add) == [2] * 20

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from kvshelf.api.usage import Metered, today
 from kvshelf.engine.certify.recheck import Recheck
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import exact
-from kvshelf.errors import QueueFull
+from kvshelf.errors import CacheNotFound, QueueFull
 from kvshelf.samples.tasks import TaskDocument, make_document
 from kvshelf.store.disk import DiskStore
+from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, tenant_at_work
@@ -426,6 +428,27 @@ async def test_what_is_erased_while_it_is_asked_again_counts_for_nothing(
     monkeypatch.setattr(Recheck, "run", late)
     await ask(replica, manifest, 1)
     assert (used(replica)[0], replica.questions.guard.take_results()) == (0, ())
+
+
+async def test_an_erasure_while_a_finer_cache_is_made_leaves_nothing(
+    guarded: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remake had read the source, and stored the document again, with its labels and its source."""
+    replica = guarded(below="remake")
+    manifest = await made(replica, 2, labels={"subject": "alice"}, **BAD)
+    create, receipts = replica.creations.create, []
+    erase = partial(replica.store.erase, Subject(tenant="default", labels=manifest.labels))
+
+    async def late(spec: CreateCache, **about: Any) -> Any:
+        receipts.append(erase())
+        return await create(spec, **about)
+
+    monkeypatch.setattr(replica.creations, "create", late)
+    with pytest.raises(CacheNotFound):  # the next question, once an answer differed and the guard made another cache
+        await ask_all(replica, manifest, 2, 4)
+    assert not replica.store.list().data
+    assert [erase().counts] == [receipt.counts for receipt in receipts], "nothing more is found"
+    assert replica.store.check() == []
 
 
 async def test_a_bad_cache_among_many_is_found_and_no_good_one(guarded: Callable[..., Replica]) -> None:

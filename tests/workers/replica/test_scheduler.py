@@ -34,6 +34,7 @@ from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
+from kvshelf_bench.models.small import small_model
 
 DOCUMENT = "The harbour master keeps the tide tables in a green book. " * 20
 WAIT_S = 60.0
@@ -475,6 +476,7 @@ def test_the_copy_of_a_document_s_entries_counts(engine: Engine, cache: Compress
         first, second = (ticket.future.result(WAIT_S) for ticket in tickets)
         assert first.token_ids == second.token_ids
         assert set(open_at_once) == {1}
+        assert [ticket.suffix_bytes for ticket in tickets] == [needed] * 2
     finally:
         scheduler.stop()
     assert scheduler.batch.nbytes == 0
@@ -504,6 +506,37 @@ def test_what_an_answer_has_beside_its_suffix_counts_and_goes_with_it(engine: En
     finally:
         scheduler.stop()
     assert tail() is None
+
+
+def test_tokens_that_share_entries_count(engine: Engine) -> None:
+    """They have no key and no value of their own, and a place and a factor."""
+    document = engine.attach(engine.compress(DOCUMENT, policy="ems", budget_tokens=40, keep_scores=True))
+    query = engine.encode_query(document, "Who?")
+    params = {"every": 8, "window": 8, "tau": 0.1}  # dissimilar entries merge, too
+    reducer = engine.bound("ems", question_tokens=len(query), params=params, document=document)
+    scheduler = Scheduler(engine, SchedulerLimits())
+    scheduler.start()
+    try:
+        ticket = scheduler.generate(document, query, Sampling(max_tokens=30), reducer=reducer)
+        ticket.future.result(WAIT_S)
+    finally:
+        scheduler.stop()
+    slab = 64 * engine.kv_bytes_per_token
+    assert reducer.held_bytes > reducer.table_bytes
+    assert ticket.suffix_bytes == slab + reducer.held_bytes
+
+
+def test_states_count() -> None:
+    engine = Engine(small_model("lfm2"))
+    scheduler = Scheduler(engine, SchedulerLimits())
+    scheduler.start()
+    try:
+        ticket = scheduler.generate(engine.compress(list(range(1, 60))), [5, 6, 7], Sampling(max_tokens=4))
+        ticket.future.result(WAIT_S)
+    finally:
+        scheduler.stop()
+    assert engine.passes.state_bytes > 0
+    assert ticket.suffix_bytes == 64 * engine.kv_bytes_per_token + engine.passes.state_bytes
 
 
 @pytest.mark.slow

@@ -79,10 +79,25 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
 
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
 
+    @property
+    def first_kept(self) -> int:
+        return self.sink
+
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
+        if self.chunked and document.first_position:
+            self._require_gates_of_cache(gates_of(document).digest)
         policy = super().fitted(document, budget, given)
         sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
         return replace(policy, sink=sink)
+
+    def _require_gates_of_cache(self, there: str) -> None:
+        """Refuse to go on from a cache of other gates than are there: its parameters are not the caller's to choose."""
+        if self.gates not in (None, there):
+            raise PolicyUnsupported(
+                f"the cache was made by the gates {self.gates!r}, and those that are there for this model are "
+                f"{there!r}; put their file back, or take prefill=whole",
+                param="policy_params.prefill",
+            )
 
     @classmethod
     def shapes(cls, width: int, geometry: Geometry) -> Shapes:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvshelf.api.answers import Phase, in_sequence, rounded
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.quality import How
-from kvshelf.errors import QualityBelowFloor
+from kvshelf.errors import CacheNotFound, QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
@@ -165,9 +166,20 @@ class Creations:
             return await Creation(self, levels, publisher, caller.deadline_s).run()
 
     async def remake(self, manifest: Manifest, floor: float, caller: Caller) -> Created:
-        """The smallest cache of a cache's document that reaches a floor. Raises `SourceNotKept`, and as `create`."""
-        source = await self.threads.run(self.store.source, manifest.id, tenant=manifest.tenant)
-        return await self.create(finer(manifest, source, floor, self.store.now()), caller=caller)
+        """The smallest cache of a cache's document that reaches a floor. Raises `SourceNotKept`, and as `create`, and
+        `CacheNotFound` where the cache was erased or deleted meanwhile: of its document nothing is stored then."""
+        run, tenant = self.threads.run, manifest.tenant
+        source = await run(self.store.source, manifest.id, tenant=tenant)
+        created = await self.create(finer(manifest, source, floor, self.store.now()), caller=caller)
+        try:  # behind the write: an erasure that did not see what was written had ended the cache before
+            await run(self.store.stat, manifest.id, tenant=tenant)
+        except CacheNotFound:
+            for cache in created.caches:
+                if not cache.existing:
+                    with suppress(CacheNotFound):
+                        await run(self.store.delete, cache.manifest.id, tenant=tenant, cascade=True)
+            raise
+        return created
 
     async def _created(self, spec: CreateCache, caller: Caller, watcher: Watcher) -> Created:
         """The caches on the shelf, compressed if they were not there."""
