@@ -38,13 +38,17 @@ WHOLE = 2
 )
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A random model with skews in a data folder of its own."""
-    kind, q_heads, kv_heads, recorded = request.param
+    return with_skews(sharp_engine(*request.param), tmp_path, monkeypatch)
+
+
+def sharp_engine(kind: str, q_heads: int, kv_heads: int, recorded: bool) -> Engine:
     sizes = {"hidden_size": 16 * q_heads, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     model = random_model(kind, **sizes)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(SHARP)
             layer.self_attn.k_proj.weight.mul_(SHARP)
+            layer.self_attn.o_proj.weight.mul_(SHARP)
             if kind == "qwen2":
                 layer.self_attn.q_proj.bias.normal_()
                 layer.self_attn.k_proj.bias.normal_()
@@ -52,7 +56,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if recorded:
         prepack(model)
     assert (engine.passes.early_program is not None) == recorded
-    return with_skews(engine, tmp_path, monkeypatch)
+    return engine
 
 
 def with_skews(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -169,6 +173,19 @@ def test_without_alpha_and_with_room_for_all_it_is_the_dense_answer(engine):
     assert part.usage.read_tokens <= (120 + 24) / 2
     asked = [(cache, QUESTION[i:]) for i in range(3)]
     assert engine.answer_all(asked, max_new_tokens=8, select="infinigen", select_tokens=24)[0] == part
+
+
+@pytest.mark.skipif(not available(), reason="there is no program")
+@pytest.mark.parametrize("alpha", [0.5, None])
+def test_a_program_answers_as_the_modules_do(alpha, tmp_path, monkeypatch):
+    """Its attentions are planned before anything is chosen, and later steps take them over."""
+    answers = []
+    for recorded in (False, True):
+        engine = with_skews(sharp_engine("llama", 4, 2, recorded), tmp_path, monkeypatch)
+        ask = partial(engine.answer, engine.compress(DOCUMENT, policy="full"), QUESTION, max_new_tokens=16)
+        answers.append((ask(select="infinigen", select_params={"alpha": alpha}, select_tokens=24), ask()))
+    assert answers[0] == answers[1]
+    assert answers[0][0].token_ids != answers[0][1].token_ids
 
 
 def test_a_skew_has_the_singular_vectors_of_queries_by_what_queries_and_keys_have_in_them():
