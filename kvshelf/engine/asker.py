@@ -244,13 +244,13 @@ class Asker:
 
     def _by_units(self, selector: UnitSelector, document: Attached, budget: int) -> UnitSelection:
         facts, kinds = self._facts, self._passes.kinds
+        place, needed_by = (facts.identity, facts.folder), f"selector {selector.name}"
         if Needs.CHUNKS in selector.needs:
-            sizes = facts.kv_heads, self._preparer.geometry.head
-            chunks = calibration.find_chunks(facts.identity, facts.folder, *sizes, selector.name)
-            selector = selector.calibrated(chunks)
+            heads = facts.kv_heads, self._preparer.geometry.head
+            selector = selector.calibrated(calibration.find(*place, calibration.Chunks, heads, needed_by))
         if Needs.SKEWS in selector.needs:
-            head_dim = self._preparer.geometry.head
-            selector = selector.skewed(calibration.find_skews(facts.identity, facts.folder, head_dim, selector.name))
+            heads = self._preparer.geometry.q_heads, self._preparer.geometry.head
+            selector = selector.skewed(calibration.find(*place, calibration.Skews, heads, needed_by))
         if Needs.EARLY in selector.needs:
             return EarlySelection(selector, document, budget, kinds)
         if Needs.INDEX in selector.needs:

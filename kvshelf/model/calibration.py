@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -53,6 +53,39 @@ Cosine = Annotated[float, Field(ge=-1.001, le=1.001)]
 """With room for rounding."""
 
 
+class _InJson(BaseModel):
+    """A calibration whose file is JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    param: ClassVar[str]
+    """The field of a request that needs it."""
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        return self.model_dump_json(indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read and check it. Raises `PolicyUnsupported`, which says what is wrong with the file."""
+        try:
+            if path.stat().st_size > _LARGEST_FILE:
+                raise PolicyUnsupported(
+                    f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param=cls.param
+                )
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise PolicyUnsupported(
+                f"the calibration {path} is broken{f' at {where}' if where else ''}: {first['msg']}; make it again "
+                "with kvshelf calibrate",
+                param=cls.param,
+            ) from error
+        except OSError as error:
+            raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=cls.param) from error
+
+
 class _Origin(BaseModel):
     """How something was measured. For people: no code depends on it."""
 
@@ -70,7 +103,7 @@ class Origin(_Origin):
     compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
 
 
-class Calibration(BaseModel):
+class Calibration(_InJson):
     """Scores of the query heads, `head_scores[layer][head]`, and the layers' shares of the error, which add up to 1.
 
     `key_similarities`: of each layer, the mean cosine between its keys and those of the same tokens where each block is
@@ -78,10 +111,10 @@ class Calibration(BaseModel):
     made with, as in `ModelIdentity`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
     param: ClassVar[str] = "policy"
-    """The field of a request that needs it."""
+    beside: ClassVar[str] = BESIDE_THE_WEIGHTS
+    missing: ClassVar[str] = "a calibration of {model}, and there is none; make one: {command}"
+    heads: ClassVar[str] = "query heads"
     format: Literal["kvshelf.calibration/1"] = "kvshelf.calibration/1"
     weights: str = Field(min_length=1)
     head_scores: tuple[tuple[Score, ...], ...] = Field(min_length=1)
@@ -100,6 +133,10 @@ class Calibration(BaseModel):
         if abs(sum(self.layer_errors) - 1) > 1e-6:
             raise ValueError(f"layer_errors add up to {sum(self.layer_errors)}, not to 1")
         return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return len(self.head_scores), self.query_heads
 
     @property
     def query_heads(self) -> int:
@@ -131,16 +168,19 @@ class ChunksOrigin(_Origin):
     top: int = Field(ge=1, description="keys of a query whose agreement was measured")
 
 
-class Chunks(BaseModel):
+class Chunks(_InJson):
     """How well each frequency chunk of a head tells its best keys by itself (FASA): `agreement[layer][kv_head][f]`, for
     the channels f and f + D / 2, the share of a query's best keys that are also its best by this chunk alone.
 
     `weights` as of a `Calibration`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
     param: ClassVar[str] = "select.method"
+    beside: ClassVar[str] = CHUNKS_BESIDE_THE_WEIGHTS
+    missing: ClassVar[str] = (
+        "the frequency chunks of {model}, and nobody has measured them; do so: {command} --only chunks"
+    )
+    heads: ClassVar[str] = "KV heads"
     format: Literal["kvshelf.chunks/1"] = "kvshelf.chunks/1"
     weights: str = Field(min_length=1)
     agreement: tuple[tuple[tuple[Share, ...], ...], ...] = Field(min_length=1)
@@ -151,6 +191,10 @@ class Chunks(BaseModel):
         if len({(len(layer), len(head)) for layer in self.agreement for head in layer}) != 1:
             raise ValueError("agreement must have the same heads in every layer, and the same chunks in every head")
         return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return len(self.agreement), len(self.agreement[0]), 2 * len(self.agreement[0][0])
 
     @property
     def digest(self) -> str:
@@ -170,8 +214,15 @@ class Skews:
     matter most first. `weights` as of a `Calibration`."""
 
     param: ClassVar[str] = "select.method"
+    beside: ClassVar[str] = SKEWS_BESIDE_THE_WEIGHTS
+    missing: ClassVar[str] = "the skews of {model}, and nobody has found them; do so: {command} --only skews"
+    heads: ClassVar[str] = "query heads"
     weights: str
     layers: tuple[Tensor, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return len(self.layers), *self.layers[0].shape[:2]
 
     @cached_property
     def digest(self) -> str:
@@ -197,6 +248,12 @@ class Skews:
                 param=cls.param,
             ) from error
         return made
+
+
+Measured = TypeVar("Measured", Calibration, Chunks, Skews)
+"""A kind of calibration. param: the field of a request that needs it. beside: the name of its file beside weights.
+missing: what an error says where there is none. heads: which heads it is of. sizes: its layers, the heads of each, and
+where it is by channel, their channels."""
 
 
 def data_folder() -> Path:
@@ -231,59 +288,32 @@ def _served(name: str) -> Path:
     return data_folder().with_name("served") / digest("kvshelf.served", name)
 
 
-def find(model: ModelIdentity, folder: str) -> Calibration:
-    """The calibration of a model whose weights were loaded from `folder`: a path, a hub id, or "" for a model made in
-    memory.
+def find(model: ModelIdentity, folder: str, kind: type[Measured], heads: tuple[int, ...], needed_by: str) -> Measured:
+    """The calibration of a kind of a model whose weights were loaded from `folder`: a path, a hub id, or "" for a model
+    made in memory. heads: of the model, as `sizes` behind the layers. needed_by: as an error names it, "selector fasa"
+    say.
 
-    Raises `PolicyUnsupported` if there is none, if it belongs to other weights, or if its file is broken.
+    Raises `PolicyUnsupported` if there is none, if it belongs to other weights or has other sizes, or if its file is
+    broken.
     """
-    path = place(paths(model.weights).heads, folder, BESIDE_THE_WEIGHTS)
+    path = _place(model, folder, kind.beside)
     if path is None:
-        raise PolicyUnsupported(
-            f"the policy needs a calibration of {model.name!r}, and there is none; make one: {_command(model)}",
-            param="policy",
-        )
-    found = load(path, Calibration)
-    heads = json.loads(model.attention)["num_attention_heads"]
-    _require_fitting(model, found, path, (len(found.head_scores), found.query_heads), (heads,), "query heads")
+        missing = kind.missing.format(model=repr(model.name), command=_command(model))
+        raise PolicyUnsupported(f"{needed_by} needs {missing}", param=kind.param)
+    try:
+        status = path.stat()
+    except OSError as error:  # it was just removed
+        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
+    # Not by the time that it was modified and its size: a copy may keep the one, and skews of a model have one size.
+    found: Measured = _read(kind.from_file, path, status.st_ino, status.st_ctime_ns)
+    _require_fitting(model, found, path, heads)
     return found
 
 
-def find_chunks(model: ModelIdentity, folder: str, kv_heads: int, head_dim: int, selector: str = "fasa") -> Chunks:
-    """The frequency chunks of a model for a selector, as `find`. kv_heads: of each layer. head_dim: their channels."""
-    path = place(paths(model.weights).chunks, folder, CHUNKS_BESIDE_THE_WEIGHTS)
-    if path is None:
-        raise PolicyUnsupported(
-            f"selector {selector} needs the frequency chunks of {model.name!r}, and nobody has measured them; do so: "
-            f"{_command(model)} --only chunks",
-            param="select.method",
-        )
-    found = load(path, Chunks)
-    has = len(found.agreement), len(found.agreement[0]), 2 * len(found.agreement[0][0])
-    _require_fitting(model, found, path, has, (kv_heads, head_dim), "KV heads")
-    return found
-
-
-def find_skews(model: ModelIdentity, folder: str, head_dim: int, selector: str) -> Skews:
-    """The skews of a model for a selector, as `find_chunks`."""
-    path = place(paths(model.weights).skews, folder, SKEWS_BESIDE_THE_WEIGHTS)
-    if path is None:
-        raise PolicyUnsupported(
-            f"selector {selector} needs the skews of {model.name!r}, and nobody has found them; do so: "
-            f"{_command(model)} --only skews",
-            param="select.method",
-        )
-    status = path.stat()
-    skews = _skews(path, status.st_mtime_ns, status.st_size)
-    heads = json.loads(model.attention)["num_attention_heads"]
-    has = len(skews.layers), *skews.layers[0].shape[:2]
-    _require_fitting(model, skews, path, has, (heads, head_dim), "query heads")
-    return skews
-
-
-@lru_cache(maxsize=4)
-def _skews(path: Path, modified_ns: int, size: int) -> Skews:  # noqa: ARG001 - a changed file is another one
-    return Skews.from_file(path)
+@lru_cache(maxsize=8)
+def _read(from_file: Callable[[Path], Any], path: Path, number: int, changed_ns: int) -> Any:  # noqa: ARG001
+    """A file that has changed is another one."""
+    return from_file(path)
 
 
 class Paths(NamedTuple):
@@ -297,10 +327,19 @@ class Paths(NamedTuple):
 
 def paths(weights: str, folder: Path | None = None) -> Paths:
     """For a model's folder, in `OWN_FOLDER`, or in the user's data folder, which holds those of many models."""
-    others = TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS, SKEWS_BESIDE_THE_WEIGHTS
+    names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS, SKEWS_BESIDE_THE_WEIGHTS
     if folder is not None:
-        return Paths(*(folder / OWN_FOLDER / name for name in (BESIDE_THE_WEIGHTS, *others)))
-    return Paths(*(data_folder() / f"{weights}.{name}" for name in ("json", *others)))
+        return Paths(*(folder / OWN_FOLDER / name for name in names))
+    return Paths(*(_own(weights, name) for name in names))
+
+
+def _own(weights: str, beside: str) -> Path:
+    """In the user's data folder, what lies beside weights by the name `beside`."""
+    return data_folder() / f"{weights}.{'json' if beside == BESIDE_THE_WEIGHTS else beside}"
+
+
+def _place(model: ModelIdentity, folder: str, beside: str) -> Path | None:
+    return place(_own(model.weights, beside), folder, beside)
 
 
 def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerShape]) -> Transforms:
@@ -308,7 +347,7 @@ def find_transforms(model: ModelIdentity, folder: str, layers: Sequence[LayerSha
 
     Raises `PolicyUnsupported` if there are none, if they belong to other weights, or if their file is broken.
     """
-    path = place(paths(model.weights).transforms, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
+    path = _place(model, folder, TRANSFORMS_BESIDE_THE_WEIGHTS)
     if path is None:
         raise PolicyUnsupported(
             f"codec klt needs the transforms of {model.name!r}, and there are none; make them: {_command(model)}",
@@ -329,29 +368,6 @@ def place(own: Path, folder: str, beside: str) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-Measured = TypeVar("Measured", Calibration, Chunks)
-
-
-def load(path: Path, kind: type[Measured]) -> Measured:
-    """Read and check a calibration or chunks. Raises `PolicyUnsupported`, which says what is wrong with the file."""
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise PolicyUnsupported(
-                f"the calibration {path} has over {_LARGEST_FILE} bytes and is none", param=kind.param
-            )
-        return kind.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise PolicyUnsupported(
-            f"the calibration {path} is broken{f' at {where}' if where else ''}: {first['msg']}; make it again with "
-            "kvshelf calibrate",
-            param=kind.param,
-        ) from error
-    except OSError as error:
-        raise PolicyUnsupported(f"the calibration {path} cannot be read: {error}", param=kind.param) from error
-
-
 def require_writable(path: Path) -> None:
     """Raise `InvalidRequest` if a calibration cannot be saved there. Checked before the long search, not after it."""
     try:
@@ -364,21 +380,14 @@ def require_writable(path: Path) -> None:
 
 def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
     """Write what was measured atomically."""
-    said = measured.to_bytes() if isinstance(measured, Skews) else measured.model_dump_json(indent=1).encode() + b"\n"
     with written(path) as file:
-        file.write(said)
+        file.write(measured.to_bytes())
 
 
 def _require_fitting(
-    model: ModelIdentity,
-    found: Calibration | Chunks | Skews,
-    path: Path,
-    has: tuple[int, ...],
-    heads: tuple[int, ...],
-    of: str,
+    model: ModelIdentity, found: Calibration | Chunks | Skews, path: Path, heads: tuple[int, ...]
 ) -> None:
-    """Refuse a file of other weights, or one that `has` other layers, heads or channels than the model. heads: the
-    number in each layer of the model, and where the file is by channel, their channels."""
+    """Refuse a file of other weights, or one that has other layers, heads or channels than the model."""
     if found.weights != model.weights:
         raise PolicyUnsupported(
             f"the calibration {path} is of other weights ({found.weights[:16]}) than those of {model.name!r} as "
@@ -386,10 +395,10 @@ def _require_fitting(
             param=found.param,
         )
     expected = json.loads(model.attention)["num_hidden_layers"], *heads
-    if has != expected:
+    if found.sizes != expected:
         raise PolicyUnsupported(
-            f"the calibration {path} has {_sizes(of, *has)}, and {model.name!r} has {_sizes(of, *expected)}; make it "
-            f"again: {_command(model)}",
+            f"the calibration {path} has {_sizes(found.heads, *found.sizes)}, and {model.name!r} has "
+            f"{_sizes(found.heads, *expected)}; make it again: {_command(model)}",
             param=found.param,
         )
 

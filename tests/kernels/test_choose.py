@@ -32,7 +32,7 @@ def units(lengths, size, width, *, dtype=torch.float32, span=True, by_column=Fal
     """Units of `size` rows of heads of these lengths, the first and the last of each head forced."""
     ends, counts, first_and_last = [], [], []
     for length in lengths:
-        own = [*range(size, length, size), length]
+        own = [*range(size, length, size), length] if length else []
         ends += own
         counts.append(len(own))
         first_and_last += [forced and (end == own[0] or end == own[-1]) for end in own]
@@ -110,6 +110,48 @@ def test_every_form_chooses_as_the_naive_one(
     everything = [sum(of) for of in zip(*map(_lengths, parts), strict=True)]
     if cut and not parents:
         assert read == [min(choice.budget, whole) for whole in everything]
+
+
+@settings(max_examples=amount(40, 1000), deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3).filter(any),
+    width=st.sampled_from([1, 5, 19]),
+    group=st.sampled_from([1, 2, 7, 9]),
+    budget=st.integers(1, 100),
+    alpha=st.sampled_from([0.0, 2.0, 12.0, 1e39, torch.inf]),
+    bf16=st.booleans(),
+    bf16_queries=st.booleans(),
+    two=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_form_takes_what_is_critical_by_a_guess(
+    lengths, width, group, budget, alpha, bf16, bf16_queries, two, seed
+):
+    kind = {"dtype": torch.bfloat16 if bf16 else torch.float32, "span": False, "by_column": True, "forced": False}
+    of_all = [lengths, [40] * len(lengths)] if two else [lengths]
+    parts = [units(own, 1, group * width, seed=seed + at, **kind) for at, own in enumerate(of_all)]
+    basis = random(len(lengths), group, 16, width, seed=seed + 5)
+    choice = choice_of(parts, budget, basis=basis, alpha=alpha, force=False)
+    dtype = torch.bfloat16 if bf16_queries else torch.float32
+    queries = random(group * len(lengths), 16, seed=seed + 3, dtype=dtype)
+    expected = chosen_by(reference.choose, queries, choice)
+    for name, form in FORMS.items():
+        assert chosen_by(form, queries, choice) == expected, name
+    assert native_form.takes(choice, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_guess_that_is_no_number_ranks_first_and_changes_no_other(form):
+    part = units([40, 40], 1, 2 * 5, span=False, by_column=True, forced=False)
+    choice = choice_of([part], 12, basis=random(2, 2, 16, 5, seed=5), force=False)
+    queries = random(4, 16, seed=3)
+    (before,) = chosen_by(form, queries, choice)
+    last = max(set(range(40)) - set(before[0]))
+    part.low[0, last] = torch.nan
+    ((first, second),) = chosen_by(form, queries, choice)
+    assert last in first
+    assert set(first) - {last} < set(before[0])
+    assert second == before[1]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

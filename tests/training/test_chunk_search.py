@@ -27,7 +27,7 @@ def engine(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     path = calibration.paths(llama.engine.identity.weights).chunks
     path.parent.mkdir(parents=True)
     calibration.save(found, path)
-    assert calibration.load(path, calibration.Chunks) == found
+    assert calibration.Chunks.from_file(path) == found
     return llama.engine
 
 
@@ -62,8 +62,13 @@ def test_agreement_is_the_share_of_best_keys():
     assert (found[:, [0, 2, 3]] < 1).all()
 
 
+def found_chunks(engine: Engine) -> calibration.Chunks:
+    heads = engine.facts.kv_heads, engine.preparer.geometry.head
+    return calibration.find(engine.identity, "", calibration.Chunks, heads, "selector fasa")
+
+
 def test_chunks_are_those_of_the_model(engine: Engine):
-    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads, engine.preparer.geometry.head)
+    found = found_chunks(engine)
     shape = json.loads(engine.identity.attention)
     assert len(found.agreement) == shape["num_hidden_layers"]
     assert {len(layer) for layer in found.agreement} == {engine.facts.kv_heads}
@@ -77,7 +82,7 @@ def test_chunks_are_those_of_the_model(engine: Engine):
 
 def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     """In bf16, as the proxies are held: keys that bf16 can tell apart."""
-    found = calibration.find_chunks(engine.identity, "", engine.facts.kv_heads, engine.preparer.geometry.head)
+    found = found_chunks(engine)
     dim = 2 * len(found.agreement[0][0])
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()

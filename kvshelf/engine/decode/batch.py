@@ -617,8 +617,9 @@ class _StepPast(ForwardContext):
         layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self.cache = cache_class(StatefulCache, passes.model)(layers=reading(layers, self._reads))
         self.checkpoint = checkpoint
-        self.calls = EarlyQueries(passes.model) if step.guessing else None
-        unseen = not (step.weigh or step.observing or step.choosing or step.guessing)
+        self.guesses = bool(step.guessing)
+        self.calls = EarlyQueries(passes.model) if self.guesses and passes.early_program is None else None
+        unseen = not (step.weigh or step.observing or step.choosing)
         self.planned = plan is not None and unseen and all(document.arrived for document in step.documents)
 
     def _layer(self, index: int, kind: LayerKind) -> StateLayer | _BatchLayer:
@@ -641,7 +642,10 @@ class _StepPast(ForwardContext):
     def before_attention(self, layer: Attended) -> None:
         early = None if self.calls is None else self.calls.of(layer.module)
         if early is not None:
-            self._step.choose(self._step.guessing, layer.layer_idx, self._wait, in_line(early)[0].transpose(0, 1))
+            self.guess(layer.layer_idx, early)
+
+    def guess(self, layer: int, early: Tensor) -> None:
+        self._step.choose(self._step.guessing, layer, self._wait, in_line(early)[0].transpose(0, 1))
 
     def after_attention(self, layer: Attended) -> None:
         self._step.observe(layer)

@@ -221,22 +221,13 @@ class EarlySelection(UnitSelection):
 
     _within_attention: ClassVar[bool] = False  # `before` chooses
 
-    def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
-        super().__init__(selector, document, budget, kinds)
-        self._selector = selector
-
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
         return Wants.EARLY if answering else Wants.NOTHING
 
     def before(self, layer: int, queries: Tensor, position: int, wait: Wait) -> None:  # noqa: ARG002
         choice = self._choices.get(layer)
-        if choice is None:
-            return
-        heads = len(choice.units[0].counts)
-        query = queries[-1].view(heads, -1, queries.shape[2])
-        scores, most = self._selector.foretold(layer, query, choice.units)
-        scored = (replace(own, low=low.unsqueeze(1)) for own, low in zip(choice.units, scores, strict=True))
-        choose(query.new_ones(heads, 1), replace(choice, units=tuple(scored), budget=min(choice.budget, most)))
+        if choice is not None:
+            choose(queries[-1], choice)
 
 
 class SentenceSelection(UnitSelection):
@@ -302,7 +293,7 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
             param="select.tokens",
         )
     heads = 1 if Needs.INDEX in selector.needs else len(found[0][0].lengths)
-    columns = selector.columns(layer)
+    columns, basis = selector.columns(layer), selector.basis(layer, heads)
     room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
     return Choice(
         tuple(units for _, units in found),
@@ -312,6 +303,8 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
         relu=selector.relu,
         group=selector.group,
         columns=None if columns is None else columns.to(room[0].rows.device),
+        basis=None if basis is None else basis.to(room[0].rows.device),
+        alpha=selector.margin,
         cut=selector.cut,
         force=alone,
     )

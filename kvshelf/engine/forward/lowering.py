@@ -74,13 +74,14 @@ class Value:
 @dataclass(eq=False)
 class Lowered:
     """`segments[i]`: the instructions before attention i, the last ones those after the last. `attended[i]`: queries,
-    keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `first` gives `entries`,
-    the values with which the segments begin, of token ids and positions; `last` makes the logits of `leavings`, which
-    the segments leave."""
+    keys and values of attention i, in the model's dtype, and where its result goes, in fp32. `early[i]`: its early
+    queries, where they are recorded. `first` gives `entries`, the values with which the segments begin, of token ids
+    and positions; `last` makes the logits of `leavings`, which the segments leave."""
 
     buffers: list[Buffer] = field(default_factory=list)
     segments: list[list[Instruction]] = field(default_factory=lambda: [[]])
     attended: list[tuple[Value, Value, Value, Value]] = field(default_factory=list)
+    early: list[Value | None] = field(default_factory=list)
     entries: list[Value] = field(default_factory=list)
     first: Eager = tuple
     last: Eager = tuple
@@ -266,11 +267,13 @@ class _Lowering:
     def _attention(self, node: fx.Node) -> Value:
         dtype = node.meta["val"].dtype
         apart = self._plain or dtype == torch.bfloat16  # in rows of their own: parts of a joined product lie apart
-        query, key, value = (
-            self._narrow(each, dtype) if apart else self._contiguous(each) for each in map(self._rows, node.args)
+        query, key, value, *early = (
+            self._narrow(each, dtype) if apart else self._contiguous(each)
+            for each in map(self._rows, filter(None, node.args))
         )
         out = self._fresh(node.meta["val"].shape, self._held(dtype))
         self._done.attended.append((query, key, value, out))
+        self._done.early.append(early[0] if early else None)
         self._done.segments.append([])
         return out
 

@@ -70,7 +70,8 @@ class Past(ForwardContext, Protocol):
     """What the tokens of a pass continue. It observes the pass, unless that is planned; then `checkpoint` is called
     between layers and may raise to end the pass.
 
-    calls: sees those of the modules, by which the model then runs; None: nobody asks.
+    guesses: whether it takes early queries, `[1, q_heads, N, D]` times the scaling of logits, by `guess`. calls: sees
+    those of the modules, by which the model then runs, and makes early queries there; None: nobody asks.
     cache: as a model's modules have it; its layers give `AttachedStates`. handover: of its layers with latents.
     planned: whether `plan` may be asked, which gives the attention of a layer, to be run later: see `attention_part`.
     """
@@ -83,6 +84,9 @@ class Past(ForwardContext, Protocol):
     def planned(self) -> bool: ...
     @property
     def calls(self) -> Calls | None: ...
+    @property
+    def guesses(self) -> bool: ...
+    def guess(self, layer: int, early: Tensor) -> None: ...
     def checkpoint(self) -> None: ...
     def plan(
         self, layer: int, states: tuple[Tensor, Tensor, Tensor], rules: LogitRules, out: Tensor
@@ -156,7 +160,15 @@ class Passes:
     @cached_property
     def program(self) -> ForwardProgram | None:
         """Made when it is first wanted; None where the model runs by its own modules."""
-        program = ForwardProgram.of(self.model) if self._recordable else None
+        return self._recorded(early=False)
+
+    @cached_property
+    def early_program(self) -> ForwardProgram | None:
+        """The program, in C, that makes early queries, too, which is a product more in each layer."""
+        return self._recorded(early=True) if self.program is not None and self.program.in_c else None
+
+    def _recorded(self, *, early: bool) -> ForwardProgram | None:
+        program = ForwardProgram.of(self.model, early=early) if self._recordable else None
         if program is None:
             return None
         why = f"what {TOKENS} tokens recorded gives other logits for fewer"
@@ -332,9 +344,12 @@ class Passes:
         seen = nullcontext() if past.calls is None else past.calls.seen()
         with torch.no_grad(), kvshelf_attention(self.model), seen:
             logits = None
-            if self.program is not None and self.program.in_c and past.planned:
-                logits = self.program.run_planned(token_ids, positions, self._plan(past), kept, past.checkpoint)
-            return logits if logits is not None else self._by_layer(token_ids, positions, past, kept)
+            program = self.early_program if past.guesses else self.program
+            before = past.guess if past.guesses else None
+            if program is not None and program.in_c and past.planned:
+                plan = self._plan(past)
+                logits = program.run_planned(token_ids, positions, plan, kept, past.checkpoint, before)
+            return logits if logits is not None else self._by_layer(program, token_ids, positions, past, kept)
 
     def _plan(self, past: Past) -> PlanAttention:
         def plan(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Part | None:
@@ -344,9 +359,11 @@ class Passes:
 
         return plan
 
-    def _by_layer(self, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor) -> Tensor:
+    def _by_layer(
+        self, program: ForwardProgram | None, token_ids: Tensor, positions: Tensor, past: Past, kept: Tensor
+    ) -> Tensor:
         given: dict[str, Any] = {CONTEXT: past, **past.handover.begin()}
-        if self.program is None or past.calls is not None:
+        if program is None:
             told = self._told(positions, past.cache)
             with self._decoder_given(given):
                 logits: Tensor = self.model(
@@ -363,7 +380,7 @@ class Passes:
             states, _ = past.cache.layers[call.layer].update(key, value)
             return _attention_of(call, query, states, states, **given)
 
-        made = self.program.run(token_ids, positions, attend)
+        made = program.run(token_ids, positions, attend, past.guess if past.guesses else None)
         assert made is not None
         return made(kept)
 

@@ -32,6 +32,9 @@ Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor | None]
 """An attention: of queries `[1, q_heads, N, D]`, keys `[1, kv_heads, N, D]` and values `[1, kv_heads, N, Dv]` of the
 call's tokens, `[1, N, q_heads, Dv]` contiguous. None ends the pass."""
 
+Before = Callable[[int, Tensor], None]
+"""Takes the early queries of a layer `[1, q_heads, N, D]`, times the scaling of logits, before its attention runs."""
+
 PlanAttention = Callable[[AttentionCall, Tensor, Tensor, Tensor, Tensor], Part | None]
 """An attention that runs later: the inputs of `Attend`, and `[N, q_heads, Dv]` where its result goes. None where only
 `Attend` can attend."""
@@ -51,10 +54,10 @@ class ForwardProgram:
         self._room = _Room(self._segments, lowered)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ForwardProgram | None:
+    def of(cls, model: PreTrainedModel, *, early: bool = False) -> ForwardProgram | None:
         """The program of a model on a GPU, or whose weights are in panels; None where there is no use in one, or a
         model's code does something that a list of instructions cannot say. Then the model itself runs. On a GPU weights
-        that multiply the same values are joined in place."""
+        that multiply the same values are joined in place. early: with early queries, see `trace`."""
         modules = list(model.modules())
         experts = [
             m
@@ -66,7 +69,7 @@ class ForwardProgram:
         if kind is None or experts or not (plain or any(isinstance(module, PanelLinear) for module in modules)):
             return None
         try:
-            traced = trace(model)
+            traced = trace(model, early=early)
             if plain:  # nothing may hold a list, and with it the weights as they were, while they are joined
                 segments = lower(traced, plain).segments
                 groups = [group for segment in segments for group in products_of_one(segment)]
@@ -77,12 +80,16 @@ class ForwardProgram:
             _LOG.info("%s runs by its own modules, which is slower: %s", type(model).__name__, exc)
             return None
 
-    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Logits | None:
-        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`."""
+    def run(self, token_ids: Tensor, positions: Tensor, attend: Attend, before: Before | None = None) -> Logits | None:
+        """One pass, whose logits can be asked for. None where `attend` ended it. token_ids, positions: `[1, N]`.
+        before: is given the early queries of each layer that has some."""
         tokens, lowered = token_ids.shape[1], self._lowered
         held = dict(self._entered(token_ids, positions))
-        for segment, call, (*given, out) in zip(self._segments[:-1], self._calls, lowered.attended, strict=True):
+        each_layer = zip(self._segments[:-1], self._calls, lowered.attended, lowered.early, strict=True)
+        for segment, call, (*given, out), early in each_layer:
             segment.run(held, tokens)
+            if before is not None and early is not None:
+                before(call.layer, early.tensor(held[early.buffer]))
             found = attend(call, *(each.tensor(held[each.buffer]) for each in given))
             if found is None:
                 return None
@@ -92,13 +99,19 @@ class ForwardProgram:
         return partial(self._logits, held)
 
     def run_planned(
-        self, token_ids: Tensor, positions: Tensor, plan: PlanAttention, kept: Tensor, checkpoint: Callable[[], None]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: PlanAttention,
+        kept: Tensor,
+        checkpoint: Callable[[], None],
+        before: Before | None = None,
     ) -> Tensor | None:
         """Logits `[1, kept, vocabulary]`, as of `run`, but few tokens pass through all layers in one call of C, because
-        Python between two layers takes as long as they do; and more in a call a layer. None, before anything has run,
-        where `plan` gives None."""
+        Python between two layers takes as long as they do; and more in a call a layer, as with `before`. None, before
+        anything has run, where `plan` gives None."""
         tokens = token_ids.shape[1]
-        held, attended = self._room.laid_out(tokens)
+        held, attended, early = self._room.laid_out(tokens)
         attentions: list[Part] = []
         for call, given in zip(self._calls, attended, strict=True):
             attention = plan(call, *given)
@@ -107,11 +120,20 @@ class ForwardProgram:
             attentions.append(attention)
         for buffer, numbers in self._entered(token_ids, positions):
             held[buffer].copy_(numbers)
-        layers = list(zip(self._segments[:-1], attentions, strict=True))
-        at_once = len(layers) if tokens <= BLOCK_ROWS else 1
-        for first in range(0, len(layers), at_once):
-            parts = ((segment.part(held, tokens), attention) for segment, attention in layers[first : first + at_once])
-            run_parts([part for both in parts for part in both])
+        parts: list[Part] = []
+        for segment, attention, call, queries in zip(self._segments[:-1], attentions, self._calls, early, strict=True):
+            parts.append(segment.part(held, tokens))
+            if before is not None and queries is not None:
+                run_parts(parts)
+                parts.clear()
+                before(call.layer, queries)
+            parts.append(attention)
+            if tokens > BLOCK_ROWS:
+                run_parts(parts)
+                parts.clear()
+                checkpoint()
+        if parts:
+            run_parts(parts)
             checkpoint()
         return self._logits(held, kept)
 
@@ -141,7 +163,7 @@ class _Room:
         self._lowered = lowered
         self._kinds: list[_Kind] = []
         self._number: dict[int, int] = {}
-        self._laid: tuple[int, dict[int, Tensor], list[tuple[Tensor, ...]]] | None = None
+        self._laid: tuple[int, dict[int, Tensor], list[tuple[Tensor, ...]], list[Tensor | None]] | None = None
         free: dict[_Kind, list[int]] = {}
         for value in lowered.entries:
             self._take(value.buffer, free)
@@ -158,9 +180,10 @@ class _Room:
             free[kind] = [len(self._kinds) - 1]
         self._number[buffer] = free[kind].pop()
 
-    def laid_out(self, rows: int) -> tuple[dict[int, Tensor], list[tuple[Tensor, ...]]]:
+    def laid_out(self, rows: int) -> tuple[dict[int, Tensor], list[tuple[Tensor, ...]], list[Tensor | None]]:
         """The tensors of all buffers, `[rows, width]`, and for each attention the queries, keys and values as the model
-        has them, and `[rows, q_heads, Dv]` for its result. The same until the number of rows changes."""
+        has them, with `[rows, q_heads, Dv]` for its result, and its early queries. The same until the number of rows
+        changes."""
         if self._laid is None or self._laid[0] != rows:
             memory = [torch.empty(rows, width, dtype=dtype) for width, dtype in self._kinds]
             held = {buffer: memory[number] for buffer, number in self._number.items()}
@@ -168,7 +191,8 @@ class _Room:
                 (*(each.tensor(held[each.buffer]) for each in given), out.tensor(held[out.buffer])[0])
                 for *given, out in self._lowered.attended
             ]
-            self._laid = rows, held, attended
+            early = [None if each is None else each.tensor(held[each.buffer]) for each in self._lowered.early]
+            self._laid = rows, held, attended, early
         return self._laid[1:]
 
 
@@ -220,5 +244,6 @@ def _used(index: int, lowered: Lowered) -> set[int]:
 
 def _taken(index: int, lowered: Lowered) -> set[int]:
     """The buffers that a segment leaves to its attention, or to the logits."""
-    taken = lowered.attended[index][:3] if index < len(lowered.attended) else lowered.leavings
-    return {value.buffer for value in taken}
+    last = index == len(lowered.attended)
+    taken = lowered.leavings if last else (*lowered.attended[index][:3], lowered.early[index])
+    return {value.buffer for value in taken if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.cache_utils import Cache
 
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT, PassingLayer
-from kvshelf.engine.attention.function import attention_selected
+from kvshelf.engine.attention.function import CONTEXT, Attended, attention_selected
+from kvshelf.engine.forward.calls import EarlyQueries
 from kvshelf.model.layers import layer_kinds, readers
 
 if TYPE_CHECKING:
@@ -43,28 +45,30 @@ class AttentionCall:
 @dataclass(frozen=True, eq=False)
 class Trace:
     """graph: from token ids and positions, both `[1, TOKENS]`, to the logits of all tokens. Its attentions are calls of
-    `kvshelf::traced_attention`, in the order of `calls`."""
+    `kvshelf::traced_attention`, in the order of `calls`; the fourth argument is the early query, where those are
+    recorded."""
 
     graph: fx.GraphModule
     calls: list[AttentionCall]
 
 
 @torch.library.custom_op("kvshelf::traced_attention", mutates_args=())
-def traced_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+def traced_attention(query: Tensor, key: Tensor, value: Tensor, early: Tensor | None) -> Tensor:  # noqa: ARG001
     """Stands for an attention in a trace; it is never run. `[1, heads, T, D]` to `[1, T, q_heads, Dv]`."""
     raise AssertionError("an attention of a trace is carried out by the caller of the program")
 
 
 @traced_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG001
+def _(query: Tensor, key: Tensor, value: Tensor, early: Tensor | None) -> Tensor:  # noqa: ARG001
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 
-def trace(model: PreTrainedModel) -> Trace:
+def trace(model: PreTrainedModel, *, early: bool = False) -> Trace:
     """Record one pass. Nothing is computed: tensors have shapes alone. Whatever the model's code raises on such tensors
-    is raised, as where it looks at their numbers."""
-    recorder = _Recorder()
+    is raised, as where it looks at their numbers. early: with the queries that each attention but the first would make
+    of what the one before it was given."""
+    recorder = _Recorder(EarlyQueries(model) if early else None)
     layers, reads = model.config.num_hidden_layers, readers(layer_kinds(model.config))
 
     def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -75,7 +79,8 @@ def trace(model: PreTrainedModel) -> Trace:
 
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(TOKENS, device=model.device).unsqueeze(0)
-    with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention):
+    seen = nullcontext() if recorder.early is None else recorder.early.seen()
+    with torch.no_grad(), attention_selected(model, IMPLEMENTATION, recorder.attention), seen:
         graph = make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(ids, positions)
     graph.graph.eliminate_dead_code()
     return Trace(graph, recorder.calls)
@@ -86,6 +91,7 @@ class _Recorder:
     """`updated`: the keys and values that a layer of the cache was given last, or those that it reads. made: of each
     layer so far."""
 
+    early: EarlyQueries | None
     calls: list[AttentionCall] = field(default_factory=list)
     updated: tuple[Tensor, Tensor] | None = None
     made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -95,12 +101,15 @@ class _Recorder:
         scaling: float | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert attention_mask is None, "the mask function makes none"
+        call = AttentionCall(module, scaling, {name: at for name, at in options.items() if not isinstance(at, Tensor)})
+        if (context := options.get(CONTEXT)) is not None:  # of the early query, which ends here
+            context.after_attention(Attended(module, query, key, value, call.scale(query)))
         if self.updated is None or self.updated[0] is not key or self.updated[1] is not value:
             raise ValueError("attention to other keys and values than those that the layer of the cache was just given")
         self.updated = None
-        given = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
-        self.calls.append(AttentionCall(module, scaling, given))
-        return traced_attention(query, key, value), None
+        self.calls.append(call)
+        early = None if self.early is None else self.early.of(module)
+        return traced_attention(query, key, value, early), None
 
 
 class _NoCache(PassingLayer):

@@ -121,11 +121,12 @@ class Preparer:
         return heads // int(getattr(self.facts.model.config, "num_key_value_heads", None) or heads)
 
     def calibrated(self, document: DocumentView, policy: Policy) -> DocumentView:
-        """The document with the model's calibration, for a policy that needs one. It is read anew each time, so that a
-        calibration made while the engine runs counts at once."""
+        """The document with the model's calibration, for a policy that needs one. Looked for anew each time, so that
+        one made while the engine runs counts at once."""
         if Needs.CALIBRATION not in policy.needs:
             return document
-        found = calibration.find(self.facts.identity, self.facts.model.config.name_or_path)
+        heads = (int(self.facts.model.config.num_attention_heads),)
+        found = calibration.find(self.facts.identity, self.facts.folder, calibration.Calibration, heads, "the policy")
         return replace(document, calibration=found)
 
     def gated(self, document: DocumentView, policy: Policy) -> DocumentView:

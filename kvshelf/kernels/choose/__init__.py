@@ -5,10 +5,18 @@ full.
 
 With low and scale * span the least value of a channel in a unit and its range, linear 0 and relu 1, this is an upper
 bound of q . k for every key of the unit (Quest, arXiv 2406.10774, section 3.2).
+
+Guesses (InfiniGen, arXiv 2406.19707, section 4.3) have a basis of each query head, and a summary for it of each unit:
+
+    guess[g, u] = low[g, u] . (q_g @ basis[g]),  score[h, u] = max_g (guess[g, u] - max_v guess[g, v]),
+
+and units with a score of -alpha or more are critical. All KV heads read the same number of units, the mean number of
+critical ones, at least one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +134,9 @@ class Choice:
 
     budget: most rows of a KV head, of all prefixes, those of forced units included. linear, relu, group: see the
     formula. columns: the channel of the query that each of the W columns stands for, `[kv_heads, W]` int64; None: W is
-    the head size. cut: whether the last unit is cut where the budget ends; otherwise it is left out, with all that rank
+    the head size. basis: of guesses, `[kv_heads, group, D, V]` fp32 contiguous, over units by column whose W is
+    group * V, those of the first query head first; such a choice has no span, parents or forced units. alpha: see
+    above. cut: whether the last unit is cut where the budget ends; otherwise it is left out, with all that rank
     below it. force: whether forced units are read; otherwise they rank as the others.
     """
 
@@ -137,10 +147,13 @@ class Choice:
     relu: float = 0.0
     group: Literal["max", "mean"] = "max"
     columns: Tensor | None = None
+    basis: Tensor | None = None
+    alpha: float = math.inf
     cut: bool = False
     force: bool = True
 
     def __post_init__(self) -> None:
+        assert self.basis is None or all(_are_guessed(units, self.basis) for units in self.units)
         assert self.budget >= self.forced_rows, "the rows that are always read have no room"
         assert all(
             chosen.rows.shape[1] >= min(self.budget, units.longest)
@@ -148,11 +161,21 @@ class Choice:
         )
 
     @property
+    def width(self) -> int:
+        """Columns of a summary."""
+        return self.units[0].width if self.basis is None else self.basis.shape[3]
+
+    @property
     def forced_rows(self) -> int:
         """Rows that a query reads whatever the scores, of the head that has most."""
         if not self.force:
             return 0
         return max(map(sum, zip(*(units.forced_rows for units in self.units), strict=True)))
+
+
+def _are_guessed(units: Units, basis: Tensor) -> bool:
+    plain = units.by_column and units.span is None and units.parents is None
+    return plain and units.width == basis.shape[1] * basis.shape[3] and basis.is_contiguous()
 
 
 def better_half(parents: int) -> int:

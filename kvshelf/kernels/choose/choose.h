@@ -22,18 +22,22 @@ typedef struct Units {
 } Units;
 
 /* The choice of one token. queries: [q_heads, dim], of `type`. columns: [kv_heads, width], or 0. ranks: room,
-   [kv_heads, most_units]. */
+   [kv_heads, most_units]. basis: [q_heads, dim, width], of guesses, or 0; then each unit has a summary for each query
+   head of its KV head, by column [group * width, all], ranks has room twice, and critical: room, [kv_heads];
+   alpha: how far a critical guess may be below the largest. */
 typedef struct {
     const Units *units;
     int64_t num_units;
     const void *queries;
     const int64_t *columns;
     int32_t *ranks;
+    const float *basis;
+    int64_t *critical;
     int64_t most_units, kv_heads, group, dim, width, budget, type, mean, cut;
-    double linear, relu;
+    double linear, relu, alpha;
 } Choice;
 
-/* For KV head `head`. */
+/* For KV head `head`, of a choice without guesses. */
 void choose_rows(const Choice *choice, int64_t head);
 
 #endif

@@ -16,11 +16,19 @@ def choose(queries: Tensor, choice: Choice) -> None:
     asked = queries.float().view(heads, -1, queries.shape[1])  # [kv_heads, group, D]
     if choice.columns is not None:
         asked = asked.gather(2, choice.columns.unsqueeze(1).expand(-1, asked.shape[1], -1))
-    scores = torch.cat([_scores(asked, units, choice) for units in choice.units], dim=1)  # [kv_heads, U]
     sizes = torch.cat([_by_head(units.sizes, units) for units in choice.units], dim=1)
+    if choice.basis is not None:
+        margins = _margins(asked, choice, choice.basis, sizes > 0)
+        critical = ((_ranked(margins) >= -choice.alpha) & (sizes > 0)).sum() // heads
+        return _write(choice, _taken(margins, sizes, torch.zeros_like(sizes, dtype=torch.bool), choice, critical))
+    scores = torch.cat([_scores(asked, units, choice) for units in choice.units], dim=1)  # [kv_heads, U]
     forced = torch.cat([_by_head(units.forced, units) for units in choice.units], dim=1) & choice.force
     within = torch.cat([_within(asked, units, choice) for units in choice.units], dim=1)
-    taken = _taken(scores, torch.where(within | forced, sizes, 0), forced, choice)
+    return _write(choice, _taken(scores, torch.where(within | forced, sizes, 0), forced, choice))
+
+
+def _write(choice: Choice, taken: Tensor) -> None:
+    """taken: rows of each unit, `[kv_heads, units]`."""
     parts = torch.split(taken, [max(units.counts) for units in choice.units], dim=1)
     for units, chosen, own in zip(choice.units, choice.chosen, parts, strict=True):
         _fill(chosen, units, own)
@@ -42,6 +50,17 @@ def _scores(asked: Tensor, units: Units, choice: Choice) -> Tensor:
     return scores.amax(2) if choice.group == "max" else scores.mean(2)
 
 
+def _margins(asked: Tensor, choice: Choice, basis: Tensor, there: Tensor) -> Tensor:
+    """How far the guesses of units are below the largest of a query, for the one that they fit best, `[kv_heads,
+    units]`; negative infinity where a head has no such unit."""
+    queries = torch.einsum("hgd,hgdw->hgw", asked, basis)
+    tables = (_table(units.low, units).reshape(len(queries), -1, *queries.shape[1:]) for units in choice.units)
+    guesses = torch.cat([torch.einsum("hugw,hgw->hug", table, queries) for table in tables], dim=1)
+    guesses = guesses.masked_fill(~there.unsqueeze(2), -torch.inf)
+    largest = guesses.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1, keepdim=True)
+    return (guesses - largest).amax(2).masked_fill(~there, -torch.inf)
+
+
 def _table(table: Tensor, units: Units) -> Tensor:
     """Summaries `[kv_heads, units, W]` fp32."""
     return _by_head(table.T.contiguous() if units.by_column else table, units).float()
@@ -59,17 +78,24 @@ def _within(asked: Tensor, units: Units, choice: Choice) -> Tensor:
     return kept.repeat_interleave(units.children, dim=1)[:, :most]
 
 
+def _ranked(scores: Tensor) -> Tensor:
+    """With those first that are no numbers."""
+    return scores.nan_to_num(torch.inf, torch.inf, torch.inf)
+
+
 def _order(scores: Tensor, there: Tensor) -> Tensor:
     """The numbers of units by descending score, those that a head has not at the end. Equal ones in order."""
-    ranked = scores.nan_to_num(torch.inf, torch.inf, torch.inf).masked_fill(~there, -torch.inf)
+    ranked = _ranked(scores).masked_fill(~there, -torch.inf)
     return ranked.argsort(dim=1, descending=True, stable=True)
 
 
-def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice) -> Tensor:
-    """How many rows of each unit are read, `[kv_heads, units]`: all, none, or the first ones of one that is cut."""
+def _taken(scores: Tensor, sizes: Tensor, forced: Tensor, choice: Choice, critical: Tensor | None = None) -> Tensor:
+    """How many rows of each unit are read, `[kv_heads, units]`: all, none, or the first ones of one that is cut.
+    critical: a KV head reads at most so many rows, and at least one."""
     free = torch.where(forced, 0, sizes)
     order = _order(scores, free > 0)
-    left = choice.budget - (sizes - free).sum(1, keepdim=True)
+    budget = choice.budget if critical is None else critical.clamp(1, choice.budget)
+    left = budget - (sizes - free).sum(1, keepdim=True)
     of_free = free.gather(1, order)
     before = of_free.cumsum(1) - of_free
     taken = torch.minimum(of_free, (left - before).clamp_min(0))

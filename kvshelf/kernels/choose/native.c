@@ -149,24 +149,12 @@ static void keep_better_half(const Choice *a, const Units *units, int64_t head, 
     }
 }
 
-void choose_rows(const Choice *a, int64_t head) {
-    int32_t *ranks = a->ranks + head * a->most_units, *own = ranks;
-    int64_t room = a->budget;
-    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
-        const int64_t first = units->begin[head], end = units->begin[head + 1];
-        score(a, units, head, first, end, (float *)own);
-        for (int64_t u = first; u < end; u++, own++) {
-            float found;
-            memcpy(&found, own, sizeof found);
-            *own = units->forced[u] ? INT32_MIN : rank_of(found);
-            room -= units->forced[u] ? rows_of(units, first, u) : 0;
-        }
-        if (units->parents) keep_better_half(a, units, head, own - (end - first), own);
-    }
+/* Take the best units of a head whose ranks are made, until `room` has no place for the next. */
+static void take(const Choice *a, int64_t head, const int32_t *ranks, int64_t room) {
     room = room < 0 ? 0 : room;
     const int32_t last = rank_beyond(a, head, ranks, room);
     int64_t left = room - (last < INT32_MAX ? rows_from(a, head, ranks, last + 1) : 0);
-    own = ranks;
+    const int32_t *own = ranks;
     for (const Units *units = a->units; units < a->units + a->num_units; units++) {
         const int64_t first = units->begin[head], end = units->begin[head + 1];
         int32_t *rows = units->rows + head * units->most;
@@ -190,6 +178,86 @@ void choose_rows(const Choice *a, int64_t head) {
     }
 }
 
+void choose_rows(const Choice *a, int64_t head) {
+    int32_t *ranks = a->ranks + head * a->most_units, *own = ranks;
+    int64_t room = a->budget;
+    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
+        const int64_t first = units->begin[head], end = units->begin[head + 1];
+        score(a, units, head, first, end, (float *)own);
+        for (int64_t u = first; u < end; u++, own++) {
+            float found;
+            memcpy(&found, own, sizeof found);
+            *own = units->forced[u] ? INT32_MIN : rank_of(found);
+            room -= units->forced[u] ? rows_of(units, first, u) : 0;
+        }
+        if (units->parents) keep_better_half(a, units, head, own - (end - first), own);
+    }
+    take(a, head, ranks, room);
+}
+
+/* The guesses of query `g` of a head, units of one prefix after those of another. */
+static void guess(const Choice *a, int64_t head, int64_t g, float *guesses) {
+    float query[MOST_WIDTH] = {0};
+    for (int64_t d = 0; d < a->dim; d++) {
+        const int64_t at = (head * a->group + g) * a->dim + d;
+        const float own = number_at(a->queries, at, a->type);
+        for (int64_t c = 0; c < a->width; c++) query[c] += own * a->basis[at * a->width + c];
+    }
+    const Choice alone = {.queries = query, .group = 1, .dim = a->width, .width = a->width, .type = FP32};
+    for (const Units *units = a->units; units < a->units + a->num_units; units++) {
+        const int64_t first = units->begin[head], count = units->begin[head + 1] - first;
+        Units own = *units;
+        own.low = (const char *)units->low + g * a->width * units->all * (units->type == BF16 ? 2 : 4);
+        score(&alone, &own, 0, first, first + count, guesses);
+        guesses += count;
+    }
+}
+
+/* The ranks of a head's units by how far their guess is below the largest, for the query that they fit best, and how
+   many are critical. */
+static void rank_guesses(const void *context, int64_t head) {
+    const Choice *a = context;
+    int32_t *ranks = a->ranks + 2 * head * a->most_units;
+    float *margins = (float *)ranks, *guesses = margins + a->most_units;
+    int64_t all = 0;
+    for (const Units *units = a->units; units < a->units + a->num_units; units++)
+        all += units->begin[head + 1] - units->begin[head];
+    for (int64_t g = 0; g < a->group; g++) {
+        guess(a, head, g, guesses);
+        for (int64_t u = all; u % LANES; u++) guesses[u] = -INFINITY;
+        Floats of_lanes = spread(-INFINITY);
+        for (int64_t u = 0; u < all; u += LANES) of_lanes = larger(*(const FloatsAnywhere *)(guesses + u), of_lanes);
+        float top = -INFINITY;
+        for (int lane = 0; lane < LANES; lane++) top = of_lanes[lane] > top ? of_lanes[lane] : top;
+        for (int64_t u = 0; u < all; u += LANES) {
+            FloatsAnywhere *best = (FloatsAnywhere *)(margins + u);
+            const Floats margin = *(const FloatsAnywhere *)(guesses + u) - top, old = *best;
+            *best = g ? choose((margin > old) | (margin != margin), margin, old) : margin;
+        }
+    }
+    for (int64_t u = 0; u < all; u++) {
+        float margin;
+        memcpy(&margin, ranks + u, sizeof margin);
+        ranks[u] = rank_of(margin);
+    }
+    a->critical[head] = (float)a->alpha < INFINITY ? count_from(ranks, all, rank_of((float)-a->alpha)) : all;
+}
+
+static void take_guessed(const void *context, int64_t head) {
+    const Choice *a = context;
+    int64_t most = 0;
+    for (int64_t i = 0; i < a->kv_heads; i++) most += a->critical[i];
+    most = most < a->kv_heads ? 1 : most / a->kv_heads;
+    take(a, head, a->ranks + 2 * head * a->most_units, most < a->budget ? most : a->budget);
+}
+
 static void choose_of(const void *context, int64_t head) { choose_rows(context, head); }
 
-EXPORT void kvshelf_choose(const Choice *choice, int threads) { for_each(choice->kv_heads, threads, choose_of, choice); }
+EXPORT void kvshelf_choose(const Choice *choice, int threads) {
+    if (!choice->basis) {
+        for_each(choice->kv_heads, threads, choose_of, choice);
+        return;
+    }
+    for_each(choice->kv_heads, threads, rank_guesses, choice);
+    for_each(choice->kv_heads, threads, take_guessed, choice);
+}

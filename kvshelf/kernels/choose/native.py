@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.choose import Choice, Units, eager
-from kvshelf.kernels.native import TYPES, WIDTHS, compiled
+from kvshelf.kernels.native import LANES, TYPES, WIDTHS, compiled
 
 
 def choose(queries: Tensor, choice: Choice) -> None:
@@ -17,9 +17,11 @@ def choose(queries: Tensor, choice: Choice) -> None:
         return eager.choose(queries, choice)
     queries = queries.contiguous()
     heads, (q_heads, dim) = len(choice.units[0].counts), queries.shape
-    ranks = torch.empty(heads * most_units(choice), dtype=torch.int32)
+    guesses = choice.basis is not None
+    ranks = torch.empty(heads * most_units(choice) * (2 if guesses else 1), dtype=torch.int32)
+    critical = torch.empty(heads, dtype=torch.int64)
     found, _held = struct_of(choice, queries.dtype, (heads, q_heads // heads, dim))
-    found.queries, found.ranks = queries.data_ptr(), ranks.data_ptr()
+    found.queries, found.ranks, found.critical = queries.data_ptr(), ranks.data_ptr(), critical.data_ptr()
     compiled().kvshelf_choose(ctypes.byref(found), torch.get_num_threads())
     return None
 
@@ -31,7 +33,7 @@ def takes(choice: Choice, dtype: torch.dtype) -> bool:
         table.dtype == units.low.dtype
         and table.dtype in TYPES
         and table.is_contiguous()
-        and (units.width <= WIDTHS[-1] if units.by_column else units.width in WIDTHS)
+        and (choice.width <= WIDTHS[-1] if units.by_column else choice.width in WIDTHS)
         for units in with_parents
         for table in (units.low, units.span)
         if table is not None
@@ -39,9 +41,11 @@ def takes(choice: Choice, dtype: torch.dtype) -> bool:
 
 
 def most_units(choice: Choice) -> int:
-    """Units of the head that has most, over all prefixes, and room for the parents of one."""
+    """Units of the head that has most, over all prefixes, and room for the parents of one; rounded up to whole
+    vectors."""
     parents = [max(units.parents.counts) for units in choice.units if units.parents is not None]
-    return max(map(sum, zip(*(units.counts for units in choice.units), strict=True))) + max(parents, default=0)
+    most = max(map(sum, zip(*(units.counts for units in choice.units), strict=True))) + max(parents, default=0)
+    return -(-most // LANES) * LANES
 
 
 class _Units(ctypes.Structure):
@@ -57,14 +61,14 @@ class _Units(ctypes.Structure):
 class ChoiceStruct(ctypes.Structure):
     _fields_ = (
         ("units", ctypes.c_void_p), ("num_units", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("queries", "columns", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("queries", "columns", "ranks", "basis", "critical")),
         *(
             (name, ctypes.c_int64)
             for name in (
                 "most_units", "kv_heads", "group", "dim", "width", "budget", "type", "mean", "cut",
             )
         ),
-        ("linear", ctypes.c_double), ("relu", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("linear", "relu", "alpha")),
     )  # fmt: skip
 
 
@@ -78,9 +82,10 @@ def struct_of(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int]) -
         part.rows, part.counts, part.most = chosen.rows.data_ptr(), chosen.counts.data_ptr(), chosen.rows.shape[1]
     found = ChoiceStruct(
         units=ctypes.addressof(parts), num_units=len(parts), most_units=most_units(choice), kv_heads=heads, group=group,
-        dim=dim, width=choice.units[0].width, budget=choice.budget, type=TYPES[dtype],
-        mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu,
+        dim=dim, width=choice.width, budget=choice.budget, type=TYPES[dtype],
+        mean=choice.group == "mean", cut=choice.cut, linear=choice.linear, relu=choice.relu, alpha=choice.alpha,
         columns=0 if choice.columns is None else choice.columns.data_ptr(),
+        basis=0 if choice.basis is None else choice.basis.data_ptr(),
     )  # fmt: skip
     return found, (parts, held, choice)
 

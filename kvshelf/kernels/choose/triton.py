@@ -4,8 +4,8 @@
 `_score` reads each summary once and writes the units' scores and rows. `_take`, a program for each head, looks for the
 least score that still has room, two bits of its int32 image at a time, as `select` does, but counts rows. `_fill`
 writes the rows of what is taken. Torch's operations take 50 to 58 launches and move 6 times the bytes for pages in
-bf16, 31 times for units of one row by columns. A coarser choice before this one (`parents`) is left to them. Share of
-the limit: not measured.
+bf16, 31 times for units of one row by columns. A coarser choice before this one (`parents`) and guesses are left to
+them. Share of the limit: not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 def choose(queries: Tensor, choice: Choice) -> None:
     """See `kvshelf.kernels.choose.choose`."""
-    if any(units.parents is not None or units.width > _WIDEST for units in choice.units):
+    if choice.basis is not None or any(units.parents is not None or units.width > _WIDEST for units in choice.units):
         return eager.choose(queries, choice)
     heads = len(choice.units[0].counts)
     members = queries.float().view(heads, -1, queries.shape[1])

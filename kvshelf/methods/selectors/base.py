@@ -6,8 +6,8 @@ A selector is a frozen dataclass in a file of its own. Its fields are its parame
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
@@ -65,8 +65,8 @@ class UnitSelector(Selector):
     One that needs INDEX chooses by the index that the cache stores (`Indexed`), by the query of a question's last
     token: for all heads of a layer together, and for the tokens of the question, too. Rows that are not chosen are then
     not read from the shelf. One that needs SENTENCES chooses for a sentence of the answer, by the mean of its queries.
-    One that needs EARLY chooses before a layer runs, by queries that it would make of the input of the layer before
-    (`foretold`), so never for the first.
+    One that needs EARLY chooses before a layer runs, by queries that it would make of the input of the layer before, so
+    never for the first; its units are of guesses, by `basis` and `margin`.
     """
 
     cut: ClassVar[bool] = False
@@ -102,11 +102,14 @@ class UnitSelector(Selector):
         """Whether it reads as much as the budget has room for; if not, it chooses where there is room for all, too."""
         return True
 
-    def foretold(self, layer: int, query: Tensor, units: Sequence[Units]) -> tuple[list[Tensor], int]:
-        """Of each prefix's units the scores `[units]` fp32 by a query `[kv_heads, group, D]` that is made early, times
-        the scaling of logits, and the most entries of a KV head that are to be read. One that needs EARLY has to say
-        it."""
-        raise NotImplementedError
+    def basis(self, layer: int, kv_heads: int) -> Tensor | None:  # noqa: ARG002
+        """Of guesses, `[kv_heads, group, D, V]` fp32: see `Choice`. None: it does not guess."""
+        return None
+
+    @property
+    def margin(self) -> float:
+        """How far the guess of a critical entry is below the largest, in logits."""
+        return math.inf
 
     def scores(self, query: Tensor, summaries: Tensor) -> Tensor:
         """How well the units of an index fit a query `[kv_heads, group, D]` without its rotation, `[units]` fp32.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -67,45 +67,32 @@ class InfiniGen(UnitSelector):
         return layer > 1
 
     def units(self, stored: StoredLayer) -> list[Units]:
-        basis = self._basis(stored.layer, stored.kv_heads)
+        basis = self.basis(stored.layer, stored.kv_heads)
         return [_partial(prefix, basis.to(prefix.keys.device)) for prefix in stored.prefixes]
 
-    def foretold(self, layer: int, query: Tensor, units: Sequence[Units]) -> tuple[list[Tensor], int]:
-        basis = self._basis(layer, len(query)).to(query.device)
-        parts = torch.einsum("hgd,hgdw->hgw", query.float(), basis)
-        scores: list[list[Tensor]] = [[] for _ in units]
-        critical = 0
-        for head, own in enumerate(parts):
-            rows = (of_prefix.low[of_prefix.begins[head] : of_prefix.begins[head + 1]] for of_prefix in units)
-            guesses = [torch.einsum("ngw,gw->ng", low.float().view(-1, *own.shape), own) for low in rows]
-            least = own.new_full((1, len(own)), -torch.inf)  # of a head without entries
-            largest = torch.cat([*guesses, least]).amax(dim=0)
-            for heads, guess in zip(scores, guesses, strict=True):
-                heads.append((guess - largest).amax(dim=1))  # by the query head that it fits best
-                critical += len(guess) if self.alpha is None else int((heads[-1] >= -self.alpha).sum())
-        return list(map(torch.cat, scores)), max(1, critical // len(parts))
+    @property
+    def margin(self) -> float:
+        return math.inf if self.alpha is None else self.alpha
 
-    def _basis(self, layer: int, kv_heads: int) -> Tensor:
-        """The columns of the skews that are compared, `[kv_heads, group, D, W]` fp32."""
+    def basis(self, layer: int, kv_heads: int) -> Tensor:
         assert self.measured is not None
         skews = self.measured.layers[layer]
         q_heads, size, _ = skews.shape
         width = max(1, int(self.channels * size))
-        return skews[:, :, :width].float().view(kv_heads, q_heads // kv_heads, size, width)
+        return skews[:, :, :width].float().contiguous().view(kv_heads, q_heads // kv_heads, size, width)
 
 
 def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
     """A unit of each entry, with its key's parts of all query heads of its KV head."""
     low = [
-        torch.einsum("nd,gdw->ngw", keys[at : min(length, at + _ROWS_AT_ONCE)].float(), own).flatten(1).bfloat16()
+        torch.einsum("nd,gdw->gwn", keys[at : min(length, at + _ROWS_AT_ONCE)].float(), own).flatten(0, 1).bfloat16()
         for (keys, _), own, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
         for at in range(0, max(1, length), _ROWS_AT_ONCE)
     ]
     ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
+    forced = torch.zeros(len(ends), dtype=torch.bool)
     device = prefix.keys.device
-    return Units(
-        torch.cat(low), None, ends.to(device), torch.zeros(len(ends), dtype=torch.bool, device=device), prefix.lengths
-    )
+    return Units(torch.cat(low, dim=1), None, ends.to(device), forced.to(device), prefix.lengths, by_column=True)
 
 
 _ROWS_AT_ONCE = 4096

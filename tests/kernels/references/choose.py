@@ -12,9 +12,13 @@ from kvshelf.kernels.choose import Choice, Units, better_half
 def choose(queries: Tensor, choice: Choice) -> None:
     """See `kvshelf.kernels.choose.choose`."""
     heads = len(choice.units[0].counts)
+    grouped, budget = queries.double().view(heads, -1, queries.shape[1]), choice.budget
+    if choice.basis is not None:
+        found = [-unit[0] for head in range(heads) for unit in _units(grouped[head], choice, head)]
+        budget = max(1, min(budget, sum(score >= -choice.alpha for score in found) // heads))
     for head in range(heads):
-        found = _units(queries.double().view(heads, -1, queries.shape[1])[head], choice, head)
-        left = choice.budget - sum(end - start for _, _, start, end, forced in found if forced)
+        found = _units(grouped[head], choice, head)
+        left = budget - sum(end - start for _, _, start, end, forced in found if forced)
         rows: list[list[int]] = [[] for _ in choice.units]
         for _, part, start, end, forced in sorted(found, key=lambda unit: (not unit[4], unit[0])):
             size = end - start if forced or left >= end - start or not choice.cut else max(0, left)
@@ -30,6 +34,8 @@ def choose(queries: Tensor, choice: Choice) -> None:
 
 def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int, int, int, bool]]:
     """(what it is sorted by, prefix, first row, end, forced) of each unit of a head."""
+    if choice.basis is not None:
+        return _margins(queries, choice, head)
     found = []
     for part, units in enumerate(choice.units):
         start, parents = 0, _better(queries, choice, units, head)
@@ -42,6 +48,26 @@ def _units(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int,
             end = int(units.ends[u])
             found.append((-score if math.isfinite(score) else -math.inf, part, start, end, forced))
             start = end
+    return found
+
+
+def _margins(queries: Tensor, choice: Choice, head: int) -> list[tuple[float, int, int, int, bool]]:
+    """As `_units`, of guesses."""
+    best: dict[tuple[int, int], float] = {}
+    for g, query in enumerate(queries):
+        own = query @ choice.basis[head, g].double()
+        guesses = {
+            (part, u): float(units.low[g * len(own) : (g + 1) * len(own), u].double() @ own)
+            for part, units in enumerate(choice.units)
+            for u in range(units.begins[head], units.begins[head + 1])
+        }
+        for unit, guess in guesses.items():
+            best[unit] = max(best.get(unit, -math.inf), guess - max(guesses.values()))
+    found = []
+    for (part, u), margin in best.items():
+        units = choice.units[part]
+        start = 0 if u == units.begins[head] else int(units.ends[u - 1])
+        found.append((-margin, part, start, int(units.ends[u]), False))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -225,7 +226,7 @@ def test_a_broken_file_is_refused_by_name(folder, change, named):
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(PolicyUnsupported) as refused:
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     assert named in refused.value.message
     assert str(path) in refused.value.message
 
@@ -234,12 +235,24 @@ def test_a_file_that_is_no_json_or_too_large_is_refused(folder):
     path = folder / "kvshelf" / "compresskv.json"
     path.write_text("{")
     with pytest.raises(PolicyUnsupported, match="is broken"):
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     path.write_bytes(b" " * (16 * 2**20 + 1))
     with pytest.raises(PolicyUnsupported, match="over 16777216 bytes"):
-        calibrations.load(path, calibrations.Calibration)
+        calibrations.Calibration.from_file(path)
     with pytest.raises(PolicyUnsupported, match="cannot be read"):
-        calibrations.load(folder / "missing.json", calibrations.Calibration)
+        calibrations.Calibration.from_file(folder / "missing.json")
+
+
+def test_a_file_in_the_place_of_another_is_read(folder):
+    """Of the same size, and with the same time of change, as in packages that have none."""
+    path, engine = folder / "kvshelf" / "compresskv.json", Engine.load(str(folder), device="cpu")
+    first, status = engine.prepare(TEXT, policy="compresskv").identity, path.stat()
+    own = calibrations.Calibration.from_file(path)
+    heads = tuple(tuple(reversed(layer)) for layer in own.head_scores)
+    calibrations.save(own.model_copy(update={"head_scores": heads}), path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert engine.prepare(TEXT, policy="compresskv").identity != first
 
 
 def test_a_calibration_for_another_number_of_layers_cannot_slip_in(folder):

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
+from kvshelf.kernels.rowwise import available
 from kvshelf.model import calibration
+from kvshelf.model.prepacking import prepack
 from kvshelf.training.skew_search import find_skews, skew
 from tests.by_hand import Prefix, frequencies, logits_after, turned
 from tests.engine.asking import ids
@@ -21,6 +23,8 @@ from tests.engine.test_selecting import read_positions
 from tests.model.test_rope import random_model
 
 SHAPES = (("llama", 4, 4), ("llama", 4, 1), ("llama", 7, 1), ("qwen2", 3, 3), ("qwen2", 8, 2), ("qwen2", 14, 2))
+RECORDED = [(*shape, True) for shape in (("llama", 4, 2), ("qwen2", 8, 2)) if available()]
+"""With weights in panels: their queries are made by a program."""
 DOCUMENT, QUESTION = ([token % 60 for token in ids(count, seed)] for count, seed in ((120, 1), (9, 3)))
 SHARP = 40.0
 """What queries are multiplied by: those of random weights fit all keys alike."""
@@ -28,20 +32,31 @@ WHOLE = 2
 """First layers that are read whole, of four."""
 
 
-@pytest.fixture(params=SHAPES, ids=lambda shape: f"{shape[0]}, {shape[1]} of {shape[2]}")
+@pytest.fixture(
+    params=[*((*shape, False) for shape in SHAPES), *RECORDED],
+    ids=lambda shape: f"{shape[0]}, {shape[1]} of {shape[2]}" + (", recorded" if shape[3] else ""),
+)
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A random model with skews in a data folder of its own."""
-    kind, q_heads, kv_heads = request.param
+    return with_skews(sharp_engine(*request.param), tmp_path, monkeypatch)
+
+
+def sharp_engine(kind: str, q_heads: int, kv_heads: int, recorded: bool) -> Engine:
     sizes = {"hidden_size": 16 * q_heads, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
     model = random_model(kind, **sizes)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(SHARP)
             layer.self_attn.k_proj.weight.mul_(SHARP)
+            layer.self_attn.o_proj.weight.mul_(SHARP)
             if kind == "qwen2":
                 layer.self_attn.q_proj.bias.normal_()
                 layer.self_attn.k_proj.bias.normal_()
-    return with_skews(Engine(model), tmp_path, monkeypatch)
+    engine = Engine(model)
+    if recorded:
+        prepack(model)
+    assert (engine.passes.early_program is not None) == recorded
+    return engine
 
 
 def with_skews(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -50,6 +65,12 @@ def with_skews(engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration.save(find_skews(engine, DOCUMENT), path)
     return engine
+
+
+def found_skews(engine: Engine) -> calibration.Skews:
+    geometry = engine.preparer.geometry
+    heads = geometry.q_heads, geometry.head
+    return calibration.find(engine.identity, "", calibration.Skews, heads, "selector infinigen")
 
 
 def by_loops(model, skews, seen, first, alpha, share, budget):
@@ -123,7 +144,7 @@ def test_it_reads_what_the_rule_says_in_loops(engine, params, tokens, policy, co
 
     for layer in engine.model.model.layers:
         layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
-    skews = calibration.find_skews(engine.identity, "", engine.preparer.geometry.head, "infinigen").layers
+    skews = found_skews(engine).layers
     alpha, share = params.get("alpha", 5.0), params.get("channels", 0.3)
     rule = by_loops(
         engine.model, skews, seen, cache.next_position, torch.inf if alpha is None else alpha, share, tokens
@@ -152,6 +173,19 @@ def test_without_alpha_and_with_room_for_all_it_is_the_dense_answer(engine):
     assert part.usage.read_tokens <= (120 + 24) / 2
     asked = [(cache, QUESTION[i:]) for i in range(3)]
     assert engine.answer_all(asked, max_new_tokens=8, select="infinigen", select_tokens=24)[0] == part
+
+
+@pytest.mark.skipif(not available(), reason="there is no program")
+@pytest.mark.parametrize("alpha", [0.5, None])
+def test_a_program_answers_as_the_modules_do(alpha, tmp_path, monkeypatch):
+    """Its attentions are planned before anything is chosen, and later steps take them over."""
+    answers = []
+    for recorded in (False, True):
+        engine = with_skews(sharp_engine("llama", 4, 2, recorded), tmp_path, monkeypatch)
+        ask = partial(engine.answer, engine.compress(DOCUMENT, policy="full"), QUESTION, max_new_tokens=16)
+        answers.append((ask(select="infinigen", select_params={"alpha": alpha}, select_tokens=24), ask()))
+    assert answers[0] == answers[1]
+    assert answers[0][0].token_ids != answers[0][1].token_ids
 
 
 def test_a_skew_has_the_singular_vectors_of_queries_by_what_queries_and_keys_have_in_them():
