@@ -32,7 +32,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.url import open_store
 from kvshelf.workers.replica.create.spec import Levels
-from kvshelf.workers.replica.queues import AnswerOrder
+from kvshelf.workers.replica.queues import UNMEASURED_RETRY_S, AnswerOrder, Pace
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
 from kvshelf_bench.models.small import small_model
@@ -393,6 +393,16 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(
     for ticket in (*waiting, *documents):
         ticket.future.result(WAIT_S)
     assert scheduler.generate(cache, query, Sampling(max_tokens=2)).future.result(WAIT_S)
+
+
+def test_a_pace_tells_how_long_units_take() -> None:
+    pace = Pace()
+    assert pace.estimate(1000) == UNMEASURED_RETRY_S
+    pace.record(6.0, units=3)
+    assert pace.estimate(10) == 20.0
+    pace.record(12.0)  # the newest counts three tenths
+    assert pace.estimate(10) == pytest.approx(50.0)
+    assert pace.estimate(0) == 0.1
 
 
 def test_stopping_leaves_nobody_waiting(started: Started, engine: Engine, job: Job, cache: CompressedCache) -> None:
