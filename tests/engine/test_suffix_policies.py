@@ -641,8 +641,8 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     question, found, passed = llama.ids[30 : 30 + QUESTION], [], engine.passes.continuing
     monkeypatch.setattr(engine.facts, "end_ids", frozenset)
     monkeypatch.setattr(engine.passes, "continuing", lambda *given: found.append(passed(*given)) or found[-1])
-    reducer = engine.bound("trimkv", question_tokens=QUESTION, budget=BUDGET, params=params)
-    layer_of, moved = Gates.layer, []
+    bound = partial(engine.bound, "trimkv", question_tokens=QUESTION, budget=BUDGET, params=params)
+    reducer, layer_of, moved = bound(), Gates.layer, []
     monkeypatch.setattr(Gates, "layer", lambda *given: moved.append(given[1]) or layer_of(*given))
     answer, batch = engine.start(cache, question, Sampling(TOKENS), reducer=reducer), engine.batch()
     while not answer.finished:
@@ -650,9 +650,6 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     tensors = [layer_of(gates, layer, torch.device("cpu")) for layer in range(len(cache.layers))]
     assert moved == list(range(len(cache.layers))), "each layer once, not at each token"
     tokens = [*question, *answer.token_ids[:-1]]
-    del answer, reducer, batch
-    gc.collect()
-    assert not engine.asker._open_gates, "and no longer than the answer is open"
     of_layers = [{name: tensor.double() for name, tensor in own.items()} for own in tensors]
     prefix = Prefix.spelled_out(cache, frequencies(llama.model))
     by_hand = GatedByHand(of_layers, llama.model, prefix, cache.next_position, loop)
@@ -662,3 +659,9 @@ def test_trimkv_is_its_loop_over_lists(llama, monkeypatch, tmp_path, trained, ev
     assert max(errors) < 1e-4, errors
     with pytest.raises(PolicyUnsupported, match=f"by policy {trained} with keep_scores"):
         engine.bound("trimkv", question_tokens=QUESTION, params=params, document=engine.attach(cache))
+    del answer, reducer, batch
+    gc.collect()
+    again, batch = engine.start(cache, question, Sampling(2), reducer=bound()), engine.batch()
+    while not again.finished:
+        batch.step([again])
+    assert moved == 2 * list(range(len(cache.layers))), "and no longer than an answer is open"

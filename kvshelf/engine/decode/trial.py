@@ -28,7 +28,7 @@ LEXER_STATES: Final = 20_000
 within one token of an answer, while all others waited; with this it is 0.24 s, and 0.03 s."""
 
 _MEMORY_BYTES: Final = 1 << 30
-_HANG_S: Final = 120.0
+HANG_S: Final = 120.0
 """Seconds until a process that does not answer is ended: it is stopped, or the machine has no processor time for it. A
 grammar is judged by processor time alone."""
 
@@ -39,16 +39,17 @@ class Trials:
     """Compiles grammars for one tokenizer, each first in a process of its own. For any thread: as many processes work
     as threads ask, and one stays for the next grammar."""
 
-    def __init__(self, tokenizer: str) -> None:
+    def __init__(self, tokenizer: str, *, hang_s: float = HANG_S) -> None:
         """tokenizer: as JSON."""
         self._tokenizer = tokenizer.encode()
+        self._hang_s = hang_s
         self._idle: queue.LifoQueue[subprocess.Popen[bytes]] = queue.LifoQueue(maxsize=1)
 
     def require_compiled(self, grammar: Grammar) -> None:
         """Raises `InvalidRequest` for a grammar that is none, or takes more than the limits, and `DeadlineExceeded`
         where the process was ended before it had used its time."""
         process = self._process()
-        hangs = threading.Timer(_HANG_S, process.kill)
+        hangs = threading.Timer(self._hang_s, process.kill)
         hangs.start()
         try:
             said = _asked(process, grammar.text.encode())
@@ -87,7 +88,8 @@ class Trials:
         if code == -signal.SIGKILL:  # by the timer, or by a system without memory: its limit of time is SIGXCPU
             return DeadlineExceeded(
                 f"{grammar.param} was not compiled: its process was ended from outside, or had used less than "
-                f"{COMPILE_S} s of a processor after {_HANG_S:g} s, as on a machine that is too busy; try again later"
+                f"{COMPILE_S} s of a processor after {self._hang_s:g} s, as on a machine that is too "
+                "busy; try again later"
             )
         late = code == -signal.SIGXCPU
         found = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"

@@ -152,7 +152,7 @@ class Losing(Metering):
 
 def test_what_the_store_has_taken_is_not_counted_again(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path / "home") as store:
-        meter = Meter(Losing(store.index.jobs), "tiny")
+        meter = Meter(Losing(store.index.jobs, store.index.key), "tiny")
         for answers in (1, 10):
             meter.add("me", answers=answers)
             with pytest.raises(StoreUnavailable):

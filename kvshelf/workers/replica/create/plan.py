@@ -43,7 +43,7 @@ _CASCADE: Final = 1.125
 """Of its budget a policy that shares it among layers holds so much before it cuts, see `prefill.reducing`."""
 
 
-class Limits(TypedDict, total=False):
+class PlanLimits(TypedDict, total=False):
     """What a replica's settings say. memory: a share of the device up to 1, or bytes; None: all of a card, and no limit
     on a CPU. attached, suffixes: see `MemoryPlan`. answers: that share a step at most. longest: tokens of a document
     that the settings allow."""
@@ -83,7 +83,7 @@ class MemoryPlan:
         model: PreTrainedModel,
         name: str,
         device: torch.device,
-        **limits: Unpack[Limits],
+        **limits: Unpack[PlanLimits],
     ) -> MemoryPlan:
         """Of a model on its way to `device`; it may be one without weights."""
         from kvshelf.model.loading import max_positions
@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @classmethod
     def of_name(
-        cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[Limits]
+        cls, name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[PlanLimits]
     ) -> MemoryPlan:
         """As `of`, before any weight is read. shown: the model's name for callers. rounded: linear layers of
         a byte for each weight, in a model of float32. Raises `InvalidRequest` for a device that cannot be used, and for

@@ -10,7 +10,7 @@ import torch
 
 from kvshelf.model.devices import Placement
 from kvshelf.model.layers import layer_kinds
-from kvshelf.workers.replica.create.plan import Limits, MemoryPlan, machine_bytes
+from kvshelf.workers.replica.create.plan import MemoryPlan, PlanLimits, machine_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ class SpreadPlan:
     most: Mapping[int | str, int]
 
     @classmethod
-    def of_name(cls, name: str, shown: str, *, dtype: str, **limits: Unpack[Limits]) -> SpreadPlan:
+    def of_name(cls, name: str, shown: str, *, dtype: str, **limits: Unpack[PlanLimits]) -> SpreadPlan:
         """Over all GPUs that this process sees, before any weight is read. shown: the model's name for callers. Raises
         `InvalidRequest` for a dtype that they lack."""
         from transformers.integrations.accelerate import get_max_memory
@@ -117,7 +117,7 @@ class SpreadPlan:
 
 
 def plan_of_name(
-    name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[Limits]
+    name: str, shown: str, *, device: str, dtype: str, rounded: bool = False, **limits: Unpack[PlanLimits]
 ) -> MemoryPlan | SpreadPlan:
     """The plan of a model on its device, or on all GPUs that this process sees (device "spread"). Other arguments and
     errors as of `MemoryPlan.of_name`."""

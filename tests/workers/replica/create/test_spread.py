@@ -13,7 +13,6 @@ import torch
 from transformers import LlamaConfig
 
 from kvshelf.artifact.records import entries_of
-from kvshelf.cli.doctor import _run
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import DocumentTooLong, OutOfMemory
 from kvshelf.model import loading
@@ -202,9 +201,10 @@ def test_without_cards_a_spread_model_has_the_plan_of_the_cpu() -> None:
     assert memory_plan(Settings(device="spread"), "kvshelf-tiny").device == "cpu"  # type: ignore[union-attr]
 
 
-def test_doctor_has_a_row_for_each_card(planned: Planned) -> None:
-    rows = list(_run([("memory", lambda: str(planned(PLENTY, PLENTY)))]))
-    assert [row.said[:11] for row in rows] == ["t on cuda:0", "t on cuda:1"]
+def test_a_plan_has_a_row_for_each_card(planned: Planned) -> None:
+    """As `doctor` prints them."""
+    rows = str(planned(PLENTY, PLENTY)).splitlines()
+    assert [row[:11] for row in rows] == ["t on cuda:0", "t on cuda:1"]
 
 
 def test_weights_go_no_further_than_they_are_told() -> None:
