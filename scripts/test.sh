@@ -10,7 +10,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 tests="$1 and not faults and not real"
 computing=$(mktemp)
-OMP_NUM_THREADS=1 nice -n 15 .venv/bin/python -m pytest -n 3 --dist loadfile -m "$tests and not service" > "$computing" 2>&1 &
+OMP_NUM_THREADS=1 nice -n 5 .venv/bin/python -m pytest -n 2 --dist loadfile -m "$tests and not service" > "$computing" 2>&1 &
 pid=$!
 trap 'kill $pid 2> /dev/null; rm -f "$computing"' EXIT
 
