@@ -17,8 +17,7 @@ from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.attention.function import kvshelf_attention
 from kvshelf.engine.decode.batch import DecodeBatch
 from kvshelf.engine.decode.equivalents import Equivalents
-from kvshelf.engine.decode.generation import AnswerReads, AnswerTokens, Generation, Sampling
-from kvshelf.engine.decode.logprobs import Logprobs
+from kvshelf.engine.decode.generation import AnswerReads, AnswerTokens, Generation, Logprobs, Sampling
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.decode.reduction import DocumentTail, SuffixReducer
 from kvshelf.engine.decode.selection import (

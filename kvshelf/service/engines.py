@@ -110,7 +110,7 @@ class EngineClient:
         *,
         caller: Caller,
     ) -> int:
-        """As `kvshelf.engine.tools.counting.count`; takes the turn of a question, and costs what it counts."""
+        """As `kvshelf.engine.tools.tools.count`; takes the turn of a question, and costs what it counts."""
         self.remote.require_bounded(query, document)
         async with self._queued("question", caller) as left_s:
             counted = await self.remote.call_within(

@@ -132,7 +132,7 @@ def test_rows_beside_an_answer_in_a_shape_stay_what_they_are(tiny, cache):
         ]
         while open_ones := [row for row in rows if not row.finished]:
             batch.step(open_ones)
-        return [(row.token_ids, [told.logprob for told in row.logprobs.told()]) for row in rows]
+        return [(row.token_ids, [told.logprob for told in row.logprobs.tokens]) for row in rows]
 
     mixed = answered([{}, of_schema(CODE), {}, {"choices": ["482", "175"]}])
     plain = answered([{}, {}, {}, {}])

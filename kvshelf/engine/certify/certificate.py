@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Final, Literal
 
 from kvshelf.api import Certificate, CertifiedBy, GroupBound, Quality, Way, WayResult
-from kvshelf.engine.certify.grading import GradedDocument
+from kvshelf.engine.certify.grading import GradedDocument, GradedLevel
 from kvshelf.engine.certify.risk import Graded, KeptLevel, largest_limit, require_bound, shift
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.job import Level
@@ -65,14 +65,13 @@ def graded(document: GradedDocument, figure: Callable[[Quality | None], float] =
     figure: of a way that removes entries. Ways that remove none go before, one after the other (`_whole_figure`): what
     rounding changes is as rare where it diverges more."""
     count = len(document.levels)
-    levels = [
-        KeptLevel(document.full_bytes, math.inf, document.full_loss)
-        if one is None
-        else KeptLevel(
-            one.nbytes, (_whole_figure(place - count, one.quality) if one.whole else figure(one.quality)), one.loss
-        )
-        for place, one in enumerate(document.levels)
-    ]
+    refused = KeptLevel(document.full_bytes, math.inf, document.full_loss)
+
+    def of_level(place: int, level: GradedLevel) -> KeptLevel:
+        own = _whole_figure(place - count, level.quality) if level.whole else figure(level.quality)
+        return KeptLevel(level.nbytes, own, level.loss)
+
+    levels = [refused if level is None else of_level(place, level) for place, level in enumerate(document.levels)]
     return Graded(levels, document.full_bytes, document.full_loss)
 
 
@@ -90,14 +89,14 @@ def certify(
     require_enough([document.group for document in documents], about)
     groups, warnings = {}, []
     for group in sorted({document.group for document in documents}):
-        own = [document for document in documents if document.group == group]
+        of_group = [document for document in documents if document.group == group]
         where = f"{about.by} {group!r}: " if about.by else ""
         try:
-            groups[group] = _bound(own, about.alpha)
+            groups[group] = _bound(of_group, about.alpha)
         except InvalidRequest as error:
             raise InvalidRequest(where + error.message, param=error.param) from error
-        warnings += [where + warning for warning in _shifts(list(map(graded, own)))]
-    made = Certificate(
+        warnings += [where + warning for warning in _shifts(list(map(graded, of_group)))]
+    certificate = Certificate(
         name=about.name,
         alpha=about.alpha,
         reference=about.reference,
@@ -113,25 +112,25 @@ def certify(
         data=about.data,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
-    return made.signed(), warnings
+    return certificate.signed(), warnings
 
 
 def _bound(documents: Sequence[GradedDocument], alpha: float) -> GroupBound:
-    own = list(map(graded, documents))
-    limit = largest_limit(own, alpha)
-    kept = [document.at(limit) for document in own]
+    as_graded = list(map(graded, documents))
+    limit = largest_limit(as_graded, alpha)
+    kept = [document.at(limit) for document in as_graded]
     tokens = [document.tokens for document in documents]
-    whole = sum(document.whole for document in own)
+    whole = sum(document.whole for document in as_graded)
     return GroupBound(
         documents=len(documents),
         questions=sum(document.questions for document in documents),
         limit=None if limit == math.inf else limit,
         tokens=(min(tokens), max(tokens)),
-        share=sum(one.nbytes for one in kept) / whole,
-        loss=fmean(one.loss for one in kept),
+        share=sum(level.nbytes for level in kept) / whole,
+        loss=fmean(level.loss for level in kept),
         ways=[
-            WayResult(share=sum(one.nbytes for one in made) / whole, loss=fmean(one.loss for one in made))
-            for made in zip(*(document.levels for document in own), strict=True)
+            WayResult(share=sum(level.nbytes for level in levels) / whole, loss=fmean(level.loss for level in levels))
+            for levels in zip(*(document.levels for document in as_graded), strict=True)
         ],
     )
 
@@ -141,11 +140,10 @@ def _shifts(documents: Sequence[Graded]) -> list[str]:
         "divergence": [min(level.figure for level in document.levels) for document in documents],
         "loss": [fmean(level.loss for level in document.levels) for document in documents],
     }
-    likely = {what: shift(of_documents) for what, of_documents in values.items()}
     return [
         f"the {what} shifts along the file (p = {p:.2g}): are all documents of one kind?"
-        for what, p in likely.items()
-        if p < UNLIKELY
+        for what, of_documents in values.items()
+        if (p := shift(of_documents)) < UNLIKELY
     ]
 
 
@@ -180,12 +178,11 @@ def certified(engine: Engine, certificate: Certificate, labels: Mapping[str, str
 def _require_model(engine: Engine, certificate: Certificate) -> None:
     own, name = engine.identity, certificate.name
     if (fingerprint := own.fingerprint()) != certificate.fingerprint:
-        differing = [
-            field_name
-            for field_name in ("weights", "tokenizer")
-            if getattr(own, field_name) != getattr(certificate, field_name)
-        ]
-        field = differing[0] if differing else "dtype, positions or template"
+        field = "dtype, positions or template"
+        if own.weights != certificate.weights:
+            field = "weights"
+        elif own.tokenizer != certificate.tokenizer:
+            field = "tokenizer"
         raise ModelMismatch(
             f"certificate {name!r} was made with {certificate.model!r} (fingerprint {certificate.fingerprint[:16]}), "
             f"and {engine.name!r} has {fingerprint[:16]}: {field} differs; certify the questions with this model",
@@ -193,12 +190,10 @@ def _require_model(engine: Engine, certificate: Certificate) -> None:
             model_fingerprint=fingerprint,
             field=field,
         )
-    changed = {
-        "measure of quality": certificate.quality_version != VERSION,
-        "transforms of codec klt": certificate.transforms != _transforms(engine),
-    }
-    if reasons := [f"the {what} has changed since" for what, differs in changed.items() if differs]:
-        raise _other_space(name, reasons[0])
+    if certificate.quality_version != VERSION:
+        raise _other_space(name, "the measure of quality has changed since")
+    if certificate.transforms != _transforms(engine):
+        raise _other_space(name, "the transforms of codec klt has changed since")
     for way in certificate.ways:
         try:
             build(way.policy, {})

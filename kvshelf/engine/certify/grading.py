@@ -63,9 +63,9 @@ def grade(
     encoded = engine.encode_document(document.text)
     full = engine.run(engine.prepare(encoded, policy="full")).cache
     levels = levels_of(engine, encoded, ways)
-    made = iter(engine.run_levels([level for level in levels if level is not None], cues=CUES))
-    compressions = [None if level is None else next(made) for level in levels]
-    caches = [full, *(one.cache for one in compressions if one is not None)]
+    runs = iter(engine.run_levels([level for level in levels if level is not None], cues=CUES))
+    compressions = [None if level is None else next(runs) for level in levels]
+    caches = [full, *(compression.cache for compression in compressions if compression is not None)]
     pairs = [(cache, question) for cache in caches for question in document.questions]
     texts = iter(engine.answer_all(pairs, max_new_tokens=max_new_tokens))
     answered = [[next(texts).text for _ in document.questions] for _ in caches]
@@ -78,14 +78,14 @@ def grade(
         full_bytes=full.bytes_full * 2 // engine.model.dtype.itemsize,
         full_loss=full_loss,
         levels=[
-            one
+            compression
             and GradedLevel(
-                whole=one.cache.kept_tokens == one.cache.num_tokens,
-                nbytes=one.cache.pack().nbytes,
+                whole=compression.cache.kept_tokens == compression.cache.num_tokens,
+                nbytes=compression.cache.pack().nbytes,
                 loss=next(losses),
-                quality=one.quality,
+                quality=compression.quality,
             )
-            for one in compressions
+            for compression in compressions
         ],
     )
 
@@ -107,7 +107,7 @@ def _level(engine: Engine, encoded: EncodedDocument, way: Way) -> Level | None:
 def _loss(document: QuestionedDocument, full: Sequence[str], answers: Sequence[str]) -> float:
     """The share of the answers that are wrong, or, where nobody says what is right, not the full cache's."""
     if document.answers is None:
-        lost = [words(own) != words(whole) for own, whole in zip(answers, full, strict=True)]
+        lost = [words(answer) != words(whole) for answer, whole in zip(answers, full, strict=True)]
     else:
-        lost = [not contains(own, right) for own, right in zip(answers, document.answers, strict=True)]
+        lost = [not contains(answer, right) for answer, right in zip(answers, document.answers, strict=True)]
     return sum(lost) / len(lost)

@@ -1,16 +1,4 @@
-"""Asking the full cache what compressed ones have answered: `Recheck`.
-
-The document is prefilled once more under policy `full`; of several caches all documents, in one prefill, in their
-order. The tokens of the question and of the answer are then read behind both, the full cache and the compressed ones,
-so that each predicts every token of the answer after the same ones. With p the probabilities under the full cache and
-q those under the compressed ones:
-
-    the answer differs if, at a token where max p >= 0.5, argmax q is another token than argmax p
-    kl = mean of KL(p || q) over the tokens of the answer, in nats
-
-Where the full cache is itself unsure, two answers are as good as one. If the answer of one cache differs, its quality
-is measured anew, by all cues of its document: one answer is a suspicion, and 150 cues are a figure.
-"""
+"""Asking the full cache what compressed ones have answered, and measuring quality anew: `Recheck`, `Remeasure`."""
 
 from __future__ import annotations
 
@@ -56,9 +44,15 @@ class Rechecked:
 
 @dataclass(frozen=True)
 class Recheck:
-    """One answer to ask again. job: of the whole document of the caches (`joint_job` of several) under policy `full`.
-    query, answer: token ids as they were read and said behind the caches, at least one each. floor: of one cache,
-    measuring ends where it is out of reach; None: nothing is measured."""
+    """One answer to ask again. Its tokens and those of the question are read behind the compressed caches and behind
+    the full one, for which the document is prefilled once more: each predicts every token of the answer after the same
+    ones, see `compared`. If the answer of one cache differs, its quality is measured anew: one answer is a suspicion,
+    and 150 cues are a figure.
+
+    job: of the whole document of the caches (`joint_job` of several) under policy `full`. query, answer: token ids as
+    they were read and said behind the caches, at least one each. floor: of one cache, measuring ends where it is out of
+    reach; None: nothing is measured.
+    """
 
     job: Job
     caches: tuple[CompressedCache, ...]
@@ -75,15 +69,15 @@ class Recheck:
         `Engine.run_levels` does, and `PolicyUnsupported` where the full cache's logits are not numbers."""
         compressor = engine.compressor
         full = compressor.prefill([Level(self.job)], checkpoint=checkpoint).compressions[0].cache
-        right, own = (self._predicted(engine, caches, checkpoint) for caches in ((full,), self.caches))
+        right, other = (self._predicted(engine, caches, checkpoint) for caches in ((full,), self.caches))
         if right.isnan().any():
             raise PolicyUnsupported(
                 f"behind this document the logits of {engine.name!r} are not numbers, and no answer compares with that",
                 param="model",
             )
-        differs, kl = compared(right, own)
+        differs, kl = compared(right, other)
         quality = None
-        if differs and self.floor is not None and not own.isnan().any():
+        if differs and self.floor is not None and not other.isnan().any():
             (cache,) = self.caches
             reference = compressor.reference(self.job, full, checkpoint)
             if reference is not None:
@@ -122,7 +116,10 @@ def joint_job(engine: Engine, jobs: Sequence[Job], behind: int) -> Job:
     if any(job.images for job in jobs):
         raise PolicyUnsupported("documents with images are not prefilled behind each other", param="cache_ids")
     first, *later = (job.document for job in jobs)
-    ids = [*first.token_ids, *(token for one in later for token in one.token_ids[one.protected_prefix :])]
+    ids = [
+        *first.token_ids,
+        *(token for document in later for token in document.token_ids[document.protected_prefix :]),
+    ]
     identity = jobs[0].identity
     require_joint(engine, len(ids), behind)
     whole = EncodedDocument(ids, first.protected_prefix, identity.layout, identity.boundary)
@@ -150,7 +147,15 @@ class Remeasure:
 
 def compared(full: Tensor, other: Tensor) -> tuple[bool, float]:
     """Whether an answer differs, and its divergence in nats, at most `_MOST_NATS`, from log-probabilities `[tokens,
-    vocabulary]` fp32 under the full cache and another one. Logits of the other that are not numbers differ."""
+    vocabulary]` fp32 under the full cache and another one. With p the probabilities under the full cache and q the
+    others,
+
+        the answer differs if, at a token where max p >= 0.5, argmax q is another token than argmax p
+        kl = mean of KL(p || q) over the tokens of the answer
+
+    Where the full cache is itself unsure, two answers are as good as one. Logits of the other that are not numbers
+    differ.
+    """
     nats = torch.where(full > -math.inf, full.exp() * (full - other), 0.0).sum(dim=-1).mean().item()
     if math.isnan(nats):
         return True, _MOST_NATS

@@ -1,15 +1,4 @@
-"""Conformal risk control (Angelopoulos et al., 2024, arXiv 2208.02814): how far documents may be compressed so that the
-expected loss of the next one is at most alpha. Needs no torch.
-
-A document has levels, each with its bytes, its figure (the divergence that the cache itself was measured to have) and
-the share of the document's questions that it loses. Under a limit a document is kept at its smallest level with a
-figure below it, or whole. Losses are made monotone: under a limit a document loses what it loses at worst under any
-limit below. Then, of documents that are exchangeable with the next one, the largest limit with
-
-    (sum of losses + 1) / (documents + 1) <= alpha
-
-has an expected loss of at most alpha on the next document, whatever the distribution.
-"""
+"""Conformal risk control (Angelopoulos et al., 2024, arXiv 2208.02814): how far documents may be compressed."""
 
 from __future__ import annotations
 
@@ -28,7 +17,8 @@ _PERMUTATIONS: Final = 999
 
 @dataclass(frozen=True)
 class KeptLevel:
-    """A document at one level. figure: lower is closer to the full cache. loss: from 0 to 1."""
+    """A document at one level. figure: the divergence that the cache was measured to have; lower is closer to the full
+    cache. loss: the share of the document's questions that it loses."""
 
     nbytes: int
     figure: float
@@ -81,7 +71,13 @@ def require_bound(documents: int, alpha: float, group: str = "") -> None:
 
 def largest_limit(documents: Sequence[Graded], alpha: float) -> float:
     """The largest limit under which the next document loses at most alpha on average: infinite where the smallest level
-    of each does. Raises `InvalidRequest` where no limit does, which says how many documents are needed."""
+    of each does. Raises `InvalidRequest` where no limit does, which says how many documents are needed.
+
+    Under a limit a document is kept at its smallest level with a figure below it, or whole. Losses are made monotone: a
+    document loses what it loses at worst under any limit below. Of documents that are exchangeable with the next one,
+    the largest limit with (sum of losses + 1) / (documents + 1) <= alpha has an expected loss of at most alpha on the
+    next document, whatever the distribution.
+    """
     require_bound(len(documents), alpha)
     most = alpha * (len(documents) + 1) - 1 + 1e-9
     lost = sum(document.whole_loss for document in documents)

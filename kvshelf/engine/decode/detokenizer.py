@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _UNFINISHED: Final = 3  # most bytes, and so most tokens, of an incomplete UTF-8 character
-_LONGEST_RUN: Final = 16  # tokens to hold before giving up: each further one decodes all of them again
+_LONGEST_RUN: Final = 16  # tokens that wait before it gives up: each further one decodes all of them again
 
 
 class Detokenizer:
@@ -23,36 +23,36 @@ class Detokenizer:
         self._decoder = decoder
         self._skip = skip_special_tokens
         self._stream = self._new_stream()
-        self._held: list[int] = []
+        self._waiting: list[int] = []
         """Tokens whose text has not been returned, oldest first. The stream holds them too, but hides them."""
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that it completes: "" in the middle of a character."""
-        self._held.append(token)
+        self._waiting.append(token)
         piece = self._step(token)
         if piece is not None:
-            self._held.clear()
+            self._waiting.clear()
             return piece
-        return self._let_go() if len(self._held) >= _LONGEST_RUN else ""
+        return self._give_up() if len(self._waiting) >= _LONGEST_RUN else ""
 
     def rest(self) -> str:
-        """The text of the held tokens, to call after the last one: U+FFFD for an incomplete character."""
-        return self._decode(self._held)
+        """The text of the waiting tokens, to call after the last one: U+FFFD for an incomplete character."""
+        return self._decode(self._waiting)
 
     def _step(self, token: int) -> str | None:
         try:
             return self._stream.step(self._decoder, token)
         except Exception:  # tokenizers has no class for this error: the new bytes changed text already decoded
             self._stream = self._new_stream()
-            return self._stream.step(self._decoder, self._held)
+            return self._stream.step(self._decoder, self._waiting)
 
-    def _let_go(self) -> str:
+    def _give_up(self) -> str:
         """Stop waiting for a character: the stream would hold these tokens, and all after them, for ever."""
-        ended, last = self._held[:-_UNFINISHED], self._held[-_UNFINISHED:]
+        ended, last = self._waiting[:-_UNFINISHED], self._waiting[-_UNFINISHED:]
         text = self._decode(ended)
         if not text:  # control tokens, say, which are skipped
             return ""
-        self._stream, self._held = self._new_stream(), []
+        self._stream, self._waiting = self._new_stream(), []
         return text + "".join(map(self.push, last))
 
     def _new_stream(self) -> DecodeStream:
@@ -62,10 +62,10 @@ class Detokenizer:
         return self._decoder.decode(tokens, skip_special_tokens=self._skip)
 
 
-def may_begin(text: str, wanted: Sequence[str]) -> int:
-    """Length of the longest end of a text with which a wanted text may begin."""
-    longest = max(map(len, wanted), default=0)
+def may_begin(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of a text with which one of these marks may begin."""
+    longest = max(map(len, marks), default=0)
     for length in range(min(longest, len(text)), 0, -1):
-        if any(each.startswith(text[-length:]) for each in wanted):
+        if any(mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0

@@ -1,10 +1,4 @@
-"""What an answer costs in tokens of a prefill: prefill token equivalents, PTE.
-
-A prefill is limited by operations, 2 * N for each token of a model of N parameters; a decode step by the bytes of the
-KV cache that it reads. A device's operational intensity (HOI) turns the second into the first: its peak FLOP a second
-over the bytes a second of its memory. Source: "Beyond Accuracy: Unveiling Inefficiency Patterns in Tool-Integrated
-Reasoning", arXiv 2604.05404.
-"""
+"""Prefill token equivalents (PTE): what an answer costs in tokens of a prefill (arXiv 2604.05404)."""
 
 from __future__ import annotations
 
@@ -38,7 +32,9 @@ cpu: in fp32 on 2 cores of an Intel Xeon (Sapphire Rapids), by `kvshelf doctor`.
 
 @dataclass(frozen=True)
 class Equivalents:
-    """Counts the PTE of one model on one device.
+    """Counts the PTE of one model on one device. A prefill is limited by operations, 2 * N for each token of a model of
+    N parameters; a decode step by the bytes of the KV cache that it reads. The device's operational intensity (HOI),
+    its peak FLOP a second over the bytes a second of its memory, turns bytes into operations.
 
     parameters: N, all of the model's, also those of experts that a token does not use. token_bytes: of the keys and
     values of one token in one layer, uncompressed. kinds: the layers. intensity: HOI in FLOP a byte; None where nobody
@@ -81,11 +77,11 @@ class Equivalents:
         read_share: of the documents' entries, what a token of the answer read. Not counted: what a selector reads to
         choose them, recurrent states that are not stored, the prefill that made the cache. question, answer: tokens.
         """
-        asked = self._full_bytes(question)
-        found = self.cost(question, answer, document.read_bytes * read_share + asked)
+        own = self._full_bytes(question)
+        cost = self.cost(question, answer, document.read_bytes * read_share + own)
         tokens = document.num_tokens
-        again = self.cost(tokens + question, answer, self._full_bytes(tokens) + asked)
-        return found, None if found is None or again is None else again - found
+        again = self.cost(tokens + question, answer, self._full_bytes(tokens) + own)
+        return cost, None if cost is None or again is None else again - cost
 
     def _full_bytes(self, tokens: int) -> int:
         return sum(kind.seen(tokens) * self.token_bytes for kind in self.kinds if kind.attends)

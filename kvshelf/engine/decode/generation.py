@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -16,13 +16,13 @@ from torch import Tensor
 from kvshelf.api import Usage
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.api.options import Ask
+from kvshelf.api.shapes import Logprob, TokenLogprob
 from kvshelf.api.strict import FinishReason
 from kvshelf.engine.attention.attachment import Attached, Wait
 from kvshelf.engine.decode.detokenizer import Detokenizer, may_begin
 from kvshelf.engine.decode.equivalents import Equivalents
 from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.hooks import Copied, RowHook, Shown, Wants
-from kvshelf.engine.decode.logprobs import Logprobs
 from kvshelf.engine.decode.passages import Passages, QuestionLikelihood, SourceShares
 from kvshelf.engine.decode.reduction import SuffixReducer
 from kvshelf.engine.decode.selection import SeenDocument, Selection
@@ -41,7 +41,7 @@ LEAST: Final = 1e-30
 class Sampling:
     """How tokens are chosen and when to stop. ask: at temperature 0 the likeliest one; above, one is drawn from the
     likeliest `top_p` of the mass, repeatably with a `seed`. grammar: what the answer must be. logprobs: how many of the
-    likeliest tokens to tell beside each token of the answer, with their logarithms; None: nothing."""
+    likeliest tokens stand beside each token of the answer, with their logarithms; None: no logarithms."""
 
     max_tokens: int = 64
     ask: Ask = field(default_factory=Ask)
@@ -100,19 +100,21 @@ class Generation:
     ) -> None:
         """sampling: its `max_tokens` have room behind the question. constraint: which tokens may come; None: all.
         logprobs: takes what the model gives the tokens."""
-        self._room = sampling.max_tokens
+        self.room = sampling.max_tokens
+        """Tokens that the answer may have."""
         selection, reducer = reads.selection, reads.reducer
         if reducer is not None:
-            reducer.expect(len(query) + self._room)
+            reducer.expect(len(query) + self.room)
             selection = selection or reducer.tail
         self._copied = 0 if reducer is None else reducer.of_document
         self._reducer = reducer
         self.document = document
         self._selection = selection
         sources = SourceShares(len(document.parts)) if len(document.parts) > 1 else None
-        of_question = QuestionLikelihood() if reads.likelihood else None
-        made = selection, Passages(document, selection) if reads.passages else None, sources, of_question, reducer
-        self._hooks: tuple[RowHook, ...] = tuple(hook for hook in made if hook is not None)
+        likelihood = QuestionLikelihood() if reads.likelihood else None
+        passages = Passages(document, selection) if reads.passages else None
+        hooks = selection, passages, sources, likelihood, reducer
+        self._hooks: tuple[RowHook, ...] = tuple(hook for hook in hooks if hook is not None)
         self.pending = list(query)
         """Tokens that must run through the model before the next one can be chosen."""
         self._query = tuple(query)
@@ -144,26 +146,17 @@ class Generation:
         return self.finish_reason is not None
 
     @property
-    def room(self) -> int:
-        """Tokens that the answer may have."""
-        return self._room
-
-    @property
     def next_position(self) -> int:
         """Position of the first pending token."""
         return self.row.first + self.row.logical
 
     @property
     def seen(self) -> Attached | Selection:
-        """What its pending tokens see before their own."""
-        chosen = self._selection is not None and (bool(self.token_ids) or self._selects_question)
-        seen = self._selection.seen if self._selection is not None and chosen else self.document
+        """What its pending tokens see before the suffix."""
+        seen: Attached | Selection = self.document
+        if self._selection is not None and (self.token_ids or self._selection.reads_question):
+            seen = self._selection.seen
         return seen if self._reducer is None else self._reducer.seen(self.document, seen, self.row)
-
-    @property
-    def _selects_question(self) -> bool:
-        """Whether the question's tokens, too, see what the selection chooses."""
-        return self._selection is not None and self._selection.reads_question
 
     @property
     def seen_parts(self) -> Sequence[SeenDocument]:
@@ -221,7 +214,7 @@ class Generation:
         self.sampler.took()
         ended = token in self._end_ids
         complete = self.constraint is not None and self.constraint.take(token)
-        full = len(self.token_ids) + 1 == self._room
+        full = len(self.token_ids) + 1 == self.room
         text = "" if ended else self._text.push(token)
         if ended or complete or full:
             text += self._text.flush()
@@ -234,7 +227,7 @@ class Generation:
         else:
             for hook in self._hooks:
                 hook.took(self.token_ids)
-        return Piece(text) if self.logprobs is None else self.logprobs.beside(text, self._text.tokens)
+        return Piece(text) if self.logprobs is None else self.logprobs.piece(text, self._text.tokens)
 
     def tell(self, token: int, logprobs: Tensor) -> None:
         """Note what the model gave a token that is about to be taken. logprobs: of all tokens, `[vocabulary]` fp32."""
@@ -247,8 +240,8 @@ class Generation:
         assert self.finished
         assert self.row.most is None, "nothing of a turn that is kept was dropped"
         ran = [*self._query, *self.token_ids][: self.row.logical]
-        same = next((at for at, pair in enumerate(zip(ran, token_ids, strict=False)) if pair[0] != pair[1]), None)
-        shared = min(len(ran), len(token_ids)) if same is None else same
+        differing = (at for at, (old, new) in enumerate(zip(ran, token_ids, strict=False)) if old != new)
+        shared = next(differing, min(len(ran), len(token_ids)))
         if shared < self.row.logical and self.row.states is not None:
             shared, self.row.states = 0, None  # states cannot be taken back
         self.row.logical = self.row.stored = shared
@@ -263,10 +256,12 @@ class Generation:
             list(self.token_ids),
             self.finish_reason,
             self.usage(),
-            logprobs=None if self.logprobs is None else self.logprobs.told(),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs.tokens),
             stop=self._text.stopped,
         )
-        return reduce(lambda told, hook: hook.close(told), self._hooks, answer)
+        for hook in self._hooks:
+            answer = hook.close(answer)
+        return answer
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
@@ -287,8 +282,8 @@ class Generation:
     @property
     def _read_tokens(self) -> int:
         # The first token is the question's; what the next one would see has not been read.
-        chosen = self._selects_question or len(self.token_ids) > 1
-        return self.seen.read_tokens if chosen else self.document.read_tokens
+        selects_question = self._selection is not None and self._selection.reads_question
+        return (self.seen if selects_question or len(self.token_ids) > 1 else self.document).read_tokens
 
 
 class Sampler:
@@ -319,13 +314,46 @@ class Sampler:
         self._numbers = None
 
 
+_LEAST_LOGPROB: Final = -9999.0
+"""Stands for less: JSON has no infinity."""
+
+
+class Logprobs:
+    """What the model gave the tokens of one answer, before temperature, top_p and any grammar, as vLLM reports it. top:
+    how many of the likeliest tokens stand beside each. bytes_of: of a token's text."""
+
+    def __init__(self, top: int, bytes_of: Callable[[int], bytes]) -> None:
+        self._top = top
+        self._bytes_of = bytes_of
+        self.tokens: list[Logprob] = []
+        """Of each token so far."""
+        self._final = 0
+        """How many of these have gone out beside their text."""
+
+    def take(self, token: int, logprobs: Tensor) -> None:
+        """Add a token of the answer. logprobs: of the whole vocabulary, `[vocabulary]` fp32."""
+        best, ids = logprobs.topk(self._top)
+        likeliest = [self._named(*pair) for pair in zip(ids.tolist(), best.tolist(), strict=True)]
+        own = self._named(token, float(logprobs[token]))
+        self.tokens.append(Logprob(**own.model_dump(), top_logprobs=likeliest))
+
+    def piece(self, text: str, tokens: int) -> Piece:
+        """The next text of the answer, with which the text of so many tokens is final."""
+        first, self._final = self._final, tokens
+        return Piece(text, self.tokens[first:tokens])
+
+    def _named(self, token: int, logprob: float) -> TokenLogprob:
+        text = self._bytes_of(token)
+        return TokenLogprob(token=text.decode(errors="replace"), logprob=max(logprob, _LEAST_LOGPROB), bytes=list(text))
+
+
 class _TextStream:
     """Text of a growing answer: whole characters only, without a tail that may still become a stop text."""
 
     def __init__(self, decoder: Tokenizer | None, stop: Sequence[str]) -> None:
         self._tokens = None if decoder is None else Detokenizer(decoder, skip_special_tokens=True)
         self._stop = stop
-        self._held = ""
+        self._tail = ""
         self._pushed = 0
         self._ends: list[int] = []
         """Of each token whose text is known, the place in the answer's text where it ends."""
@@ -346,21 +374,21 @@ class _TextStream:
         """End the answer: text held back becomes final, and an incomplete character U+FFFD."""
         if self._tokens is None or self.stopped:
             return ""
-        return self._add(self._tokens.rest()) + self._release(len(self._held))
+        return self._add(self._tokens.rest()) + self._release(len(self._tail))
 
     def _add(self, piece: str) -> str:
-        self._held += piece
+        self._tail += piece
         if piece:  # of all tokens since the last piece
-            self._ends += [len(self.text) + len(self._held)] * (self._pushed - len(self._ends))
-        found = {stop: self._held.index(stop) for stop in self._stop if stop in self._held}
-        if found:
-            self.stopped = min(found, key=found.__getitem__)
-            self._held = self._held[: found[self.stopped]]
-            return self._release(len(self._held))
-        return self._release(len(self._held) - may_begin(self._held, self._stop))
+            self._ends += [len(self.text) + len(self._tail)] * (self._pushed - len(self._ends))
+        places = {stop: self._tail.index(stop) for stop in self._stop if stop in self._tail}
+        if places:
+            self.stopped = min(places, key=places.__getitem__)
+            self._tail = self._tail[: places[self.stopped]]
+            return self._release(len(self._tail))
+        return self._release(len(self._tail) - may_begin(self._tail, self._stop))
 
     def _release(self, length: int) -> str:
-        final, self._held = self._held[:length], self._held[length:]
+        final, self._tail = self._tail[:length], self._tail[length:]
         self.text += final
         return final
 

@@ -44,10 +44,10 @@ class Grammar:
         """The grammar of one of the fields `response_format` (as OpenAI's), `grammar` (llguidance's Lark dialect) and
         `choices` (texts, of which the answer is one); None for response_format "text". format_param: what the request
         calls its response_format."""
-        given = {name: value for name, value in shape.items() if value is not None}
-        if len(given) > 1 or not given.keys() <= set(SHAPES):
-            raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(given)}", param="shape")
-        match given:
+        fields = {name: value for name, value in shape.items() if value is not None}
+        if len(fields) > 1 or not fields.keys() <= set(SHAPES):
+            raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(fields)}", param="shape")
+        match fields:
             case {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}:
                 return cls._of_schema(schema, format_param)
             case {"response_format": {"type": "json_object"}}:
@@ -75,9 +75,9 @@ class Grammar:
     def behind(self, closing: str, lark: str) -> Grammar:
         """The same behind thoughts. closing: the text that ends them; lark: the same in Lark, where it has tokens."""
         (answer,) = json.loads(self.text)["grammars"]
-        said = json.dumps(closing, ensure_ascii=False)
-        ended = f"thought[suffix={said}]: /(?s:.*)/" if lark == said else f"thought: any {lark}\nany: /(?s:.*)/"
-        thoughts = f"start: thought gap @answer\n{ended}\ngap: /\\n{{0,2}}/\n"
+        mark = json.dumps(closing, ensure_ascii=False)
+        thought = f"thought[suffix={mark}]: /(?s:.*)/" if lark == mark else f"thought: any {lark}\nany: /(?s:.*)/"
+        thoughts = f"start: thought gap @answer\n{thought}\ngap: /\\n{{0,2}}/\n"
         return replace(self, text=json.dumps({"grammars": [{"lark_grammar": thoughts}, answer | {"name": "answer"}]}))
 
     @classmethod
@@ -111,17 +111,17 @@ def _least_of(schema: Mapping[str, Any], root: Any, least: Callable[[Any], int])
         case {"enum": [_, *_] as values}:
             return min(map(_size, values))
         case {"$ref": str(path)} if path.startswith("#/"):
-            found = root
+            part = root
             for name in path[2:].split("/"):
-                found = found.get(name) if isinstance(found, Mapping) else None
-            return least(found)
+                part = part.get(name) if isinstance(part, Mapping) else None
+            return least(part)
         case {"anyOf": [_, *_] as ways} | {"oneOf": [_, *_] as ways}:
             return min(map(least, ways))
         case {"type": [_, *_] as kinds}:
             return min(_least_of({**schema, "type": kind}, root, least) for kind in kinds)
         case {"type": "object", "required": [*names]}:
-            given = schema.get("properties")
-            fields = given if isinstance(given, Mapping) else {}
+            properties = schema.get("properties")
+            fields = properties if isinstance(properties, Mapping) else {}
             once = set(map(str, names))
             return _listed(sum(_size(name) + _SEPARATOR_BYTES + least(fields.get(name)) for name in once), len(once))
         case {"type": "array", "minItems": int(fewest)}:

@@ -1,8 +1,4 @@
-"""Answers held to a grammar: which tokens may come next, by llguidance, as a mask over the model's logits.
-
-A grammar is compiled once for a tokenizer, after a trial of what that takes. Each answer has a matcher of its own,
-which moves on with its tokens; its mask takes some microseconds.
-"""
+"""Answers held to a grammar: which tokens may come next, by llguidance, as a mask over the model's logits."""
 
 from __future__ import annotations
 
@@ -91,20 +87,16 @@ class Guide:
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """The compiled grammar, of which copies share the most. Two threads may compile the same one."""
         with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
+            if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-                return known
-        matcher = self._compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _COMPILED or sum(len(each.text) for each in self._compiled) > _COMPILED_TEXT:
-                self._compiled.popitem(last=False)
-        return matcher
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+                return matcher
         self._trials.require_compiled(grammar)
         limits = LLParserLimits(max_lexer_states=LEXER_STATES)
         matcher = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest(f"{grammar.param} cannot be used: {matcher.get_error()[:500]}", param=grammar.param)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _COMPILED or sum(len(other.text) for other in self._compiled) > _COMPILED_TEXT:
+                self._compiled.popitem(last=False)
         return matcher

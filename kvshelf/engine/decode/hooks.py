@@ -1,7 +1,4 @@
-"""What one row of a batch has beside its tokens: a hook sees the passes of its row, and may change what they read.
-
-Selections, suffix reducers, and what counts passages and sources are hooks. A batch asks only what a row's hooks want.
-"""
+"""Hooks of one row of a batch: they see its passes, and may change what these read."""
 
 from __future__ import annotations
 
@@ -65,7 +62,8 @@ NOTHING_SHOWN, NOT_COMPLETE = Shown(), Shown(complete=False)
 
 
 class RowHook:
-    """What follows one row; by default it wants and does nothing. An error ends the row's answer alone."""
+    """What follows one row, as a selection does; by default it wants and does nothing. An error ends the row's answer
+    alone. A batch asks only what the hooks of a row want."""
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
         """What it wants of the next pass. answering: whether the pending token is one of the answer."""

@@ -23,7 +23,7 @@ from kvshelf.kernels.prefix_attention import SelectedPrefix
 _MOST_READ = 2
 """Documents that answer: a comparison is about two."""
 _NARROWS_BY = 8
-"""By 2 it found as many of 48 questions' documents among 32, on kvshelf-tiny and on `tests/models/second`."""
+"""Narrowing by 2 found the documents of as many of 48 questions among 32 (kvshelf-tiny and `tests/models/second`)."""
 _ALONE = 2 / 3
 _LEAST_NATS = -1e4
 """For tokens that a model never writes: a likelihood of 0 would be the same behind each document."""
@@ -97,7 +97,10 @@ class Narrowing:
         return [[place] for place in self.places] if self.by_likelihood else [self.places]
 
     def take(self, answers: Sequence[Answer]) -> None:
-        shares = _posterior(answers) if self.by_likelihood else answers[0].sources
+        shares: Sequence[float] = answers[0].sources
+        if self.by_likelihood:
+            nats = torch.tensor([answer.likelihood for answer in answers], dtype=torch.float64)
+            shares = nats.softmax(dim=0).tolist()
         best = sorted(range(len(shares)), key=lambda at: -shares[at])
         count = _MOST_READ if self.by_likelihood else max(_MOST_READ, len(best) // _NARROWS_BY)
         self._settled = self.by_likelihood or len(best) <= _MOST_READ
@@ -118,13 +121,6 @@ class Narrowing:
             "prefill_token_equivalents_saved": None if saved is None or more is None else saved - more,
         }
         return usage.model_copy(update=update)
-
-
-def _posterior(answers: Sequence[Answer]) -> list[float]:
-    """The probability of each document, from the likelihoods of the question behind it."""
-    nats = torch.tensor([answer.likelihood for answer in answers], dtype=torch.float64)
-    shares: list[float] = nats.softmax(dim=0).tolist()
-    return shares
 
 
 class Passages(RowHook):
@@ -154,17 +150,17 @@ class Passages(RowHook):
         """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a
         device it waits for each choice."""
         for layer in range(self._document.num_layers):
-            chosen = seen.counted(layer) if isinstance(seen, Selection) else seen.prefixes(layer)
-            if not any(isinstance(prefix, SelectedPrefix) for prefix in chosen):
+            prefixes = seen.counted(layer) if isinstance(seen, Selection) else seen.prefixes(layer)
+            if not any(isinstance(prefix, SelectedPrefix) for prefix in prefixes):
                 continue
-            self._most += len(chosen[0].lengths)
-            for (reads, record), prefix in zip(self._records(layer), chosen, strict=True):
+            self._most += len(prefixes[0].lengths)
+            for (reads, record), prefix in zip(self._records(layer), prefixes, strict=True):
                 if not isinstance(prefix, SelectedPrefix):
                     continue  # it is empty
                 rows, counts = prefix.chosen.rows, prefix.chosen.counts
-                there = torch.arange(rows.shape[1], device=rows.device) < counts.unsqueeze(1)
+                chosen_rows = torch.arange(rows.shape[1], device=rows.device) < counts.unsqueeze(1)
                 first = torch.tensor(record.offsets[:-1], device=rows.device).unsqueeze(1)
-                _add(reads, record, (first + rows)[there])
+                _add(reads, record, (first + rows)[chosen_rows])
 
     def _shares(self) -> tuple[bytes, ...]:
         """Of each document, one byte for each token: round(255 * share of the reads that it could have had).
@@ -173,16 +169,13 @@ class Passages(RowHook):
         token, in the layers that hold the whole document.
         """
         if not self._most:
-            self._count_all()
+            for layer in range(self._document.num_layers):
+                for number, (reads, record) in enumerate(self._records(layer)):
+                    if not isinstance(record, Recent):
+                        _add(reads, record, torch.arange(record.entries))
+                        self._most += record.kv_heads if number == 0 else 0
         shares = (reads.double() / max(1, self._most) for reads in self._reads)
         return tuple((255 * share).round().to(torch.uint8).numpy().tobytes() for share in shares)
-
-    def _count_all(self) -> None:
-        for layer in range(self._document.num_layers):
-            for number, (reads, record) in enumerate(self._records(layer)):
-                if not isinstance(record, Recent):
-                    _add(reads, record, torch.arange(record.entries))
-                    self._most += record.kv_heads if number == 0 else 0
 
     def _records(self, layer: int) -> Iterator[tuple[Tensor, PackedRecord]]:
         """The record of each prefix of a layer, with the reads of its document."""
@@ -194,5 +187,5 @@ class Passages(RowHook):
 def _add(reads: Tensor, record: PackedRecord, entries: Tensor) -> None:
     """Count these entries, which are rows of the record over all its heads."""
     positions = record.entry_positions
-    found = positions[entries.to(positions.device)].cpu()
-    reads.index_add_(0, found, torch.ones_like(found, dtype=reads.dtype))
+    tokens = positions[entries.to(positions.device)].cpu()
+    reads.index_add_(0, tokens, torch.ones_like(tokens, dtype=reads.dtype))

@@ -1,5 +1,4 @@
-"""A suffix policy at work on one answer: what it noted of each layer, and which entries are left. Under scope "cache"
-the answer has a copy of the document's last entries, which leave as its own do; those before them it reads in place."""
+"""A suffix policy at work on one answer: what it noted of each layer, and which entries are left."""
 
 from __future__ import annotations
 
@@ -60,12 +59,13 @@ class DocumentTail(Selection):
         self._carried = policy.carried
         # What is read of all layers is not kept: a question may wait for long before it runs.
         of_layers = [self._entries(layer).positions for layer in layers]
-        positions = [own for heads in of_layers for own in heads]
-        made = document.identity
-        last = max([prefix, *(end for _, end in made.protect)])
-        heads = zip(policy.tail(positions, made, prefix), positions, strict=True)
-        sizes = iter([(len(own), min(most, int((own >= last).sum()))) for most, own in heads])
-        self.shares, self._taken = _shared([list(islice(sizes, len(own))) for own in of_layers], layers, policy.differ)
+        positions = [of_head for of_layer in of_layers for of_head in of_layer]
+        identity = document.identity
+        protected = max([prefix, *(end for _, end in identity.protect)])
+        heads = zip(policy.tail(positions, identity, prefix), positions, strict=True)
+        sizes = iter([(len(entries), min(most, int((entries >= protected).sum()))) for most, entries in heads])
+        of_heads = [list(islice(sizes, len(of_layer))) for of_layer in of_layers]
+        self.shares, self._taken = _shared(of_heads, layers, policy.differ)
         taken = sum(map(sum, self._taken.values()))
         self.copied = -(-taken // len(positions))
         self.table_bytes = torch.int32.itemsize * (sum(map(len, positions)) - taken)
@@ -75,17 +75,17 @@ class DocumentTail(Selection):
                 "other suffix.params",
                 param="suffix.scope",
             )
-        merged = [[own for own in document.entries(layer) if isinstance(own, Merged)] for layer in layers]
-        beside = (of_head for records in merged for of_head in zip(*(own.beside for own in records), strict=True))
-        self.sharing = max((sum(int(own.sum()) for own in of_head) for of_head in beside), default=0)
+        merged = [[record for record in document.entries(layer) if isinstance(record, Merged)] for layer in layers]
+        heads_beside = (head for records in merged for head in zip(*(record.beside for record in records), strict=True))
+        self.sharing = max((sum(int(beside.sum()) for beside in head) for head in heads_beside), default=0)
         if not all(record.centered for records in merged for record in records):
             raise PolicyUnsupported(
                 "the cache has merged tokens in classes whose key is that of none of them, and suffix policy "
                 f"{policy.name!r} goes on with centers; leave suffix.scope out, or compress the document here",
                 param="suffix.scope",
             )
-        columns = (own for layer in layers for heads in self._columns(layer).values() for own in heads)
-        if not all(own.isfinite().all() for own in columns):
+        columns = (column for layer in layers for heads in self._columns(layer).values() for column in heads)
+        if not all(column.isfinite().all() for column in columns):
             raise PolicyUnsupported(
                 f"suffix policy {policy.name!r} goes on with what its paper has noted of each entry by the end of the "
                 f"document ({', '.join(sorted(self._carried))}), and entries of this cache have none of it; compress "
@@ -126,15 +126,15 @@ class DocumentTail(Selection):
         """Keys `[kv_heads, K, D]` and values, positions `[kv_heads, K]`, carried columns of the tail of a layer, which
         is no longer read in place, and which of these are entries: the last ones of each head."""
         stored, taken = self._entries(layer), self._taken[layer]
-        begins = [len(own) - count for own, count in zip(stored.order, taken, strict=True)]
+        begins = [len(order) - count for order, count in zip(stored.order, taken, strict=True)]
         if any(begins):
-            kept = [torch.arange(begin, device=own.device) for own, begin in zip(stored.order, begins, strict=True)]
+            kept = [torch.arange(begin, device=rows.device) for rows, begin in zip(stored.order, begins, strict=True)]
             self._rest[layer] = stored.selected(kept)
         keys, values = stored.dense(taken)
-        own = [own[begin:] for own, begin in zip(stored.positions, begins, strict=True)]
+        tail = [positions[begin:] for positions, begin in zip(stored.positions, begins, strict=True)]
         columns = {name: behind_zeros(heads).to(keys.device) for name, heads in self._columns(layer).items()}
-        there = behind_zeros([torch.ones_like(positions, dtype=torch.bool) for positions in own])
-        return (keys, values), behind_zeros(own).to(keys.device) - self.tokens, columns, there.to(keys.device)
+        there = behind_zeros([torch.ones_like(positions, dtype=torch.bool) for positions in tail])
+        return (keys, values), behind_zeros(tail).to(keys.device) - self.tokens, columns, there.to(keys.device)
 
     def slots(self, layer: int) -> SlotTable | None:
         """The tokens that share entries of the tail of a layer, with their carried columns, once it is copied. Those
@@ -205,14 +205,14 @@ class OwnPrefixes(Selection):
 def _shared(
     of_layers: Sequence[Sequence[tuple[int, int]]], layers: Sequence[int], differ: str
 ) -> tuple[list[_Share], dict[int, list[int]]]:
-    """What shares, and how many entries are taken of each head of each layer. of_layers: of each head, how many there
-    are, and how many may be taken."""
+    """The shares of the budget, and how many entries are taken of each head of each layer. of_layers: of each head, how
+    many there are, and how many may be taken."""
     heads = [head for layer in of_layers for head in layer]
     groups = {"none": [heads], "layers": of_layers, "heads": [[head] for head in heads]}[differ]
     least = [min(taken for _, taken in group) for group in groups]
-    shares = [_Share(max(size for size, _ in own) - taken, taken) for own, taken in zip(groups, least, strict=True)]
+    shares = [_Share(max(size for size, _ in group) - taken, taken) for group, taken in zip(groups, least, strict=True)]
     taken = iter([share.taken for share, group in zip(shares, groups, strict=True) for _ in group])
-    return shares, {layer: list(islice(taken, len(own))) for layer, own in zip(layers, of_layers, strict=True)}
+    return shares, {layer: list(islice(taken, len(heads))) for layer, heads in zip(layers, of_layers, strict=True)}
 
 
 class SuffixReducer(RowHook):
@@ -290,7 +290,7 @@ class SuffixReducer(RowHook):
     def held_bytes(self) -> int:
         """Bytes that the row holds beside its entries by now: `table_bytes`, and of tokens that share entries."""
         tables = (noted.slots for noted in self._layers.values())
-        return self.table_bytes + self._token_bytes * sum(own.owners.numel() for own in tables if own is not None)
+        return self.table_bytes + self._token_bytes * sum(table.owners.numel() for table in tables if table is not None)
 
     @property
     def _uneven(self) -> DocumentTail | None:
@@ -428,22 +428,26 @@ class SuffixReducer(RowHook):
         counts: Sequence[Sequence[int] | None] = [None] * len(self._layers)
         if self._compete:
             counts = self._policy.counts((self._suffix(row, layer) for layer in self._layers), sum(self._budgets))
-        left = row.stored
-        for layer, own in zip(self._layers, counts, strict=True):
-            suffix = replace(self._suffix(row, layer), counts=own)
-            reduction = self._policy.reduce(suffix) if own or suffix.stored > suffix.budget else _all_of(suffix)
-            left = self._left(row, suffix, reduction)
-        row.stored = left
+        stored = row.stored
+        for layer, of_heads in zip(self._layers, counts, strict=True):
+            suffix = replace(self._suffix(row, layer), counts=of_heads)
+            if of_heads or suffix.stored > suffix.budget:
+                reduction = self._policy.reduce(suffix)
+            else:  # of uneven layers this one has room for all
+                kept = torch.arange(suffix.stored, device=suffix.keys.device).expand(len(suffix.keys), -1)
+                reduction = Reduction(kept, there=suffix.there, slots=suffix.slots)
+            stored = self._apply(row, suffix, reduction)
+        row.stored = stored
         self._changed(row)
-        return left + self._policy.interval
+        return stored + self._policy.interval
 
     def _stored(self, row: SuffixRow) -> list[int]:
         """The entries of each share."""
         if self._uneven is None:
             return [row.stored]
         lengths = [beside.prefix.lengths for beside in self._beside]
-        of_shares = [own for of_layer in lengths for own in of_layer] if self._compete else map(max, lengths)
-        return [row.stored + own for own in of_shares]
+        of_shares = [length for of_layer in lengths for length in of_layer] if self._compete else map(max, lengths)
+        return [row.stored + length for length in of_shares]
 
     def _suffix(self, row: SuffixRow, layer: int) -> Suffix:
         """All entries of the row at a layer."""
@@ -458,46 +462,47 @@ class SuffixReducer(RowHook):
             keys, values = (self._with(*both) for both in zip((keys, values), beside.states, strict=True))
             positions = self._with(positions, beside.positions)
             columns = {name: self._with(column, beside.columns[name]) for name, column in columns.items()}
-        entries = layer, keys, values, positions, columns
-        numbers = self._protected, row.logical, budget, self.of_document
-        return Suffix(*entries, *numbers, there, slots=noted.slots)
+        return Suffix(
+            layer,
+            keys,
+            values,
+            positions,
+            columns,
+            protected=self._protected,
+            tokens=row.logical,
+            budget=budget,
+            copied=self.of_document,
+            there=there,
+            slots=noted.slots,
+        )
 
     def _with(self, own: Tensor, beside: Tensor) -> Tensor:
         """What entries of a slab have, with what those beside it have in their place, `[kv_heads, S, ...]`."""
         return torch.cat([own[:, : self._protected], beside, own[:, self._protected :]], dim=1)
 
-    def _left(self, row: SuffixRow, suffix: Suffix, reduction: Reduction) -> int:
+    def _apply(self, row: SuffixRow, suffix: Suffix, reduction: Reduction) -> int:
         """Leave what a reduction does of a layer: all in the slab, or the protected entries there and the others beside
         it. Returns how many are in the slab."""
         assert row.slab is not None
-        states, (positions, columns) = _states(suffix, reduction), _columns(suffix, reduction)
-        noted = self._layers[suffix.layer]
-        left = reduction.kept.shape[1] if self._uneven is None else self._protected
-        for entries, kept in zip(row.slab.of_row(suffix.layer, row), states, strict=True):
-            entries[:, :left] = kept[:, :left]
+        kept, noted = reduction.kept, self._layers[suffix.layer]
+        heads = torch.arange(len(kept), device=kept.device).unsqueeze(1)
+        # Copies: what stays moves over where it stood.
+        keys = suffix.keys[heads, kept] if reduction.keys is None else reduction.keys
+        values = suffix.values[heads, kept] if reduction.values is None else reduction.values
+        positions = suffix.positions.gather(1, kept)
+        columns = {name: column.gather(1, kept) for name, column in suffix.columns.items()} | (reduction.columns or {})
+        stored = kept.shape[1] if self._uneven is None else self._protected
+        for entries, staying in zip(row.slab.of_row(suffix.layer, row), (keys, values), strict=True):
+            entries[:, :stored] = staying[:, :stored]
         if self._uneven is not None:
-            there = torch.ones_like(reduction.kept, dtype=torch.bool) if reduction.there is None else reduction.there
-            behind, rest = {name: own[:, left:] for name, own in columns.items()}, [own[:, left:] for own in states]
-            noted.beside = EntriesBeside.of(rest, positions[:, left:], behind, there[:, left:], observed=self._observed)
-        noted.keep(positions[:, :left], {name: own[:, :left] for name, own in columns.items()})
+            there = torch.ones_like(kept, dtype=torch.bool) if reduction.there is None else reduction.there
+            noted.beside = EntriesBeside.of(
+                (keys[:, stored:], values[:, stored:]),
+                positions[:, stored:],
+                {name: column[:, stored:] for name, column in columns.items()},
+                there[:, stored:],
+                observed=self._observed,
+            )
+        noted.keep(positions[:, :stored], {name: column[:, :stored] for name, column in columns.items()})
         noted.slots = reduction.slots
-        return left
-
-
-def _all_of(suffix: Suffix) -> Reduction:
-    kept = torch.arange(suffix.stored, device=suffix.keys.device).expand(len(suffix.keys), -1)
-    return Reduction(kept, there=suffix.there, slots=suffix.slots)
-
-
-def _states(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Tensor]:
-    """Keys and values that stay, not where they stood: they move over each other."""
-    heads = torch.arange(len(suffix.keys), device=suffix.keys.device).unsqueeze(1)
-    keys = suffix.keys[heads, reduction.kept] if reduction.keys is None else reduction.keys
-    values = suffix.values[heads, reduction.kept] if reduction.values is None else reduction.values
-    return keys, values
-
-
-def _columns(suffix: Suffix, reduction: Reduction) -> tuple[Tensor, Columns]:
-    """What was noted of the entries that stay."""
-    columns = {name: column.gather(1, reduction.kept) for name, column in suffix.columns.items()}
-    return suffix.positions.gather(1, reduction.kept), columns | (reduction.columns or {})
+        return stored

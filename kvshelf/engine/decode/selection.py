@@ -1,8 +1,4 @@
-"""What the answer to one question reads of its documents, where a selector chooses: the state of one row.
-
-The tokens of the answer see a `Selection` in place of the documents; those of the question read all entries, or see
-it, too.
-"""
+"""What the answer to one question reads of its documents, where a selector chooses: the state of one row."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvshelf.artifact.records import Merged
 from kvshelf.engine.attention.attachment import Attached, Wait, block, entries_read, next_number
@@ -84,7 +81,7 @@ class Selection(RowHook, ABC):
 
 
 class UnitSelection(Selection):
-    """Tokens of the answer choose units by their own queries, within the attention: each, or every n-th."""
+    """Each token of the answer, or every n-th, chooses units by its own query, within the attention."""
 
     _within_attention: ClassVar[bool] = True
 
@@ -96,11 +93,8 @@ class UnitSelection(Selection):
         choosing = [layer for layer, kind in enumerate(kinds) if kind.reducible and selector.chooses(layer, len(kinds))]
         self._first = {layer: choosing[at - at % selector.layers_together] for at, layer in enumerate(choosing)}
         """Of each layer that reads a choice: the layer that makes it."""
-        self._choices = {
-            layer: found
-            for layer, first in self._first.items()
-            if layer == first and (found := _choice(selector, document, layer, budget)) is not None
-        }
+        choices = {layer: _choice(selector, document, layer, budget) for layer in sorted({*self._first.values()})}
+        self._choices = {layer: choice for layer, choice in choices.items() if choice is not None}
         for layer, first in self._first.items():
             if layer != first and first in self._choices:
                 _require_same_tokens(document, first, layer)
@@ -125,9 +119,11 @@ class UnitSelection(Selection):
         choice = self._choices.get(first)
         if choice is None:
             return self._document.prefixes(layer)
-        given, chosen = choice if self._within_attention and layer == first else None, iter(choice.chosen)
-        found = require_packed(self._document.prefixes(layer))
-        return tuple(SelectedPrefix(each, next(chosen), given) if max(each.lengths) else each for each in found)
+        chosen, chooser = iter(choice.chosen), choice if self._within_attention and layer == first else None
+        return tuple(
+            SelectedPrefix(prefix, next(chosen), chooser) if max(prefix.lengths) else prefix
+            for prefix in require_packed(self._document.prefixes(layer))
+        )
 
     @property
     def dense(self) -> bool:
@@ -136,18 +132,20 @@ class UnitSelection(Selection):
 
 
 class LastChoice(Selection):
-    """What another selection chose last, again. To a batch it is a document of its own."""
+    """The last choice of another selection, read again. To a batch it is a document of its own."""
 
     def __init__(self, document: Attached, chosen: Selection, num_layers: int) -> None:
         super().__init__(document)
-        self._layers = [tuple(map(_without_choice, chosen.prefixes(layer))) for layer in range(num_layers)]
+        self._layers = [
+            tuple(
+                replace(prefix, choice=None) if isinstance(prefix, SelectedPrefix) else prefix
+                for prefix in chosen.prefixes(layer)
+            )
+            for layer in range(num_layers)
+        ]
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
         return self._layers[layer]
-
-
-def _without_choice(prefix: Prefix) -> Prefix:
-    return replace(prefix, choice=None) if isinstance(prefix, SelectedPrefix) else prefix
 
 
 class BlockSelection(UnitSelection):
@@ -167,11 +165,11 @@ class BlockSelection(UnitSelection):
 
     @property
     def parts(self) -> Sequence[SeenDocument]:
-        return [_OfDocument(self, number) for number in range(len(self._document.parts))]
+        return [_PrefixesOfPart(self, number) for number in range(len(self._document.parts))]
 
-    def ends(self, layer: int) -> list[int]:
-        """Where the prefixes of each document begin among those of all, and where the last one's end."""
-        return list(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0))
+    def runs(self, layer: int) -> list[tuple[int, int]]:
+        """Where the prefixes of each document begin and end among those of all."""
+        return list(pairwise(accumulate((len(part.outlines(layer)) for part in self._document.parts), initial=0)))
 
     def wants(self, row: SuffixRow, *, answering: bool) -> Wants:  # noqa: ARG002
         return Wants.QUERIES if not answering or self._selector.each_token else Wants.NOTHING
@@ -186,32 +184,34 @@ class BlockSelection(UnitSelection):
         query = last.view(len(self._layers[layer][0].lengths), -1, last.shape[2])
         scored = (replace(units, low=self._selector.scores(query, units.low).unsqueeze(1)) for units in choice.units)
         choose(query.new_ones(1, 1), replace(choice, units=tuple(scored)))
-        for one, read in zip(choice.chosen, self._layers[layer], strict=True):
-            assert isinstance(read, SelectedPrefix)
-            read.chosen.rows.copy_(one.rows)
-            read.chosen.counts.copy_(one.counts)
-        rows = [one.rows[0, : int(one.counts)] for one in choice.chosen]
-        for part, (first, end) in zip(self._document.parts, pairwise(self.ends(layer)), strict=True):
+        for chosen, prefix in zip(choice.chosen, self._layers[layer], strict=True):
+            assert isinstance(prefix, SelectedPrefix)
+            prefix.chosen.rows.copy_(chosen.rows)
+            prefix.chosen.counts.copy_(chosen.counts)
+        rows = [chosen.rows[0, : int(chosen.counts)] for chosen in choice.chosen]
+        for part, (first, end) in zip(self._document.parts, self.runs(layer), strict=True):
             part.bring(layer, rows[first:end], wait)
 
     def _read(self, layer: int) -> tuple[Prefix, ...]:
         if layer not in self._choices:
             return self._document.prefixes(layer)
-        found = require_packed(self._document.outlines(layer))
-        rooms = (one.rows.shape[1] for one in self._choices[layer].chosen)
-        each = zip(found, rooms, strict=True)
-        return tuple(SelectedPrefix(base, Chosen.room(base.lengths, room, base.keys.device)) for base, room in each)
+        prefixes = require_packed(self._document.outlines(layer))
+        rooms = (chosen.rows.shape[1] for chosen in self._choices[layer].chosen)
+        return tuple(
+            SelectedPrefix(prefix, Chosen.room(prefix.lengths, room, prefix.keys.device))
+            for prefix, room in zip(prefixes, rooms, strict=True)
+        )
 
 
 @dataclass(frozen=True)
-class _OfDocument:
+class _PrefixesOfPart:
     """One document of a selection, by its number among the documents."""
 
     selection: BlockSelection
     number: int
 
     def prefixes(self, layer: int, wait: Wait = block) -> tuple[Prefix, ...]:  # noqa: ARG002
-        first, end = list(pairwise(self.selection.ends(layer)))[self.number]
+        first, end = self.selection.runs(layer)[self.number]
         return self.selection.prefixes(layer)[first:end]
 
 
@@ -262,7 +262,8 @@ class SentenceSelection(UnitSelection):
                 self._sums[layer] = query if self._reads_all else self._sums[layer] + query
 
     def took(self, answer: Sequence[int]) -> None:
-        if self._behind_a_sentence(answer):
+        # The token behind the sentence is known here, so the point in 3.14 ends none.
+        if len(answer) > 1 and self._text.segment_ends(answer[-4:], SENTENCE_ENDS)[-2]:
             self._reads_all = True
         elif self._reads_all or self._every_token:
             self._tokens = 1 if self._reads_all else self._tokens + 1
@@ -270,33 +271,28 @@ class SentenceSelection(UnitSelection):
             for layer, choice in self._choices.items():
                 choose(self._sums[layer] / self._tokens, choice)
 
-    def _behind_a_sentence(self, answer: Sequence[int]) -> bool:
-        """Whether the answer's last token follows one that ends a sentence. The last token is known here, so the point
-        in 3.14 ends none."""
-        return len(answer) > 1 and self._text.segment_ends(answer[-4:], SENTENCE_ENDS)[-2]
-
 
 def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int) -> Choice | None:
     """How a query chooses at a layer; None where all entries are read, as the budget has room for them."""
     entries = sum(max(prefix.lengths) for prefix in require_packed(document.outlines(layer)))
     if entries <= (budget if selector.fills else 0):
         return None
-    every = (each for part in document.parts for each in part.units(selector, layer))
-    found = [(prefix, units) for prefix, units in every if max(prefix.lengths)]
+    of_parts = (pair for part in document.parts for pair in part.units(selector, layer))
+    stored = [(prefix, units) for prefix, units in of_parts if max(prefix.lengths)]
     # Of several documents none has entries that are always read: they would fill the budget that all share.
     alone = len(document.parts) == 1
-    always = max(map(sum, zip(*(units.forced_rows for _, units in found), strict=True))) if alone else 0
+    always = max(map(sum, zip(*(units.forced_rows for _, units in stored), strict=True))) if alone else 0
     if budget < always:
         raise InvalidRequest(
             f"select.tokens is {budget}, and selector {selector.name!r} always reads {always} entries here, the first "
             "and the last ones; give more",
             param="select.tokens",
         )
-    heads = 1 if Needs.INDEX in selector.needs else len(found[0][0].lengths)
+    heads = 1 if Needs.INDEX in selector.needs else len(stored[0][0].lengths)
     columns, basis = selector.columns(layer), selector.basis(layer, heads)
-    room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in found)
+    room = tuple(Chosen.room(prefix.lengths[:heads], budget, prefix.keys.device) for prefix, _ in stored)
     return Choice(
-        tuple(units for _, units in found),
+        tuple(units for _, units in stored),
         room,
         budget,
         linear=selector.linear,
@@ -313,8 +309,8 @@ def _choice(selector: UnitSelector, document: Attached, layer: int, budget: int)
 def _require_same_tokens(document: Attached, first: int, layer: int) -> None:
     """Rows that one layer chose must be the same tokens in the other."""
     for part in document.parts:
-        ours, theirs = ([own for record in part.entries(at) for own in record.positions] for at in (first, layer))
-        if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+        one, other = ([head for record in part.entries(at) for head in record.positions] for at in (first, layer))
+        if len(one) != len(other) or not all(map(torch.equal, one, other)):
             raise PolicyUnsupported(
                 f"layers {first} and {layer} hold different tokens, so that they cannot read one choice; take share 1, "
                 "or a cache of policy full",
@@ -331,10 +327,10 @@ class PolicySelection(Selection):
         """view: all entries of a KV head as if they were a document, see `stored_view`. Raises `PolicyUnsupported` for
         entries that the policy cannot judge, and what `Policy.fitted` raises."""
         super().__init__(document)
-        self._stored = [_alike(document, layer) if kind.reducible else None for layer, kind in enumerate(kinds)]
+        self._stored = {layer: _even_entries(document, layer) for layer, kind in enumerate(kinds) if kind.reducible}
         self._ends: dict[int, list[bool]] = {}
         if Needs.TEXT in policy.needs:
-            self._ends = {layer: _sentence_ends(document, layer) for layer, of in enumerate(self._stored) if of}
+            self._ends = {layer: _sentence_ends(document, layer) for layer in self._stored}
         entries = Budget.resolve(view.num_tokens, compression_ratio=None, budget_tokens=budget)
         self._reducer = LayerReducer(policy, view, entries, kinds, (), None)
         self._observed: dict[int, Attended] = {}
@@ -353,12 +349,10 @@ class PolicySelection(Selection):
     def took(self, answer: Sequence[int]) -> None:
         if len(answer) > 1:
             return
-        places = [layer for layer, stored in enumerate(self._stored) if stored is not None]
-        for place, layer in enumerate(places):
-            self._reducer.reduce(self._view(layer, place, len(places)))
+        for place, layer in enumerate(self._stored):
+            self._reducer.reduce(self._view(layer, place))
         for layer, kept in self._reducer.reduced().items():
             stored = self._stored[layer]
-            assert stored is not None
             if isinstance(kept, Merged):
                 self._chosen[layer] = kept.prefixes()
                 self._members[layer] = stored.selected(torch.split(kept.slot_positions, kept.slot_lengths))
@@ -373,10 +367,9 @@ class PolicySelection(Selection):
     def counted(self, layer: int) -> tuple[Prefix, ...]:
         return self._members.get(layer) or self.prefixes(layer)
 
-    def _view(self, layer: int, place: int, num_layers: int) -> LayerView:
-        stored, seen = self._stored[layer], self._observed[layer]
-        assert stored is not None
-        keys, values = stored.dense()
+    def _view(self, layer: int, place: int) -> LayerView:
+        keys, values = self._stored[layer].dense()
+        seen = self._observed[layer]
         queries = seen.queries[0]
         return LayerView(
             layer_idx=layer,
@@ -385,7 +378,7 @@ class PolicySelection(Selection):
             queries=queries[:, :0],  # a stored cache has none of the document's
             scaling=seen.scaling,
             document=replace(self._reducer.document, known_ends=self._ends.get(layer)),
-            num_layers=num_layers,
+            num_layers=len(self._stored),
             place=place,
             probes=(Probed(queries, seen.keys[0], seen.values[0]),),
             module=seen.module,
@@ -408,7 +401,7 @@ class StoredEntries(NamedTuple):
         placed: list[list[Tensor]] = [[] for _ in orders]
         first = [0] * len(orders)
         for part in document.parts:
-            for head, positions in enumerate(zip(*(each.positions for each in part.entries(layer)), strict=True)):
+            for head, positions in enumerate(zip(*(record.positions for record in part.entries(layer)), strict=True)):
                 ascending = torch.cat(positions).sort()
                 orders[head].append(ascending.indices + first[head])
                 placed[head].append(ascending.values)
@@ -425,41 +418,43 @@ class StoredEntries(NamedTuple):
 
     def _rows(self, head: int, kind: int, order: Tensor) -> Tensor:
         """Keys (kind 0) or values of a head, in this order; no other rows are dequantized."""
-        found, places, begin = [], [], 0
+        rows, places, begin = [], [], 0
         for prefix in self.prefixes:
             end = begin + prefix.lengths[head]
-            own = ((order >= begin) & (order < end)).nonzero()[:, 0]
-            if len(own):
-                found.append(prefix.heads[head][kind][order[own] - begin])
-                places.append(own)
+            of_prefix = ((order >= begin) & (order < end)).nonzero()[:, 0]
+            if len(of_prefix):
+                rows.append(prefix.heads[head][kind][order[of_prefix] - begin])
+                places.append(of_prefix)
             begin = end
-        if not found:
+        if not rows:
             return self.prefixes[0].heads[head][kind][order]
-        return torch.cat(found)[torch.cat(places).argsort()]
+        return torch.cat(rows)[torch.cat(places).argsort()]
 
     def selected(self, kept: Sequence[Tensor]) -> tuple[Prefix, ...]:
         """The prefixes with the entries kept of each head, which are numbers in `order`."""
-        rows = [order[own.long()] for order, own in zip(self.order, kept, strict=True)]
-        found: list[Prefix] = []
+        rows = [order[numbers.long()] for order, numbers in zip(self.order, kept, strict=True)]
+        selected: list[Prefix] = []
         begins = [0] * len(rows)
         for prefix in self.prefixes:
             ends = [begin + length for begin, length in zip(begins, prefix.lengths, strict=True)]
-            own = [
+            of_prefix = [
                 (head[(head >= begin) & (head < end)] - begin).sort().values
                 for head, begin, end in zip(rows, begins, ends, strict=True)
             ]
-            found.append(SelectedPrefix(prefix, _fixed(own)))
+            counts = torch.tensor(list(map(len, of_prefix)), dtype=torch.int32, device=rows[0].device)
+            chosen = Chosen(pad_sequence(of_prefix, batch_first=True).int(), counts)
+            selected.append(SelectedPrefix(prefix, chosen))
             begins = ends
-        return tuple(found)
+        return tuple(selected)
 
 
 def behind_zeros(heads: Sequence[Tensor]) -> Tensor:
     """What each head has, `[K, ...]`, as `[kv_heads, most, ...]`: heads with fewer begin with zeros."""
     most = max(map(len, heads))
-    return torch.stack([torch.cat([own.new_zeros(most - len(own), *own.shape[1:]), own]) for own in heads])
+    return torch.stack([torch.cat([head.new_zeros(most - len(head), *head.shape[1:]), head]) for head in heads])
 
 
-def _alike(document: Attached, layer: int) -> StoredEntries:
+def _even_entries(document: Attached, layer: int) -> StoredEntries:
     """The entries of a layer whose heads keep equally many. Raises `PolicyUnsupported` for others."""
     stored = StoredEntries.of(document, layer, SELECTOR)
     lengths = [len(order) for order in stored.order]
@@ -478,8 +473,8 @@ def _sentence_ends(document: Attached, layer: int) -> list[bool]:
     last: list[bool] = []
     for part in document.parts:
         first, *others = (
-            torch.cat(own).sort().values.cpu()
-            for own in zip(*(record.positions for record in part.entries(layer)), strict=True)
+            torch.cat(positions).sort().values.cpu()
+            for positions in zip(*(record.positions for record in part.entries(layer)), strict=True)
         )
         if not all(torch.equal(first, other) for other in others):
             raise PolicyUnsupported(
@@ -497,14 +492,6 @@ def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
     `PolicySelection`."""
     layer = next((layer for layer, kind in enumerate(kinds) if kind.reducible), None)
     return 0 if layer is None else sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
-
-
-def _fixed(rows: Sequence[Tensor]) -> Chosen:
-    counts = torch.tensor([len(head) for head in rows], dtype=torch.int32, device=rows[0].device)
-    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32, device=rows[0].device)
-    for own, head in zip(table, rows, strict=True):
-        own[: len(head)] = head
-    return Chosen(table, counts)
 
 
 class EntryReader(NamedTuple):

@@ -19,15 +19,15 @@ def built_prompt(
     identity: Identity,
     document: EncodedDocument | DocumentView | None,
     behind: Sequence[int],
-    said: Sequence[str],
+    messages: Sequence[str],
     *,
     read: int = 0,
     id: str | None = None,
 ) -> BuiltPrompt:
     """document: of the cache with this identity; None where nobody kept it: then its tokens are counted alone. behind:
-    the tokens behind it, of which the first `read` are in a cache, too. said: the texts of the messages among them, in
+    the tokens behind it, of which the first `read` are in a cache, too. messages: the texts of those among them, in
     order. id: of the cache that is asked."""
-    parts = [*_document(form, identity, document), *_behind(form, behind, said, read)]
+    parts = [*_document(form, identity, document), *_behind(form, behind, messages, read)]
     return BuiltPrompt(id=id, layout=identity.layout, parts=parts)
 
 
@@ -37,52 +37,49 @@ def pieces(decoder: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
     Tokens that are no text (such as half a character) show as U+FFFD, and a run of U+FFFD in the document may grow.
     """
-    text = Detokenizer(decoder, skip_special_tokens=False)
-    found = [text.push(token) for token in token_ids]
-    if found:
-        found[-1] += text.rest()
-    return found
+    stream = Detokenizer(decoder, skip_special_tokens=False)
+    texts = [stream.push(token) for token in token_ids]
+    if texts:
+        texts[-1] += stream.rest()
+    return texts
 
 
 def _document(
     form: TextFormat, identity: Identity, document: EncodedDocument | DocumentView | None
 ) -> Iterator[PromptPart]:
-    if document is None:
-        before = (
-            form.document("", "chat", TemplateOptions.behind(identity)).token_ids
-            if identity.boundary == "document"
-            else []
-        )
-        whole, prefix = before, len(before)
+    if document is not None:
+        ids, prefix = list(document.token_ids), document.protected_prefix
     else:
-        whole, prefix = list(document.token_ids), document.protected_prefix
+        options = TemplateOptions.behind(identity)
+        ids = form.document("", "chat", options).token_ids if identity.boundary == "document" else []
+        prefix = len(ids)
     if prefix:
-        yield _part(form, "template", True, whole[:prefix])
-    own = _part(form, "document", True, whole[prefix:])
-    yield own.model_copy(update={"num_tokens": identity.num_tokens - prefix})
+        yield _part(form, "template", True, ids[:prefix])
+    part = _part(form, "document", True, ids[prefix:])
+    yield part.model_copy(update={"num_tokens": identity.num_tokens - prefix})
 
 
-def _behind(form: TextFormat, ids: Sequence[int], said: Sequence[str], read: int) -> Iterator[PromptPart]:
+def _behind(form: TextFormat, ids: Sequence[int], messages: Sequence[str], read: int) -> Iterator[PromptPart]:
     texts = pieces(form.decoder(), ids)
-    ours = _places("".join(texts), said)
+    places = _places("".join(texts), messages)
     at, names = 0, list[PromptPartName]()
     for text in texts:  # one without a text is a part of the next one's character
-        inside = any(begin < at + max(1, len(text)) and at < end for begin, end in ours)
+        inside = any(begin < at + max(1, len(text)) and at < end for begin, end in places)
         names.append("question" if inside else "template")
         at += len(text)
     kinds = [(name, place < read) for place, name in enumerate(names)]
-    for (name, from_shelf), places in groupby(range(len(kinds)), kinds.__getitem__):
-        yield _part(form, name, from_shelf, [ids[place] for place in places])
+    for (name, from_shelf), run in groupby(range(len(kinds)), kinds.__getitem__):
+        yield _part(form, name, from_shelf, [ids[place] for place in run])
 
 
-def _places(text: str, said: Sequence[str]) -> list[tuple[int, int]]:
+def _places(text: str, messages: Sequence[str]) -> list[tuple[int, int]]:
     """Where the texts of messages stand. A template may trim them; what it changed otherwise is found nowhere."""
-    found, at = list[tuple[int, int]](), 0
-    for each in map(str.strip, said):
-        if each and (begin := text.find(each, at)) >= 0:
-            at = begin + len(each)
-            found.append((begin, at))
-    return found
+    places, at = list[tuple[int, int]](), 0
+    for message in map(str.strip, messages):
+        if message and (begin := text.find(message, at)) >= 0:
+            at = begin + len(message)
+            places.append((begin, at))
+    return places
 
 
 def _part(form: TextFormat, name: PromptPartName, from_shelf: bool, ids: Sequence[int]) -> PromptPart:

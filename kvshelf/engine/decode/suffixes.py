@@ -1,11 +1,4 @@
-"""The private suffixes of a batch's rows: keys and values of each question and answer behind its document.
-
-Rows of similar length share one pair of tensors per layer, a slab, so that a decode step reads all of them with one
-operation. Slabs have capacities of 64, 128, 256 ... entries: a row costs at most twice its length or 64 entries, and a
-long question never makes its neighbours read its padding. One slab for all rows would have both costs; a tensor per row
-would cost a call per row, layer and step. A row that a suffix policy bounds has a capacity of that bound at most.
-Where a policy gives heads different numbers of entries, a row has these in a prefix of its own.
-"""
+"""The private suffixes of a batch's rows: keys and values of each question and answer behind its document."""
 
 from __future__ import annotations
 
@@ -23,6 +16,7 @@ from kvshelf.methods.suffixes.base import Columns, SlotTable, SuffixPolicy
 _FIRST_CAPACITY = 64
 
 
+@dataclass(eq=False)
 class SuffixRow:
     """One row: the place of its suffix, and the states of each layer behind it; None before its first step, and for
     models without states.
@@ -33,20 +27,23 @@ class SuffixRow:
     number. first: the position of its first token.
     """
 
-    def __init__(self, most: int | None = None, first: int = 0) -> None:
-        self.slab: Slab | None = None
-        self.slot = -1
-        self.logical = 0
-        self.stored = 0
-        self.beside = 0
-        self.most = most
-        self.first = first
-        self.states: list[tuple[State, ...]] | None = None
+    most: int | None = None
+    first: int = 0
+    slab: Slab | None = None
+    slot: int = -1
+    logical: int = 0
+    stored: int = 0
+    beside: int = 0
+    states: list[tuple[State, ...]] | None = None
 
 
 class Slab:
     """Rows of one capacity. For each layer keys `[slots, kv_heads, capacity, D]` and values, with Dv for D, or one
     tensor of latents, made when the layer's first states arrive.
+
+    A decode step reads all rows of a slab with one operation: a tensor per row would cost a call per row, layer and
+    step. Capacities are 64, 128, 256 ... entries, so that a row costs at most twice its length or 64 entries, and a
+    long question never makes its neighbours read its padding.
 
     Unused entries are zero, or what a reduction left: a masked entry must be finite, because a weight of 0 times NaN is
     NaN.
@@ -69,16 +66,16 @@ class Slab:
     def states(self, layer: int, *like: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of all slots of a layer. Where they are still to be made, or slots to be added, those of
         `like`, `[1, kv_heads, N, D]`, give their heads, sizes, dtype and device."""
-        held = self._layers[layer] or (None,) * len(like)
-        made = tuple(_room(mine, self.slots, self.capacity, each) for mine, each in zip(held, like, strict=True))
-        self._layers[layer] = made
-        return made
+        present = self._layers[layer] or (None,) * len(like)
+        grown = tuple(_room(states, self.slots, self.capacity, new) for states, new in zip(present, like, strict=True))
+        self._layers[layer] = grown
+        return grown
 
     def of_row(self, layer: int, row: SuffixRow) -> tuple[Tensor, ...]:
         """Keys and values of one row at a layer where it has some, `[kv_heads, capacity, D]`, not a copy."""
-        held = self._layers[layer]
-        assert held is not None
-        return tuple(states[row.slot] for states in held)
+        of_layer = self._layers[layer]
+        assert of_layer is not None
+        return tuple(states[row.slot] for states in of_layer)
 
     def of(self, row: SuffixRow) -> tuple[tuple[Tensor, ...], ...]:
         """A copy of the states of a row, of each layer as in `Turn.layers`."""
@@ -109,12 +106,11 @@ class Slab:
 
     def _copy(self, row: SuffixRow, slot: int) -> None:
         assert row.slab is not None
-        for index, held in enumerate(row.slab._layers):
-            if held is None or row.slot >= held[0].shape[0]:
+        for index, previous in enumerate(row.slab._layers):
+            if previous is None or row.slot >= previous[0].shape[0]:
                 continue  # the row has nothing at this layer yet
-            ours = self.states(index, *held)
-            for mine, other in zip(ours, held, strict=True):
-                mine[slot, :, : row.stored] = other[row.slot, :, : row.stored]
+            for states, old in zip(self.states(index, *previous), previous, strict=True):
+                states[slot, :, : row.stored] = old[row.slot, :, : row.stored]
 
 
 class SuffixPool:
@@ -163,8 +159,8 @@ class SuffixPool:
             row.slab.release(row)
             self._drop_empty(None)
 
-    def _drop_empty(self, kept: int | None) -> None:
-        self._slabs = {c: slab for c, slab in self._slabs.items() if c == kept or not slab.empty}
+    def _drop_empty(self, but: int | None) -> None:
+        self._slabs = {size: slab for size, slab in self._slabs.items() if size == but or not slab.empty}
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,22 +253,22 @@ class NotedEntries:
             self.slots = SlotTable(owners, slots.scales, first | slots.columns)
 
     def _grow(self, heads: int, capacity: int, device: torch.device) -> None:
-        had = self._positions.shape[1]
+        old = self._positions.shape[1]
         positions = torch.empty(heads, capacity, dtype=torch.int64, device=device)
         columns = {name: torch.full((heads, capacity), first, device=device) for name, first in self._first.items()}
-        if had:
-            positions[:, :had] = self._positions
+        if old:
+            positions[:, :old] = self._positions
             for name, column in self._columns.items():
-                columns[name][:, :had] = column
+                columns[name][:, :old] = column
         self._positions, self._columns = positions, columns
 
     def keep(self, positions: Tensor, columns: Columns) -> None:
-        """Hold this of the entries that stay, and nothing of others."""
-        left = positions.shape[1]
-        self._positions[:, :left] = positions
+        """Keep these of the entries that stay, and nothing of others."""
+        stored = positions.shape[1]
+        self._positions[:, :stored] = positions
         for name, column in columns.items():
-            self._columns[name][:, :left] = column
-            self._columns[name][:, left:] = self._first[name]
+            self._columns[name][:, :stored] = column
+            self._columns[name][:, stored:] = self._first[name]
 
 
 def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:

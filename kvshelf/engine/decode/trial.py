@@ -1,8 +1,4 @@
-"""Whether a grammar compiles within limits of time and memory, found in a process that can be ended.
-
-llguidance bounds the steps of an answer, but not all that it does with a schema: sixty patterns that one text must
-match take minutes. A thread could not be ended, and would keep a processor and its memory.
-"""
+"""Whether a grammar compiles within limits of time and memory, as a process of its own finds out."""
 
 from __future__ import annotations
 
@@ -37,7 +33,11 @@ _CHILD: Final = "kvshelf.engine.decode.trial_child"
 
 class Trials:
     """Compiles grammars for one tokenizer, each first in a process of its own. For any thread: as many processes work
-    as threads ask, and one stays for the next grammar."""
+    as threads ask, and one stays for the next grammar.
+
+    llguidance bounds the steps of an answer, but not all that it does with a schema: sixty patterns that one text must
+    match take minutes. A thread could not be ended, and would keep a processor and its memory.
+    """
 
     def __init__(self, tokenizer: str, *, hang_s: float = HANG_S) -> None:
         """tokenizer: as JSON."""
@@ -52,16 +52,18 @@ class Trials:
         hangs = threading.Timer(self._hang_s, process.kill)
         hangs.start()
         try:
-            said = _asked(process, grammar.text.encode())
+            _write(process, grammar.text.encode())
+            assert process.stdout is not None
+            line = process.stdout.readline()
         finally:
             hangs.cancel()
-        if not said:
-            raise self._ended(process, grammar)
+        if not line:  # the process has ended
+            raise self._error_of(process, grammar)
         try:
             self._idle.put_nowait(process)
         except queue.Full:
             _end(process)
-        if error := said.strip():
+        if error := line.strip():
             raise InvalidRequest(f"{grammar.param} cannot be used: {json.loads(error)[:500]}", param=grammar.param)
 
     def _process(self) -> subprocess.Popen[bytes]:
@@ -69,18 +71,18 @@ class Trials:
             if (process := self._idle.get_nowait()).poll() is None:
                 return process
         command = [sys.executable, "-PB", "-m", _CHILD, *map(str, (COMPILE_S, _MEMORY_BYTES, LEXER_STATES))]
-        # No settings and keys, only what Python needs to find its modules.
-        kept = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
+        # Only what Python needs to find its modules: no keys of the service.
+        env = {name: value for name, value in os.environ.items() if name.startswith("PYTHON") or name == "PATH"}
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=kept, cwd="/"
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env, cwd="/"
             )
         except OSError as error:
             raise InternalError(f"no process could be started to compile the grammar: {error.strerror}") from error
         _write(process, self._tokenizer)
         return process
 
-    def _ended(self, process: subprocess.Popen[bytes], grammar: Grammar) -> Exception:
+    def _error_of(self, process: subprocess.Popen[bytes], grammar: Grammar) -> Exception:
         code = process.wait()
         _end(process)
         if code > 0:
@@ -92,9 +94,9 @@ class Trials:
                 "busy; try again later"
             )
         late = code == -signal.SIGXCPU
-        found = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"
+        excess = f"more than {COMPILE_S} s" if late else f"more than {_MEMORY_BYTES >> 30} GiB, or is nested too deep,"
         return InvalidRequest(
-            f"{grammar.param} takes {found} to compile ({len(grammar.text.encode())} bytes); give a simpler one, with "
+            f"{grammar.param} takes {excess} to compile ({len(grammar.text.encode())} bytes); give a simpler one, with "
             "fewer patterns that one text must match",
             param=grammar.param,
         )
@@ -106,13 +108,6 @@ class Trials:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _asked(process: subprocess.Popen[bytes], text: bytes) -> bytes:
-    """The line that answers a text; nothing where the process has ended."""
-    _write(process, text)
-    assert process.stdout is not None
-    return process.stdout.readline()
 
 
 def _write(process: subprocess.Popen[bytes], text: bytes) -> None:

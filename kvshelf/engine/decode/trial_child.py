@@ -37,8 +37,7 @@ if __name__ == "__main__":
     seconds, memory_bytes, states = map(int, sys.argv[1:])
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    (described,) = texts(sys.stdin.buffer)
-    tokenizer = LLTokenizer(described)
+    tokenizer = LLTokenizer(texts(sys.stdin.buffer)[0])
     limits = LLParserLimits(max_lexer_states=states)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     while grammar := texts(sys.stdin.buffer):

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.packed import offsets_of
-from kvshelf.artifact.records import (
-    Entries,
-    Kept,
-    Latents,
-    LayerRecord,
-    Recent,
-    State,
-    States,
-    entries_of,
-)
+from kvshelf.artifact.records import Entries, Kept, Latents, LayerRecord, Recent, State, States, entries_of
 from kvshelf.model.layers import LayerKind
 
 
@@ -37,32 +28,30 @@ class Turn:
 
     def part(self, start: int, end: int) -> Turn:
         """Its tokens from `start` to the one before `end`. Of a model with states only one that ends with the turn."""
-        layers = tuple(tuple(each[:, start:end] for each in layer) for layer in self.layers)
+        layers = tuple(tuple(tensor[:, start:end] for tensor in layer) for layer in self.layers)
         return replace(self, token_ids=self.token_ids[start:end], layers=layers)
 
     def records(self, kinds: Sequence[LayerKind], before: Sequence[LayerRecord], first: int) -> tuple[LayerRecord, ...]:
         """All of its entries, at their places in the whole document. kinds: of all layers. before: the layers of the
         cache that the turn continues, and `first` the position of its first token."""
-        made = (self._entries(index, kind, before[index], first) for index, kind in enumerate(kinds))
+        of_layers = (self._entries(index, kind, before[index], first) for index, kind in enumerate(kinds))
         return tuple(
             entries if entries is not None and not states else States(states, entries)
-            for entries, states in zip(made, self.states, strict=True)
+            for entries, states in zip(of_layers, self.states, strict=True)
         )
 
     def _entries(self, index: int, kind: LayerKind, before: LayerRecord, first: int) -> Entries | None:
         if not kind.attends:
             return None
-        of_layer, end = self.layers[index], first + len(self.token_ids)
-        recent = entries_of(before)
-        if isinstance(recent, Recent):
-            keys, values = of_layer
-            return recent.followed_by(keys, values, end)
         if kind.latents:
             rank, _ = kind.latents
-            (joined,) = of_layer
+            (joined,) = self.layers[index]
             keys, values = joined[..., :rank], joined[..., rank:]
         else:
-            keys, values = of_layer
+            keys, values = self.layers[index]
+        recent, end = entries_of(before), first + len(self.token_ids)
+        if isinstance(recent, Recent):
+            return recent.followed_by(keys, values, end)
         heads, tokens = keys.shape[:2]
         positions = torch.arange(first, end, dtype=torch.int32, device=keys.device).repeat(heads)
         fields: dict[str, Any] = {

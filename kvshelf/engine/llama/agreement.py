@@ -1,8 +1,4 @@
-"""Whether llama.cpp answers from the caches of other weights as these do: what a link of two models says.
-
-The cues of documents are asked of the model that made their full caches (`engine.quality`), and of llama.cpp behind the
-same caches. Cues that the document does not decide count for neither.
-"""
+"""Whether llama.cpp answers from the caches of other weights as these do: what a link of two models says."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ CUES_OF_A_DOCUMENT: Final = 48
 
 _QUESTION: Final = "What does it say?"
 
-_ASKED: Final[tuple[Prompt, ...]] = (
+_QUESTIONS: Final[tuple[Prompt, ...]] = (
     _QUESTION,
     [
         {"role": "user", "content": _QUESTION},
@@ -49,7 +45,8 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True)
 class CueAsker:
-    """Asks the cues of documents. maker: the engine that makes their caches."""
+    """Asks the cues of documents of the engine that makes their full caches, `maker`, and of llama.cpp behind the same
+    caches. Cues that the document does not decide count for neither."""
 
     maker: Engine
     asker: LlamaEngine
@@ -85,22 +82,23 @@ class CueAsker:
         if reference is None or not reference.probe.places:
             return
         logits = self._answers(cache, reference.probe)
-        for answered in reference.answered(range(len(reference.probe.places)), logits):
-            yield answered.agreed
+        for answer in reference.answered(range(len(reference.probe.places)), logits):
+            yield answer.agreed
 
     def _require_alike(self, text: str, cache: CompressedCache) -> None:
-        documents = [one.encode_document(text).token_ids for one in (self.asker, self.maker)]
-        questions = [[one.encode_query(cache, question) for question in _ASKED] for one in (self.asker, self.maker)]
+        engines = self.asker, self.maker
+        documents = [engine.encode_document(text).token_ids for engine in engines]
+        questions = [[engine.encode_query(cache, question) for question in _QUESTIONS] for engine in engines]
         if documents[0] != documents[1] or questions[0] != questions[1]:
             raise ModelMismatch(
                 f"{self.asker.name!r} writes a document or a question as other tokens than {self.maker.name!r}: their "
                 "tokenizers or chat templates differ",
                 field="tokenizer" if documents[0] != documents[1] else "template",
             )
-        for ours, theirs in zip_longest(self.asker.passes.layer_shapes, self.maker.passes.layer_shapes):
-            if ours is None or theirs is None or ours._replace(dtype=theirs.dtype) != theirs:
+        for asking, making in zip_longest(self.asker.passes.layer_shapes, self.maker.passes.layer_shapes):
+            if asking is None or making is None or asking._replace(dtype=making.dtype) != making:
                 raise ModelMismatch(
-                    f"{self.asker.name!r} has other layers than {self.maker.name!r}: {ours} against {theirs}",
+                    f"{self.asker.name!r} has other layers than {self.maker.name!r}: {asking} against {making}",
                     field="attention",
                 )
 

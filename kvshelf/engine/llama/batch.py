@@ -55,24 +55,26 @@ class LlamaBatch(DecodeBatch):
         """See `DecodeBatch.step`. The checkpoint is called before the pass alone: nobody can leave one of llama.cpp's.
         The tokens of a turn that is kept run as those of a document do: what is stored is kvshelf's own. Answers are
         placed in the order given: behind the first that waits for room, nobody is."""
-        for document in (generation.document for generation in generations):
-            if not document.arrived:
-                for part in document.parts:
+        for generation in generations:
+            if not generation.document.arrived:
+                for part in generation.document.parts:
                     part.layers(wait)
         (checkpoint or nothing)()
         self._drop_gone()
         outcomes: dict[int, Piece | Exception] = {}
         placed: list[tuple[Generation, int]] = []
         full = False
-        for generation in (one for one in generations if not one.closing):
+        answering = [generation for generation in generations if not generation.closing]
+        for generation in answering:
             try:
-                if (place := self._placed(generation, full=full)) is not None:
+                if (place := self._place(generation, full=full)) is not None:
                     placed.append((generation, place.sequence))
                 full = full or place is None
             except Exception as error:  # one answer's error is that answer's, whatever it is
                 outcomes[id(generation)] = error
         outcomes |= self._run(_runs(placed))
-        for generation in (one for one in generations if one.closing):
+        closing = [generation for generation in generations if generation.closing]
+        for generation in closing:
             try:
                 outcomes[id(generation)] = self._close(generation, checkpoint)
             except Exception as error:  # as above
@@ -110,8 +112,8 @@ class LlamaBatch(DecodeBatch):
         choices, outcomes = Choices.of(torch.cat(logits), asking), dict[int, Piece | Exception]()
         for row, generation in enumerate(asking):
             try:
-                outcomes[id(generation)] = choices.taken(generation, row)
-            except Exception as error:  # as of `step`
+                outcomes[id(generation)] = choices.take(generation, row)
+            except Exception as error:  # as in `step`
                 outcomes[id(generation)] = error
             if generation.finished:
                 self._forget(generation)  # its caller may leave late, and others wait for the room
@@ -127,26 +129,28 @@ class LlamaBatch(DecodeBatch):
             generation.pending = list(generation.turn_ids)
         return super().step([generation], checkpoint)[0]
 
-    def _placed(self, generation: Generation, *, full: bool) -> _AnswerPlace | None:
+    def _place(self, generation: Generation, *, full: bool) -> _AnswerPlace | None:
         """The sequence of an answer; None while others have its room. full: whether one before it waits. Raises
         `InvalidRequest` for one that there will never be room for."""
         place = self._answers.get(generation)
         if place is None:
             (document,) = generation.document.parts
-            entries, needed = _entries(document), len(generation.pending) + generation.room
+            first = document.layers()[0]
+            entries = first.entries // first.kv_heads  # as many as in any other head, or `_load` refuses the cache
+            needed = len(generation.pending) + generation.room
             if entries + needed > self._sequences.cells:
                 raise InvalidRequest(
                     f"the cache has {entries} entries, and question and answer up to {needed} more; llama.cpp has room "
                     f"for {self._sequences.cells} (half of --resident-bytes). Ask for fewer tokens",
                     param="max_tokens",
                 )
-            own = self._documents.get(document.number)
-            if full or not self._make_room(document.number, needed + (entries if own is None else 0)):
+            loaded = self._documents.get(document.number)
+            if full or not self._make_room(document.number, needed + (entries if loaded is None else 0)):
                 return None
-            own = self._loaded(document) if own is None else own
+            sequence = self._load(document) if loaded is None else loaded
             self._documents.pop(document.number, None)
-            self._documents[document.number] = own  # at the end
-            place = _AnswerPlace(self._sequences.fork(own, needed), document.number)
+            self._documents[document.number] = sequence  # at the end
+            place = _AnswerPlace(self._sequences.fork(sequence, needed), document.number)
             self._answers[generation] = place
         return place
 
@@ -167,7 +171,7 @@ class LlamaBatch(DecodeBatch):
             if (sequence := self._documents.pop(self._gone.popleft(), None)) is not None:
                 self._sequences.drop(sequence)
 
-    def _loaded(self, document: Attachment) -> int:
+    def _load(self, document: Attachment) -> int:
         cache = document.decoded()
         try:
             layers = llamacpp.half_layers(self._attachments.exported(cache, "absolute"))
@@ -187,18 +191,12 @@ class LlamaBatch(DecodeBatch):
             self._sequences.drop(place.sequence)
 
 
-def _entries(document: Attachment) -> int:
-    """Of a head of the first layer: as many as of any other, or `_loaded` refuses the cache."""
-    first = document.layers()[0]
-    return first.entries // first.kv_heads
-
-
 def _runs(placed: Sequence[tuple[Generation, int]]) -> list[tuple[Generation, SequenceRun]]:
     """What each answer runs in one pass: the shortest questions first, each a token at least."""
-    runs, left = [], MAX_NEW_TOKENS
-    for generation, sequence in sorted(placed, key=lambda one: len(one[0].pending)):
-        count = min(len(generation.pending), max(1, left))
-        left -= count
+    runs, room = [], MAX_NEW_TOKENS
+    for generation, sequence in sorted(placed, key=lambda answer: len(answer[0].pending)):
+        count = min(len(generation.pending), max(1, room))
+        room -= count
         runs.append((generation, SequenceRun(sequence, generation.next_position, generation.pending[:count])))
     return runs
 

@@ -1,9 +1,4 @@
-"""An engine whose questions llama.cpp answers, from a GGUF file.
-
-Documents are read, compressed and measured by kvshelf's own passes on the dequantized weights of the file. A question
-has llama.cpp's: the entries of its cache become the cells of a sequence, at the places where kvshelf's own answers read
-them, and llama.cpp runs the tokens of the question and of the answer. All else of an answer is that of any engine.
-"""
+"""An engine whose questions llama.cpp answers, from a GGUF file."""
 
 from __future__ import annotations
 
@@ -73,7 +68,9 @@ class LlamaAsker(Asker):
 
 
 class LlamaEngine(Engine):
-    """One model of a GGUF file, see the module. It answers from one cache at a time, and from all of its entries."""
+    """One model of a GGUF file. kvshelf's own passes, on its dequantized weights, read, compress and measure documents.
+    llama.cpp runs the tokens of question and answer: the entries of the cache become the cells of a sequence, at the
+    places where kvshelf's own answers read them. It answers from one cache at a time, and from all of its entries."""
 
     _asker: ClassVar = LlamaAsker
     asker: LlamaAsker

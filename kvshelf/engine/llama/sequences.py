@@ -1,7 +1,4 @@
-"""llama.cpp's memory of keys and values as numbered sequences, through the functions of llama-cpp-python.
-
-A sequence is a list of cells. Sequences may share cells: a question shares those of its document.
-"""
+"""llama.cpp's memory of keys and values as numbered sequences, through the functions of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -57,7 +54,8 @@ class SequenceRun(NamedTuple):
 
 
 class Sequences:
-    """The sequences of one model, with keys and values in float16. One thread uses them at a time."""
+    """The sequences of one model: lists of cells, with keys and values in float16. Sequences may share cells, as a
+    question shares those of its document. One thread uses them at a time."""
 
     def __init__(self, file: Path, *, cells: int, threads: int) -> None:
         """file: GGUF. cells: tokens that all sequences together have room for. Raises `MissingExtra` without
@@ -65,12 +63,12 @@ class Sequences:
         self._lib = lib = library()
         self.cells = cells
         self._free = list(range(MOST_SEQUENCES))[::-1]
-        self._taken: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
         """Cells of each sequence beside those that it shares: what it has, or may come to have."""
         _hear(lib)
         model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
         if not model:
-            raise InvalidRequest(f"llama.cpp does not load {file.name!r}: {_said()}", param="model")
+            raise InvalidRequest(f"llama.cpp does not load {file.name!r}: {_reason()}", param="model")
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_seq_max = cells, MOST_TOKENS, MOST_SEQUENCES
         options.n_threads = options.n_threads_batch = threads
@@ -79,7 +77,7 @@ class Sequences:
         self._context = context = lib.llama_init_from_model(model, options)
         if not context:
             lib.llama_model_free(model)
-            raise InvalidRequest(f"llama.cpp cannot run {file.name!r} with {cells} cells: {_said()}", param="model")
+            raise InvalidRequest(f"llama.cpp cannot run {file.name!r} with {cells} cells: {_reason()}", param="model")
         self._model = model
         self._memory = lib.llama_get_memory(context)
         self.vocabulary: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
@@ -87,25 +85,25 @@ class Sequences:
 
     def close(self) -> None:
         """Free its memory. The sequences can only be dropped afterwards."""
-        self._taken.clear()
+        self._reserved.clear()
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
 
     def has_room(self, cells: int, *, without: Sequence[int] = ()) -> bool:
         """Whether there is room for so many cells, of a document and a question, once these sequences are dropped."""
-        taken = sum(self._taken.values()) - sum(self._taken[number] for number in without)
-        return taken + cells <= self.cells and len(self._free) + len(without) >= 2
+        others = sum(self._reserved.values()) - sum(self._reserved[number] for number in without)
+        return others + cells <= self.cells and len(self._free) + len(without) >= 2
 
     def load(self, state: bytes, cells: int) -> int:
         """A new sequence with these cells, as `files.llamacpp.state_of` writes them. Raises `MissingExtra` where
         llama.cpp does not take them."""
-        number = self._taking(cells)
+        number = self._reserve(cells)
         data = self._head + state
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         if self._lib.llama_state_seq_set_data(self._context, buffer, len(data), number) != len(data):
             self.drop(number)
             raise MissingExtra(
-                f"llama.cpp refuses the state of a cache ({_said()}); kvshelf writes that of {PACKAGE} 0.3.36, and "
+                f"llama.cpp refuses the state of a cache ({_reason()}); kvshelf writes that of {PACKAGE} 0.3.36, and "
                 f"{package_version()} is installed; run: {INSTALL}"
             )
         return number
@@ -123,19 +121,19 @@ class Sequences:
 
     def fork(self, number: int, cells: int) -> int:
         """A new sequence that shares all cells of one, and may come to have so many of its own."""
-        other = self._taking(cells)
+        other = self._reserve(cells)
         self._lib.llama_memory_seq_cp(self._memory, number, other, -1, -1)
         return other
 
     def drop(self, number: int) -> None:
         """Forget a sequence. Cells that no other one shares are free."""
-        if self._taken.pop(number, None) is not None:
+        if self._reserved.pop(number, None) is not None:
             self._lib.llama_memory_seq_rm(self._memory, number, -1, -1)
             self._free.append(number)
 
-    def _taking(self, cells: int) -> int:
+    def _reserve(self, cells: int) -> int:
         number = self._free.pop()
-        self._taken[number] = cells
+        self._reserved[number] = cells
         return number
 
     def run(self, runs: Sequence[SequenceRun]) -> list[Tensor]:
@@ -159,7 +157,7 @@ class Sequences:
         if code:
             for number, first, _, _ in runs:  # some of their cells may have been written
                 lib.llama_memory_seq_rm(self._memory, number, first, -1)
-            raise InternalError(f"llama.cpp's pass failed with {code}: {_said()}")
+            raise InternalError(f"llama.cpp's pass failed with {code}: {_reason()}")
         return [self._logits(rows) for rows in places]
 
     def _logits(self, places: Sequence[int]) -> Tensor:
@@ -170,7 +168,7 @@ class Sequences:
         return logits
 
     def _state(self, number: int) -> bytes:
-        """Of a sequence as llama.cpp tells it."""
+        """The state of a sequence, as llama.cpp writes it."""
         size = self._lib.llama_state_seq_get_size(self._context, number)
         buffer = (ctypes.c_uint8 * size)()
         return bytes(buffer[: self._lib.llama_state_seq_get_data(self._context, buffer, size, number)])
@@ -199,7 +197,7 @@ def package_version() -> str:
 
 _MESSAGES: Final[deque[str]] = deque(maxlen=3)
 _LISTENERS: Final[list[Any]] = []
-"""llama.cpp calls it for as long as this process lives."""
+"""The function that llama.cpp calls with its messages, for as long as this process lives."""
 _WARNING: Final = 3
 
 
@@ -208,13 +206,13 @@ def _hear(lib: Any) -> None:
     if not _LISTENERS:
 
         def hear(level: int, text: bytes, _: Any) -> None:
-            if level >= _WARNING and (said := text.decode(errors="replace").strip()):
-                _MESSAGES.append(said)
+            if level >= _WARNING and (message := text.decode(errors="replace").strip()):
+                _MESSAGES.append(message)
 
         _LISTENERS.append(lib.llama_log_callback(hear))
         lib.llama_backend_init()
     lib.llama_log_set(_LISTENERS[0], None)
 
 
-def _said() -> str:
+def _reason() -> str:
     return "; ".join(_MESSAGES) or "it does not say why"

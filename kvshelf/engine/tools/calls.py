@@ -1,15 +1,13 @@
-"""How a chat template writes calls of tools, read off what it writes: as a JSON object with a name and arguments
-(Hermes, Qwen 2.5 and 3, Llama 3), or with tags around the name and each argument (Qwen 3.5 and Coder, GLM, Nemotron).
-Other ways are beside this module. The same description gives the grammar of a forced call and reads those in an answer.
-"""
+"""How a chat template writes calls of tools, by what it writes: as JSON objects, or with tags around arguments."""
 
 from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from kvshelf.api.tools import CalledFunction, Tool, ToolCall
@@ -21,8 +19,8 @@ NAME: Final = "kvshelf_name"
 ONE: Final = {"kvshelf_argument": 1}
 _TEXTS: Final = {"kvshelf_one": "kvshelf_first", "kvshelf_two": "kvshelf_second"}
 _VALUES: Final = {"kvshelf_one": 1.5, "kvshelf_two": ["kvshelf"]}
-_HELD: Final = {"type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"}
-"""What a schema of a text may say where its value is written without quotes."""
+_TEXT_FIELDS: Final = {"type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"}
+"""The keywords that a schema of a text may have where its value is written without quotes."""
 
 Write = Callable[[Mapping[str, Any]], str]
 """What the template writes for a call of `NAME` with these arguments, up to the end of the turn."""
@@ -37,7 +35,8 @@ class ParsedCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat(abc.ABC):
-    """opening, closing: around a call."""
+    """A way to write calls, by which forced calls are written and those in an answer are read. opening, closing: around
+    a call."""
 
     form: TextFormat
     opening: str
@@ -91,7 +90,7 @@ class CallFormat(abc.ABC):
 
 @dataclass(frozen=True)
 class JsonCalls(CallFormat):
-    """name, arguments: keys of the object that a call is."""
+    """Calls of Hermes, Qwen 2.5 and 3, and Llama 3. name, arguments: keys of the object that a call is."""
 
     name: str
     arguments: str
@@ -106,10 +105,10 @@ class JsonCalls(CallFormat):
     def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
         text, names = text.lstrip(), [tool.function.name for tool in tools]
         try:
-            found, length = json.JSONDecoder().raw_decode(text)
-            if found.get(self.name) not in names or not isinstance(found.get(self.arguments), dict):
+            call, length = json.JSONDecoder().raw_decode(text)
+            if call.get(self.name) not in names or not isinstance(call.get(self.arguments), dict):
                 return None
-            return ParsedCalls([called(found[self.name], found[self.arguments])], text[length:])
+            return ParsedCalls([called(call[self.name], call[self.arguments])], text[length:])
         except (AttributeError, ValueError, RecursionError):  # no object; no JSON, or not that of a call; too deep
             return None
 
@@ -121,10 +120,9 @@ class JsonCalls(CallFormat):
         return [f"call: {one}", f"object: %json {json.dumps(schema | WRITTEN)}"]
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        arguments = tool.function.parameters or no_arguments()
         return {
             "type": "object",
-            "properties": {self.name: {"const": tool.function.name}, self.arguments: arguments},
+            "properties": {self.name: {"const": tool.function.name}, self.arguments: parameters_of(tool)},
             "required": [self.name, self.arguments],
             "additionalProperties": False,
         }
@@ -132,8 +130,9 @@ class JsonCalls(CallFormat):
 
 @dataclass(frozen=True)
 class TaggedCalls(CallFormat):
-    """named: behind the name of the tool. argument: before the name of each argument. valued: between that and its
-    value, which is a text as it is and any other value as JSON. end: behind the value."""
+    """Calls of Qwen 3.5 and Coder, GLM, and Nemotron. named: behind the name of the tool. argument: before the name of
+    each argument. valued: between that and its value, which is a text as it is and any other value as JSON. end: behind
+    the value."""
 
     named: str
     argument: str
@@ -179,36 +178,29 @@ class TaggedCalls(CallFormat):
         return value.removesuffix("\n") if self.end.startswith("\n") else value
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
-        made = [f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
-        for at, tool in enumerate(tools):
-            made += self._rules_of(f"{at}", tool)
-        return made
+        return one_of(tools, self._rules_of)
 
     def _rules_of(self, number: str, tool: Tool) -> list[str]:
-        literal, schema = self.form.tokens.literal, tool.function.parameters or {}
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not set(required) <= set(properties):
-            raise cannot_hold(tool, "requires arguments that it does not describe")
-        parts, made = [literal(self.opening), _quoted(tool.function.name), literal(self.named)], list[str]()
-        for at, (name, said) in enumerate(properties.items()):
+        literal = self.form.tokens.literal
+        properties, required = arguments_of(tool)
+        parts, rules = [literal(self.opening), _quoted(tool.function.name), literal(self.named)], list[str]()
+        for at, (name, schema) in enumerate(properties.items()):
             parts.append(f"arg_{number}_{at}" + ("" if name in required else "?"))
             beginning = [literal(self.argument), _quoted(name), literal(self.valued)]
-            value = self._value_rules(f"{number}_{at}", tool, said, schema)
-            made += [f"arg_{number}_{at}: {' '.join(filter(None, beginning))} {value[0]}", *value[1:]]
-        return [f"call_{number}: {' '.join(filter(None, (*parts, literal(self.closing))))}", *made]
+            value = self._value_rules(f"{number}_{at}", tool, schema)
+            rules += [f"arg_{number}_{at}: {' '.join(filter(None, beginning))} {value[0]}", *value[1:]]
+        return [f"call_{number}: {' '.join(filter(None, (*parts, literal(self.closing))))}", *rules]
 
-    def _value_rules(self, number: str, tool: Tool, said: Any, root: Mapping[str, Any]) -> list[str]:
+    def _value_rules(self, number: str, tool: Tool, schema: Any) -> list[str]:
         """What a value and its end are, and the rules that this names."""
         end = self.form.tokens.literal(self.end)
-        if not _is_text(said):
-            schema = {**(said if isinstance(said, Mapping) else {}), **WRITTEN}
-            schema |= {name: root[name] for name in ("$defs", "definitions") if name in root}
-            return [f"value_{number} {end}", f"value_{number}: %json {json.dumps(schema)}"]
-        if unheld := set(said) - _HELD:
-            raise cannot_hold(tool, f"has a text with {', '.join(sorted(unheld))}")
-        if choices := [said["const"]] if "const" in said else said.get("enum"):
+        if not _is_text(schema):
+            return [f"value_{number} {end}", f"value_{number}: %json {json.dumps(value_schema(schema, tool))}"]
+        if others := set(schema) - _TEXT_FIELDS:
+            raise cannot_hold(tool, f"has a text with {', '.join(sorted(others))}")
+        if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
             return [f"({' | '.join(map(_quoted, choices))}) {end}"]
-        text = f"/(?s:.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}})/"
+        text = f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/"
         if _quoted(self.end) == end:
             return [f"value_{number}", f"value_{number}[suffix={end}]: {text}"]
         # A text would take the white space before a mark, so none may be asked for there.
@@ -222,10 +214,10 @@ def as_json(form: TextFormat, write: Write) -> JsonCalls | None:
     if at < 0:
         return None
     try:
-        found, length = json.JSONDecoder().raw_decode(written[at:])
+        call, length = json.JSONDecoder().raw_decode(written[at:])
     except ValueError:
         return None
-    keys = [key for wanted in (NAME, ONE) for key, value in found.items() if value == wanted]
+    keys = [key for part in (NAME, ONE) for key, value in call.items() if value == part]
     if len(keys) != 2:
         raise unsupported("writes calls of tools without a name and arguments")
     return JsonCalls(form, written[:at], written[at + length :], *keys)
@@ -233,9 +225,9 @@ def as_json(form: TextFormat, write: Write) -> JsonCalls | None:
 
 def as_tags(form: TextFormat, write: Write) -> TaggedCalls | None:
     """With two arguments a template writes all of its tags; without any, what follows the name is known apart."""
-    with_texts = _between(write(_TEXTS), [NAME, *(each for pair in _TEXTS.items() for each in pair)])
-    texts = [each for name, value in _VALUES.items() for each in (name, json.dumps(value))]
-    if with_texts is None or with_texts != _between(write(_VALUES), [NAME, *texts]):
+    with_texts = _between(write(_TEXTS), [NAME, *chain.from_iterable(_TEXTS.items())])
+    values = chain.from_iterable((name, json.dumps(value)) for name, value in _VALUES.items())
+    if with_texts is None or with_texts != _between(write(_VALUES), [NAME, *values]):
         return None  # texts are written otherwise than other values, in quotes say
     without = _between(write({}), [NAME])
     if without is None:
@@ -243,23 +235,23 @@ def as_tags(form: TextFormat, write: Write) -> TaggedCalls | None:
     opening, first, valued, between, valued_again, last = with_texts
     named, end = _whole_tags(first, without[1]), _whole_tags(between, last)
     argument, closing = first[len(named) :], last[len(end) :]
-    said = TaggedCalls(form, opening, closing, named, argument, valued, end)
+    calls = TaggedCalls(form, opening, closing, named, argument, valued, end)
     fits = (valued, argument, closing, opening) == (
         valued_again, between[len(end) :], without[1][len(named) :], without[0],
     )  # fmt: skip
-    marked = all(map(said.plain, (opening, argument, valued, end, closing)))
-    return said if fits and marked else None
+    marked = all(map(calls.plain, (opening, argument, valued, end, closing)))
+    return calls if fits and marked else None
 
 
 def _between(text: str, places: Sequence[str]) -> list[str] | None:
     """What stands before, between and behind these, in order; None where one is missing."""
-    found = []
+    parts = []
     for place in places:
-        before, there, text = text.partition(place)
-        if not there:
+        before, mark, text = text.partition(place)
+        if not mark:
             return None
-        found.append(before)
-    return [*found, text]
+        parts.append(before)
+    return [*parts, text]
 
 
 def _whole_tags(one: str, other: str) -> str:
@@ -272,7 +264,9 @@ def _is_text(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return schema.get("type", "string" if values else "") == "string" and all(isinstance(each, str) for each in values)
+    return schema.get("type", "string" if values else "") == "string" and all(
+        isinstance(value, str) for value in values
+    )
 
 
 def _value(text: str, schema: Any) -> Any:
@@ -285,9 +279,33 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-def no_arguments() -> dict[str, Any]:
-    """The schema of a tool that describes none."""
-    return {"type": "object", "properties": {}, "additionalProperties": False}
+def one_of(tools: Sequence[Tool], rules_of: Callable[[str, Tool], Iterable[str]]) -> list[str]:
+    """The rule `call`, which is a call of one of these tools, and the rules of each tool. rules_of: makes those of the
+    tool with the number n, `call_n` among them."""
+    calls = " | ".join(f"call_{at}" for at in range(len(tools)))
+    return [f"call: {calls}", *chain.from_iterable(rules_of(str(at), tool) for at, tool in enumerate(tools))]
+
+
+def arguments_of(tool: Tool) -> tuple[Mapping[str, Any], Collection[str]]:
+    """The schemas of a tool's arguments by their names, and the names of those that it requires. Raises
+    `InvalidRequest` where it describes none of these."""
+    schema = tool.function.parameters or {}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not set(required) <= set(properties):
+        raise cannot_hold(tool, "requires arguments that it does not describe")
+    return properties, required
+
+
+def value_schema(schema: Any, tool: Tool) -> dict[str, Any]:
+    """The schema of an argument of a tool, with what it may refer to."""
+    root = tool.function.parameters or {}
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**(schema if isinstance(schema, Mapping) else {}), **WRITTEN, **definitions}
+
+
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments: of none where it describes none."""
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def may_be_named(text: str, tools: Sequence[Tool]) -> bool:
@@ -303,8 +321,8 @@ def named_in(text: str, tools: Sequence[Tool]) -> Tool | None:
 
 def called(name: str, arguments: Mapping[str, Any]) -> ToolCall:
     """With all characters as they are, but half a surrogate pair, which no text may have, as its escape."""
-    said = json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
-    return ToolCall(function=CalledFunction(name=name, arguments=said))
+    text = json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    return ToolCall(function=CalledFunction(name=name, arguments=text))
 
 
 def _quoted(text: str) -> str:

@@ -1,9 +1,4 @@
-"""Calls of tools in the channels of harmony (gpt-oss): the name of a function as the recipient of a message, whose text
-is JSON.
-
-The model says the recipient before its channel or behind it, and the template writes it before. Forced calls are
-written as by the template.
-"""
+"""Calls of tools in the channels of harmony (gpt-oss): a function's name as the recipient of a message of JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +21,8 @@ _HEADER: Final = re.compile(r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)
 
 @dataclass(frozen=True)
 class HarmonyCalls(calls.CallFormat):
-    """opening: up to the name of the function."""
+    """The model says the recipient before its channel or behind it; templates, and forced calls, before it. opening: up
+    to the name of the function."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -57,14 +53,14 @@ class HarmonyCalls(calls.CallFormat):
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
         literal = self.form.tokens.literal
-        made = [f"call: {literal(self.opening)} ({' | '.join(f'call_{at}' for at in range(len(tools)))})"]
+        rules = [f"call: {literal(self.opening)} ({' | '.join(f'call_{at}' for at in range(len(tools)))})"]
         for at, tool in enumerate(tools):
-            schema: dict[str, Any] = {**(tool.function.parameters or calls.no_arguments()), **WRITTEN}
-            made += [
+            schema: dict[str, Any] = {**calls.parameters_of(tool), **WRITTEN}
+            rules += [
                 f"call_{at}: {json.dumps(tool.function.name)} {literal(_BEHIND)} arguments_{at}",
                 f"arguments_{at}: %json {json.dumps(schema)}",
             ]
-        return made
+        return rules
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:  # noqa: ARG002 - a call ends an answer
         return super().grammar(tools, several=False)
@@ -72,7 +68,7 @@ class HarmonyCalls(calls.CallFormat):
 
 def as_harmony(form: TextFormat, write: calls.Write) -> HarmonyCalls | None:
     """Calls in channels; None for another way. write: up to the end of a turn, which is that of a recipient here."""
-    opening, found, rest = write(calls.ONE).partition(calls.NAME)
-    if not found or rest or not opening.endswith(_RECIPIENT):
+    opening, name, rest = write(calls.ONE).partition(calls.NAME)
+    if not name or rest or not opening.endswith(_RECIPIENT):
         return None
     return HarmonyCalls(form, opening, "")

@@ -1,8 +1,4 @@
-"""The pieces of one answer as they come: thoughts are told apart from its text, and what may be a call is held back.
-
-Thoughts begin and end by the marks of the chat template. Earlier ones stand in a conversation where the template writes
-them.
-"""
+"""The pieces of one answer as they come: thoughts are told apart from its text, and what may be a call is held back."""
 
 from __future__ import annotations
 
@@ -20,13 +16,14 @@ class HeldPieces:
     def __init__(self, settled: Callable[[str], int]) -> None:
         self._settled = settled
         self._text = ""
-        self._held: deque[Piece] = deque()
-        self._told = 0
+        self._waiting: deque[Piece] = deque()
+        self._released = 0
+        """Characters of the text that have gone out."""
 
     def push(self, piece: Piece) -> Iterator[Piece]:
         """Add a piece. Gives those that are text whatever follows."""
         self._text += piece
-        self._held.append(piece)
+        self._waiting.append(piece)
         return self._until(self._settled(self._text))
 
     def among(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -37,13 +34,13 @@ class HeldPieces:
     def rest(self, text: str) -> Iterator[Piece]:
         """What is left of the answer's text, once that is known."""
         yield from self._until(len(text))
-        if self._told < len(text):
-            yield Piece(text[self._told :])
+        if self._released < len(text):
+            yield Piece(text[self._released :])
 
     def _until(self, end: int) -> Iterator[Piece]:
-        while self._held and self._told + len(self._held[0]) <= end:
-            self._told += len(self._held[0])
-            yield self._held.popleft()
+        while self._waiting and self._released + len(self._waiting[0]) <= end:
+            self._released += len(self._waiting[0])
+            yield self._waiting.popleft()
 
 
 class ThoughtStream:
@@ -52,7 +49,7 @@ class ThoughtStream:
     def __init__(self, thoughts: Thoughts | None, *, opened: bool) -> None:
         self._thoughts = thoughts
         self._state = "text" if thoughts is None else "thought" if opened else "start"
-        self._held = ""
+        self._text = ""
         self._begun = False
 
     def push(self, piece: Piece) -> Iterator[Piece]:
@@ -60,32 +57,34 @@ class ThoughtStream:
         if self._state == "text":
             yield piece
             return
-        self._held += piece
-        yield from self._told(ended=False)
+        self._text += piece
+        yield from self._split(ended=False)
 
     def rest(self) -> Iterator[Piece]:
         """What was held back, once the answer has ended."""
-        yield from self._told(ended=True)
+        yield from self._split(ended=True)
 
-    def _told(self, *, ended: bool) -> Iterator[Piece]:
-        assert self._thoughts is not None or not self._held
+    def _split(self, *, ended: bool) -> Iterator[Piece]:
         marks = self._thoughts
-        if marks is None:
+        if marks is None:  # then nothing is held back
             return
         if self._state == "start":
             self._begin(marks, ended=ended)
         if self._state == "thought":
             yield from self._think(marks, ended=ended)
         if self._state == "between":
-            self._cross(marks, ended=ended)
-        if self._state == "text" and self._held:
-            held, self._held = self._held, ""
-            yield Piece(held)
+            text = self._text.lstrip()
+            header = next((header for header in marks.headers if text.startswith(header)), "")
+            if header or ended or (text and not _may_become(text, marks.headers)):
+                self._state, self._text = "text", text[len(header) :]
+        if self._state == "text" and self._text:
+            rest, self._text = self._text, ""
+            yield Piece(rest)
 
     def _begin(self, marks: Thoughts, *, ended: bool) -> None:
-        text = self._held.lstrip()
+        text = self._text.lstrip()
         if text.startswith(marks.opening):
-            self._state, self._held = "thought", text[len(marks.opening) :]
+            self._state, self._text = "thought", text[len(marks.opening) :]
         elif any(text.startswith(header) for header in marks.headers):
             self._state = "between"
         elif ended or not _may_become(text, (marks.opening, *marks.headers)):
@@ -93,33 +92,25 @@ class ThoughtStream:
 
     def _think(self, marks: Thoughts, *, ended: bool) -> Iterator[Piece]:
         if not self._begun:
-            self._held = self._held.lstrip()
-            if self._held.startswith(marks.opening):  # written again, although the prompt has it
-                self._held = self._held[len(marks.opening) :].lstrip()
-            elif not ended and marks.opening.startswith(self._held):
+            self._text = self._text.lstrip()
+            if self._text.startswith(marks.opening):  # written again, although the prompt has it
+                self._text = self._text[len(marks.opening) :].lstrip()
+            elif not ended and marks.opening.startswith(self._text):
                 return
-        thought, closing, rest = self._held.partition(marks.closing)
+        thought, closing, rest = self._text.partition(marks.closing)
         if closing or ended:
-            thoughts, self._state, self._held = thought.rstrip(), "between", rest
+            thoughts, self._state, self._text = thought.rstrip(), "between", rest
         else:
             open_ = len(thought) - may_begin(thought, (marks.closing,))
             thoughts = thought[:open_].rstrip()
-            self._held = thought[len(thoughts) :]
+            self._text = thought[len(thoughts) :]
         if thoughts:
             self._begun = True
             yield Piece(thoughts, is_thought=True)
 
-    def _cross(self, marks: Thoughts, *, ended: bool) -> None:
-        text = self._held.lstrip()
-        header = next((header for header in marks.headers if text.startswith(header)), None)
-        if header is not None:
-            self._state, self._held = "text", text[len(header) :]
-        elif ended or (text and not _may_become(text, marks.headers)):
-            self._state, self._held = "text", text
 
-
-def _may_become(text: str, wanted: Sequence[str]) -> bool:
-    return any(each.startswith(text) for each in wanted)
+def _may_become(text: str, marks: Sequence[str]) -> bool:
+    return any(mark.startswith(text) for mark in marks)
 
 
 def told_apart(thoughts: Thoughts | None, text: str, *, opened: bool) -> tuple[str | None, str]:

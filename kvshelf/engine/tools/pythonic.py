@@ -1,8 +1,4 @@
-"""Calls of tools as Python writes them, in a list: `[weather(town="Kiel"), clock()]` (Llama 3.2 and 4, LFM2).
-
-Arguments are named. Their values are literals of Python or of JSON, as models mix them: `True` and `true`, texts in
-either quotes. Nothing is evaluated.
-"""
+"""Calls of tools as Python writes them, in a list: `[weather(town="Kiel"), clock()]` (Llama 3.2 and 4, LFM2)."""
 
 from __future__ import annotations
 
@@ -16,17 +12,7 @@ from typing import Any, Final
 
 from kvshelf.api.tools import Tool
 from kvshelf.engine.decode.grammar import WRITTEN
-from kvshelf.engine.tools.calls import (
-    NAME,
-    ONE,
-    CallFormat,
-    ParsedCalls,
-    Write,
-    called,
-    cannot_hold,
-    may_be_named,
-    named_in,
-)
+from kvshelf.engine.tools import calls
 from kvshelf.model.text import TextFormat
 
 _DEEPEST: Final = 64
@@ -37,47 +23,38 @@ _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _ARGUMENT: Final = re.compile(r"([^\W\d]\w*+)\s*+=")
 _WORD: Final = re.compile(r"[A-Za-z]+")
-_WORDS: Final[Mapping[str, Any]] = {
-    "True": True,
-    "true": True,
-    "False": False,
-    "false": False,
-    "None": None,
-    "null": None,
-}
+_WORDS: Final[dict[str, Any]] = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 
 
 @dataclass(frozen=True)
-class PythonCalls(CallFormat):
-    """opening, closing: around the list, with its brackets."""
+class PythonCalls(calls.CallFormat):
+    """Arguments are named. Their values are literals of Python or of JSON, as models mix them: `True` and `true`, texts
+    in either quotes. opening, closing: around the list, with its brackets."""
 
     @property
     def about(self) -> str:
         return f"{self.opening.strip()}name(argument=value), ...{self.closing.strip()}"
 
     def may_follow(self, text: str, tools: Sequence[Tool]) -> bool:
-        return may_be_named(text.lstrip(), tools)
+        return calls.may_be_named(text.lstrip(), tools)
 
-    def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
-        reader, calls = _LiteralReader(text), []
+    def read(self, text: str, tools: Sequence[Tool]) -> calls.ParsedCalls | None:
+        reader, parsed = _LiteralReader(text), []
         try:
             while True:
-                if (tool := named_in(text[reader.skip() :], tools)) is None:
+                if (tool := calls.named_in(text[reader.skip() :], tools)) is None:
                     return None
                 reader.at += len(tool.function.name)
-                calls.append(called(tool.function.name, reader.arguments()))
+                parsed.append(calls.called(tool.function.name, reader.arguments()))
                 if not reader.took(","):
                     break
         except (ValueError, RecursionError):
             return None
         rest = text[reader.skip() :]
-        return ParsedCalls(calls, rest) if rest.startswith(self.plain(self.closing)) else None
+        return calls.ParsedCalls(parsed, rest) if rest.startswith(self.plain(self.closing)) else None
 
     def rules(self, tools: Sequence[Tool]) -> list[str]:
-        made = [f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
-        for at, tool in enumerate(tools):
-            made += self._rules_of(f"{at}", tool)
-        return made
+        return calls.one_of(tools, self._rules_of)
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         literal = self.form.tokens.literal
@@ -87,36 +64,32 @@ class PythonCalls(CallFormat):
 
     def _rules_of(self, number: str, tool: Tool) -> Iterator[str]:
         """A call, and what may follow each argument: `more` behind another one, `first` behind none."""
-        schema = tool.function.parameters or {}
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not set(required) <= set(properties):
-            raise cannot_hold(tool, "requires arguments that it does not describe")
+        properties, required = calls.arguments_of(tool)
         if odd := [name for name in properties if not name.isidentifier()]:
-            raise cannot_hold(tool, f"has an argument {odd[0]!r}, which is no name in Python")
+            raise calls.cannot_hold(tool, f"has an argument {odd[0]!r}, which is no name in Python")
         yield f'call_{number}: {json.dumps(tool.function.name)} "(" first_{number}_0 ")"'
-        for at, (name, said) in enumerate(properties.items()):
-            own, after = f"arg_{number}_{at}", f"more_{number}_{at + 1}"
+        for at, (name, schema) in enumerate(properties.items()):
+            argument, after = f"arg_{number}_{at}", f"more_{number}_{at + 1}"
             for before, comma in (("first", ""), ("more", '", " ')):
                 left_out = "" if name in required else f" | {before}_{number}_{at + 1}"
-                yield f"{before}_{number}_{at}: {comma}{own} {after}{left_out}"
-            yield from self._argument_rules(own, name, said, schema)
+                yield f"{before}_{number}_{at}: {comma}{argument} {after}{left_out}"
+            yield from self._argument_rules(argument, name, schema, tool)
         yield from (f'{before}_{number}_{len(properties)}: ""' for before in ("first", "more"))
 
     @staticmethod
-    def _argument_rules(own: str, name: str, said: Any, root: Mapping[str, Any]) -> Iterator[str]:
-        schema: dict[str, Any] = {**(said if isinstance(said, Mapping) else {}), **WRITTEN}
-        if schema.keys() <= {"type", "title", "description", *WRITTEN} and schema.get("type") in ("boolean", "null"):
+    def _argument_rules(rule: str, name: str, schema: Any, tool: Tool) -> Iterator[str]:
+        plain = isinstance(schema, Mapping) and schema.keys() <= {"type", "title", "description", *WRITTEN}
+        if plain and schema.get("type") in ("boolean", "null"):
             value = '("True" | "False")' if schema["type"] == "boolean" else '"None"'
-            yield f"{own}: {json.dumps(name + '=')} {value}"
-            return
-        schema |= {part: root[part] for part in ("$defs", "definitions") if part in root}
-        yield f"{own}: {json.dumps(name + '=')} value_{own}"
-        yield f"value_{own}: %json {json.dumps(schema)}"
+            yield f"{rule}: {json.dumps(name + '=')} {value}"
+        else:
+            yield f"{rule}: {json.dumps(name + '=')} value_{rule}"
+            yield f"value_{rule}: %json {json.dumps(calls.value_schema(schema, tool))}"
 
 
 @dataclass
 class _LiteralReader:
-    """Reads literals from a place in a text on. Raises `ValueError` where there is none."""
+    """Reads literals from a place in a text on, and evaluates nothing. Raises `ValueError` where there is none."""
 
     text: str
     at: int = 0
@@ -129,28 +102,24 @@ class _LiteralReader:
 
     def took(self, sign: str) -> bool:
         """Whether a sign stands there, which is then read."""
-        found = self.text.startswith(sign, self.skip())
-        self.at += len(sign) if found else 0
-        return found
+        stands = self.text.startswith(sign, self.skip())
+        self.at += len(sign) if stands else 0
+        return stands
 
     def require(self, sign: str) -> None:
         if not self.took(sign):
             raise ValueError(f"{sign} is missing")
 
     def matched(self, match: Callable[[str, int], re.Match[str] | None]) -> re.Match[str] | None:
-        found = match(self.text, self.skip())
-        self.at = found.end() if found else self.at
-        return found
+        literal = match(self.text, self.skip())
+        self.at = literal.end() if literal else self.at
+        return literal
 
     def arguments(self) -> dict[str, Any]:
         """Named arguments in parentheses."""
         arguments: dict[str, Any] = {}
         self.require("(")
-        while not self.took(")"):
-            if arguments:
-                self.require(",")
-                if self.took(")"):
-                    break
+        for _ in self._parts(")"):
             if (name := self.matched(_ARGUMENT.match)) is None or name[1] in arguments:
                 raise ValueError("an argument has no name of its own")
             arguments[name[1]] = self.value()
@@ -159,16 +128,16 @@ class _LiteralReader:
     def value(self, depth: int = 0) -> Any:
         if depth > _DEEPEST:
             raise ValueError("it is too deep")
-        if found := self.matched(_TEXT.match):
-            return _unquoted(found[0])
-        if found := self.matched(_NUMBER.match):
-            number = json.loads(found[0])
+        if text := self.matched(_TEXT.match):
+            return _unquoted(text[0])
+        if digits := self.matched(_NUMBER.match):
+            number = json.loads(digits[0])
             if not math.isfinite(number):
                 raise ValueError("it is too large")
             return number
         for opening, closing in ("[]", "()"):
             if self.took(opening):
-                return self._items(closing, depth)
+                return [self.value(depth + 1) for _ in self._parts(closing)]
         if self.took("{"):
             return self._fields(depth)
         word = self.matched(_WORD.match)
@@ -176,23 +145,20 @@ class _LiteralReader:
             raise ValueError("it is no literal")
         return _WORDS[word[0]]
 
-    def _items(self, closing: str, depth: int) -> list[Any]:
-        items: list[Any] = []
+    def _parts(self, closing: str) -> Iterator[None]:
+        """Stops at the beginning of each part of a list, up to its end. A comma may stand behind the last one."""
+        first = True
         while not self.took(closing):
-            if items:
+            if not first:
                 self.require(",")
                 if self.took(closing):
-                    break
-            items.append(self.value(depth + 1))
-        return items
+                    return
+            yield
+            first = False
 
     def _fields(self, depth: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        while not self.took("}"):
-            if fields:
-                self.require(",")
-                if self.took("}"):
-                    break
+        for _ in self._parts("}"):
             if (name := self.matched(_TEXT.match)) is None:
                 raise ValueError("a field has no name")
             self.require(":")
@@ -207,23 +173,23 @@ def _unquoted(literal: str) -> str:
             return str(json.loads(literal, strict=False))
         except ValueError:
             pass
-    return _ESCAPE.sub(lambda found: _unescaped(found[1]), literal[1:-1])
+    return _ESCAPE.sub(lambda escape: _unescaped(escape[1]), literal[1:-1])
 
 
-def _unescaped(said: str) -> str:
-    """What stands for an escape, which is said behind its backslash; one that Python does not know stays as it is."""
-    if len(said) > 1:
-        number = int(said[1:], 16)
+def _unescaped(escape: str) -> str:
+    """The character of an escape, without its backslash; an escape that Python does not know stays as it is."""
+    if len(escape) > 1:
+        number = int(escape[1:], 16)
         if number > sys.maxunicode:
             raise ValueError("it is no character")
         return chr(number)
-    return _ESCAPES.get(said, f"\\{said}")
+    return _ESCAPES.get(escape, f"\\{escape}")
 
 
-def as_python(form: TextFormat, write: Write) -> PythonCalls | None:
+def as_python(form: TextFormat, write: calls.Write) -> PythonCalls | None:
     """Calls as Python; None for another way."""
-    ((name, value),) = ONE.items()
-    opening, found, closing = write(ONE).partition(f"{NAME}({name}={value})")
-    if not found or not opening.rstrip().endswith("[") or not closing.lstrip().startswith("]"):
+    ((name, value),) = calls.ONE.items()
+    opening, call, closing = write(calls.ONE).partition(f"{calls.NAME}({name}={value})")
+    if not call or not opening.rstrip().endswith("[") or not closing.lstrip().startswith("]"):
         return None
     return PythonCalls(form, opening, closing)

@@ -28,9 +28,8 @@ from kvshelf.engine.decode.grammar import Grammar
 from kvshelf.engine.decode.passages import Narrowing
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.inputs.dialogue import Dialogue, Said
-from kvshelf.engine.tools.counting import count
 from kvshelf.engine.tools.pieces import HeldPieces, ThoughtStream, told_apart
-from kvshelf.engine.tools.tools import ToolFormat
+from kvshelf.engine.tools.tools import ToolFormat, count
 from kvshelf.errors import CacheError, CacheNotFound, DeadlineExceeded, InvalidRequest, KvshelfError
 from kvshelf.methods.selectors.registry import reads_by_index
 from kvshelf.model.templates.thoughts import Thoughts
@@ -92,7 +91,7 @@ class Questions:
         *,
         caller: Caller,
     ) -> int:
-        """As `kvshelf.engine.tools.counting.count`. Refuses what a question with these tools and this shape
+        """As `kvshelf.engine.tools.tools.count`. Refuses what a question with these tools and this shape
         refuses, and more than the model takes."""
         with called_by(caller):
             said = [*texts_of(query), *([] if document is None else [document])]

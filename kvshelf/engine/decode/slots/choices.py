@@ -88,12 +88,12 @@ def choose(logits: Tensor, rules: TokenRules) -> Tensor:
     best, tokens = logits.max(dim=-1)
     if rules.draws is not None:
         parts = zip(*(torch.split(rows, _ROWS_AT_ONCE) for rows in (logits, best, *rules.draws)), strict=True)
-        drawn = torch.cat([_drawn(own, most, Draws(*draws)) for own, most, *draws in parts])
+        drawn = torch.cat([_draw(part, most, Draws(*draws)) for part, most, *draws in parts])
         tokens = torch.where(rules.draws.temperatures > 0, drawn, tokens)
     return tokens.masked_fill(~best.isfinite(), -1)
 
 
-def _drawn(logits: Tensor, best: Tensor, draws: Draws) -> Tensor:
+def _draw(logits: Tensor, best: Tensor, draws: Draws) -> Tensor:
     """A token of each row, drawn from the likeliest of `masses`. In fp32."""
     # The largest becomes 0, so that no temperature makes it infinite. At the least temperature only it has mass.
     scaled = (logits.float() - best.float()[:, None]) / draws.temperatures.clamp_min(LEAST)[:, None]
@@ -113,9 +113,9 @@ def _allow(words: Tensor, constraint: Constraint) -> None:
     """Set the bits of what may come next, and clear those of ids beyond the tokenizer's, to which some models pad their
     vocabulary."""
     count = -(-constraint.vocabulary // 32)
-    own = torch.zeros(max(count, len(words)), dtype=torch.int32)
-    constraint.fill(own.data_ptr(), 4 * count)
-    words.copy_(own[: len(words)])
+    bits = torch.zeros(max(count, len(words)), dtype=torch.int32)
+    constraint.fill(bits.data_ptr(), 4 * count)
+    words.copy_(bits[: len(words)])
 
 
 def _terms_of(allowed: Tensor, logits: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ class Choices(NamedTuple):
             places = [place for place, row in enumerate(rows) if _samples(row) == draws]
             if places:
                 own = logits if len(places) == len(rows) else logits[places]
-                made = choose(own, _rules_of([rows[place] for place in places], own)).tolist()
-                for place, token in zip(places, made, strict=True):
+                chosen = choose(own, _rules_of([rows[place] for place in places], own)).tolist()
+                for place, token in zip(places, chosen, strict=True):
                     tokens[place] = token
         return cls.chosen(tokens, range(len(rows)), logits, rows)
 
@@ -165,7 +165,7 @@ class Choices(NamedTuple):
         }
         return cls([tokens[place] for place in places], logprobs)
 
-    def taken(self, generation: Generation, row: int) -> Piece:
+    def take(self, generation: Generation, row: int) -> Piece:
         """Add the next token of one answer to it. Returns the text that became final."""
         token = self.tokens[row]
         if token < 0:

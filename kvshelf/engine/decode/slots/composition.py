@@ -1,5 +1,4 @@
-"""The documents of a step, each with its slots. Where kernels read them by tables of addresses, one recording reads the
-documents of any composition of its class: their tables are copied to where it reads."""
+"""The documents of a step, each with its slots, as recorded passes read them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The slots of a step: the same operations on the same addresses, step after step.
-
-A document has as many slots as rows that read it, rounded up to a class. Which rows sit in them, where the suffix of
-each lies in its slab, how long it is, and what its next token is chosen by stands in one tensor, which every step fills
-by one copy. So rows may come, leave and grow; only other documents, unless kernels read them by tables, another class,
-slabs that are new or have grown, the first row that draws, and the like make another seating.
-"""
+"""The slots of a step: the same operations on the same addresses, step after step."""
 
 from __future__ import annotations
 
@@ -65,8 +59,10 @@ def slots_for(rows: int) -> int:
 
 
 class Seating:
-    """The slots of the documents of a step. Between steps it changes in numbers alone: in those of `_numbers`, and in
-    the tables by which kernels read documents.
+    """The slots of the documents of a step. Between steps it changes in numbers alone: in those of `_numbers`, which
+    one copy fills, and in the tables by which kernels read documents. So rows may come, leave and grow; only other
+    documents that are read without tables, another class, slabs that are new or have grown, the first row that draws
+    and the like make another seating.
 
     documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
     """
@@ -90,9 +86,10 @@ class Seating:
         self._ends = ends
         self._slabs = [ref(slab) for slab in slabs]
         self._kind = kind
-        asked = Wants.WEIGHTS in kind.wants
+        weighed = Wants.WEIGHTS in kind.wants
         self._suffixes = tuple(
-            SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, asked=(asked,) * slab.slots) for slab in slabs
+            SuffixRows((slab.capacity,) * slab.slots, (-1,) * slab.slots, asked=(weighed,) * slab.slots)
+            for slab in slabs
         )
         self._slots = slots = composition.layout.num_tokens
         self._shares = composition.layout.shares if self._tabled is None else (slots,)
@@ -127,9 +124,9 @@ class Seating:
         writes: list[list[tuple[int, int, int]]] = [[] for _ in slabs]
         firsts = list(accumulate((slab.slots for slab in slabs), initial=0))
         begins = accumulate(composition.layout.shares, initial=0)
-        taken = (begin + i for begin, count in zip(begins, counts, strict=False) for i in range(count))
+        occupied = (begin + i for begin, count in zip(begins, counts, strict=False) for i in range(count))
         self.seats = []
-        for slot, row in zip(taken, rows, strict=True):
+        for slot, row in zip(occupied, rows, strict=True):
             suffix = row.row
             number = next(number for number, slab in enumerate(slabs) if slab is suffix.slab)
             self.seats.append((slot, number))
@@ -138,9 +135,9 @@ class Seating:
             tables[number][2 * suffix.slot : 2 * suffix.slot + 2] = slot, suffix.stored + 1
             writes[number].append((slot, suffix.slot, suffix.stored))
         numbers = [*ids, *positions, *places, *gathered]
-        for table, own in zip(tables, writes, strict=True):
+        for table, places_written in zip(tables, writes, strict=True):
             # As many as there are slots: the others write the first one once more.
-            padded = own + own[:1] * (slots - len(own))
+            padded = places_written + places_written[:1] * (slots - len(places_written))
             numbers += [*table, *(number for column in zip(*padded, strict=True) for number in column)]
         fresh = host_memory(self._numbers.shape, torch.int32, self._numbers.device)
         fresh[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
@@ -165,7 +162,7 @@ class Seating:
     def _rules_in(self, numbers: Tensor) -> TokenRules:
         return self._kind.rules.rules(torch.split(numbers, self._sizes)[self._of_rules :], self._slots)
 
-    def begun(self) -> SlotPass:
+    def begin(self) -> SlotPass:
         """What one pass reads and writes. What it makes of the numbers is made in the pass."""
         ids, positions, places, gathered, *of_slabs = torch.split(self._numbers, self._sizes)
         groups = []
@@ -213,7 +210,7 @@ class SlotPass:
         if Wants.STATES in self.wants:
             self.states.append(attended)
 
-    def ended(self, logits: Tensor) -> PassOutcome:
+    def end(self, logits: Tensor) -> PassOutcome:
         """What the pass gave, with the tokens that follow."""
         return PassOutcome(logits, choose(logits, self.rules), self.weights, self.states)
 
@@ -237,8 +234,8 @@ class SlotGroup:
         slab = self._slab()
         assert slab is not None, "its rows hold it"
         states = slab.states(layer, *new)
-        for entries, (own,) in zip(states, new, strict=True):
-            by_token = own.transpose(0, 1).index_select(0, self._slots)  # [slots, kv_heads, D]
+        for entries, (step,) in zip(states, new, strict=True):
+            by_token = step.transpose(0, 1).index_select(0, self._slots)  # [slots, kv_heads, D]
             flat = entries.view(-1, entries.shape[3])
             flat.index_copy_(0, self._rows_in(entries), by_token.reshape(-1, entries.shape[3]))
         return states

@@ -1,5 +1,4 @@
-"""Steps of one token a row in slots, recorded once and run again as one graph of CUDA
-(https://docs.nvidia.com/cuda/cuda-c-programming-guide, "CUDA Graphs")."""
+"""Steps of one token a row in slots, recorded once and run again as one graph of CUDA."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from weakref import WeakSet, ref
 
 import torch
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvshelf.engine.attention.attachment import Attached
 from kvshelf.engine.decode.generation import Generation
@@ -20,15 +20,7 @@ from kvshelf.engine.decode.hooks import Wants
 from kvshelf.engine.decode.selection import Selection
 from kvshelf.engine.decode.slots.choices import CHOOSING_BYTES, RuleKind
 from kvshelf.engine.decode.slots.composition import Composition, Reading
-from kvshelf.engine.decode.slots.seating import (
-    MOST_SLOTS_A_ROW,
-    PassOutcome,
-    Replay,
-    Seating,
-    SeatingKind,
-    slots_for,
-)
-from kvshelf.engine.decode.slots.waits import Waits
+from kvshelf.engine.decode.slots.seating import MOST_SLOTS_A_ROW, PassOutcome, Replay, Seating, SeatingKind, slots_for
 from kvshelf.engine.forward.passes import Passes
 from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.model.devices import hooked
@@ -59,6 +51,9 @@ def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: in
     kept = _MOST_SEATINGS * vocabulary * (logit_bytes + _RULE_BYTES)
     return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
 
+
+_ATEN = torch.ops.aten
+_BY_NUMBERS: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 _KEEPS_FAILED: Final = TorchVersion(torch.__version__) < "2.13"
 """Whether the allocator takes a capture that failed for one under way (pytorch#180395)."""
@@ -96,12 +91,6 @@ class Slots:
             return slots
         slots._warn("the model is spread over several devices")
         return None
-
-    @property
-    def table_bytes(self) -> int:
-        """Of the tables by which kernels read documents."""
-        seatings = sum(seating.nbytes for seating in self._seatings.values())
-        return seatings + sum(composition.nbytes for composition in self._compositions.values())
 
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
         """The slots of rows with one pending token each, those of one document side by side, once they sit there.
@@ -174,10 +163,10 @@ def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
     """Put a value behind the others, and drop the oldest where these are too many or too large."""
     kept[key] = value
     left = MOST_TABLE_BYTES
-    for number, (at, own) in enumerate(reversed(list(kept.items()))):
-        left -= own.nbytes
+    for number, (other, kept_value) in enumerate(reversed(list(kept.items()))):
+        left -= kept_value.nbytes
         if number >= most or (number and left < 0):
-            kept.pop(at, None)
+            kept.pop(other, None)
 
 
 class GraphRecorder:
@@ -226,3 +215,32 @@ class GraphRecorder:
             return outcome
 
         return replay
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`with Waits(device) as waits:` the `first` operation of this thread that waits for the device or brings numbers
+    to it, by its name; None: none does. No CUDA graph can hold such an operation, and a capture that fails is worse
+    than none: CUDA's error does not say what did it, and torch's allocator may not get over it
+    (pytorch/pytorch#180395)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.first: str | None = None
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.first is None and self._waits(func, args, kwargs):
+            self.first = func.name()
+        return func(*args, **kwargs)
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if func is _ATEN.index.Tensor:
+            return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if func is _ATEN.lift_fresh.default:  # of `torch.tensor`, whose numbers are then where they go
+            return bool(args[0].device.type == self._device.type)
+        if func is _ATEN._to_copy.default:
+            return bool((kwargs.get("device") or args[0].device).type != args[0].device.type)
+        if func is _ATEN.copy_.default:
+            return bool(args[0].device.type != args[1].device.type)
+        return not _BY_NUMBERS.isdisjoint(func.tags)

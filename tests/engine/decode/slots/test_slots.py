@@ -33,8 +33,7 @@ from kvshelf.engine.decode.slots.seating import (
     Seating,
     slots_for,
 )
-from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots, recorded_bytes
-from kvshelf.engine.decode.slots.waits import Waits
+from kvshelf.engine.decode.slots.slots import Forward, GraphRecorder, Recorder, Slots, Waits, recorded_bytes
 from kvshelf.engine.engine import Engine
 from kvshelf.engine.progress import Checkpoint
 from kvshelf.model.devices import Devices
