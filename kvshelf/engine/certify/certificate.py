@@ -35,8 +35,7 @@ class CertificateTerms:
 
 
 def require_enough(groups: Iterable[str], about: CertificateTerms) -> None:
-    """Raises `InvalidRequest` for an alpha that is no share, and where a group has too few documents, saying how many
-    it takes. groups: of each document."""
+    """Raises `InvalidRequest` for an alpha that is no share or a group that is too small. groups: of each document."""
     counts = Counter(groups)
     if not counts:
         raise InvalidRequest("there are no questions; give one JSON object a line", param="file")

@@ -33,8 +33,7 @@ _MOST_NATS: Final = 100.0
 @dataclass(frozen=True)
 class Rechecked:
     """How an answer compares with the full cache's. tokens: that were compared. quality: of the compressed cache,
-    measured now; None if the answer does not differ, is of several, if its document can have no cues, or the cache has
-    no numbers."""
+    measured now; None for an answer that does not differ or is of several, and for want of cues or numbers."""
 
     tokens: int
     differs: bool
@@ -45,13 +44,11 @@ class Rechecked:
 @dataclass(frozen=True)
 class Recheck:
     """One answer to ask again. Its tokens and those of the question are read behind the compressed caches and behind
-    the full one, for which the document is prefilled once more: each predicts every token of the answer after the same
-    ones, see `compared`. If the answer of one cache differs, its quality is measured anew: one answer is a suspicion,
-    and 150 cues are a figure.
+    the full one, for which the document is prefilled once more: each predicts every token of the answer; see
+    `compared`. If the answer of one cache differs, its quality is measured: one answer is only a suspicion.
 
-    job: of the whole document of the caches (`joint_job` of several) under policy `full`. query, answer: token ids as
-    they were read and said behind the caches, at least one each. floor: of one cache, measuring ends where it is out of
-    reach; None: nothing is measured.
+    job: of the whole document of the caches (`joint_job` of several) under policy `full`. query, answer: their token
+    ids, at least one each. floor: of one cache, measuring ends where it is out of reach; None: none is measured.
     """
 
     job: Job
@@ -111,8 +108,7 @@ def require_joint(engine: Engine, num_tokens: int, behind: int) -> None:
 
 def joint_job(engine: Engine, jobs: Sequence[Job], behind: int) -> Job:
     """One prefill of several documents behind each other: what the template writes before the later ones is left out.
-    jobs: of each under policy `full`. behind: tokens that are read after them. Raises `PolicyUnsupported` for images,
-    and `DocumentTooLong`."""
+    jobs: under policy `full`. behind: tokens after them. Raises `PolicyUnsupported` for images, `DocumentTooLong`."""
     if any(job.images for job in jobs):
         raise PolicyUnsupported("documents with images are not prefilled behind each other", param="cache_ids")
     first, *later = (job.document for job in jobs)
@@ -147,14 +143,12 @@ class Remeasure:
 
 def compared(full: Tensor, other: Tensor) -> tuple[bool, float]:
     """Whether an answer differs, and its divergence in nats, at most `_MOST_NATS`, from log-probabilities `[tokens,
-    vocabulary]` fp32 under the full cache and another one. With p the probabilities under the full cache and q the
-    others,
+    vocabulary]` fp32 under the full cache and another one. With p its probabilities and q the others,
 
         the answer differs if, at a token where max p >= 0.5, argmax q is another token than argmax p
         kl = mean of KL(p || q) over the tokens of the answer
 
-    Where the full cache is itself unsure, two answers are as good as one. Logits of the other that are not numbers
-    differ.
+    Where the full cache is itself unsure, two answers are as good as one. Logits of the other that are NaN differ.
     """
     nats = torch.where(full > -math.inf, full.exp() * (full - other), 0.0).sum(dim=-1).mean().item()
     if math.isnan(nats):

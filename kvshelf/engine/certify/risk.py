@@ -27,8 +27,7 @@ class KeptLevel:
 
 @dataclass(frozen=True)
 class Graded:
-    """A document at all levels. whole: its bytes uncompressed. whole_loss: of the full cache itself, 0 where that is
-    the reference."""
+    """A document at all levels. whole: its uncompressed bytes. whole_loss: the full cache's, 0 as the reference."""
 
     levels: Sequence[KeptLevel]
     whole: int

@@ -101,8 +101,7 @@ class DecodeBatch:
     def _admit(self, generations: Sequence[Generation], wait: Wait) -> list[_Step]:
         """One step of all answers but for those that need a pass of their own; with states, one for all with equally
         many tokens. Each row gets one token; the rest of `MAX_NEW_TOKENS` goes to the shortest questions first, so that
-        a long question delays only itself. A question alone takes all of these, whatever the others take: what it
-        chooses must not depend on them."""
+        a long question delays only itself. One with its own pass takes all: its choice must not depend on others."""
         most = MAX_NEW_TOKENS if self._passes.tokens_at_once is None else 0
         room = max(0, most - len(generations))
         passes: dict[tuple[int, int], list[_Admitted]] = {}
@@ -293,7 +292,6 @@ class _Step:
 
     @property
     def wants(self) -> Wants:
-        """What the hooks of its rows want."""
         return reduce(or_, (place.wants for place in self.places if place.wants), Wants.NOTHING)
 
     @property
@@ -350,10 +348,8 @@ class _Step:
 
     def write(self, layer: int, *new: Tensor) -> tuple[list[tuple[Tensor, ...]], BatchLayout]:
         """Append the states of a layer, `[1, kv_heads, N, D]`, to the suffixes. Returns these and their layout."""
-        if self.sitting is not None:
-            return [group.write(layer, *new) for group in self.sitting.groups], self.sitting.layout
-        groups, layout = self.here[layer]
-        return [group.write(layer, *new) for group in groups], layout
+        here = self.here[layer] if self.sitting is None else self.sitting
+        return [group.write(layer, *new) for group in here.groups], here.layout
 
     def room(self, layer: int, q_heads: int) -> Sequence[Tensor | None]:
         """Where the attention of a layer tells the rows that ask for it what their tokens gave to their suffixes."""
@@ -383,7 +379,6 @@ class _Step:
                     group.tell(layer, of_rows)
 
     def shown(self) -> Iterator[Shown]:
-        """What the pass showed of each row."""
         for place in self.places:
             if place.wants:
                 yield Shown(place.states, self.masses, place.weights, place.complete, self.log_probs)

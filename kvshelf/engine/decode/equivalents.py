@@ -37,8 +37,7 @@ class Equivalents:
     its peak FLOP a second over the bytes a second of its memory, turns bytes into operations.
 
     parameters: N, all of the model's, also those of experts that a token does not use. token_bytes: of the keys and
-    values of one token in one layer, uncompressed. kinds: the layers. intensity: HOI in FLOP a byte; None where nobody
-    knows it, and then there are no PTE.
+    values of one token in one layer, uncompressed. kinds: the layers. intensity: HOI, FLOP a byte; None: no PTE.
     """
 
     parameters: int

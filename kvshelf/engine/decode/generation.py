@@ -142,7 +142,6 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     @property
@@ -152,7 +151,7 @@ class Generation:
 
     @property
     def seen(self) -> Attached | Selection:
-        """What its pending tokens see before the suffix."""
+        """What its pending tokens see before its suffix."""
         seen: Attached | Selection = self.document
         if self._selection is not None and (self.token_ids or self._selection.reads_question):
             seen = self._selection.seen
@@ -182,8 +181,7 @@ class Generation:
             hook.before(layer, queries, self.next_position, wait)
 
     def ran(self, count: int, shown: Shown) -> None:
-        """Record that the first `count` pending tokens ran through the model and are in the suffix. If this raises, the
-        answer is over."""
+        """Record that the first `count` pending tokens ran and are in the suffix. An error ends the answer."""
         self.row.logical += count
         self.row.stored += count
         del self.pending[:count]
@@ -249,7 +247,6 @@ class Generation:
         self.turn_ids = tuple(token_ids)
 
     def answer(self) -> Answer:
-        """The finished answer."""
         assert self.finish_reason is not None
         answer = Answer(
             self._text.text,
@@ -265,7 +262,10 @@ class Generation:
 
     def usage(self) -> Usage:
         """The tokens counted so far."""
-        read, decoded = self._read_tokens, len(self.token_ids)
+        decoded = len(self.token_ids)
+        # The first token is the question's; what the next one would see has not been read.
+        selects_question = self._selection is not None and self._selection.reads_question
+        read = (self.seen if selects_question or decoded > 1 else self.document).read_tokens
         # Of copied entries some have left: counted as read, they cost what they did at first.
         share = min(1.0, (read + self._copied) / max(1, self.document.read_tokens))
         cost, saved = self._equivalents.answered(self.document, share, self._prefill_tokens, decoded)
@@ -279,16 +279,9 @@ class Generation:
             prefill_token_equivalents_saved=saved,
         )
 
-    @property
-    def _read_tokens(self) -> int:
-        # The first token is the question's; what the next one would see has not been read.
-        selects_question = self._selection is not None and self._selection.reads_question
-        return (self.seen if selects_question or len(self.token_ids) > 1 else self.document).read_tokens
-
 
 class Sampler:
-    """What the tokens of one answer are drawn by. Its random numbers are drawn on the CPU, so that a seed means the
-    same on every device."""
+    """What the tokens of one answer are drawn by: random numbers of the CPU, the same on every device."""
 
     def __init__(self, ask: Ask) -> None:
         self.samples = ask.temperature > 0

@@ -14,8 +14,7 @@ WRITTEN: Final = {"x-guidance": {"whitespace_flexible": False, "item_separator":
 """Of a schema: one way to write JSON, as Python's `json.dumps` does and as templates show calls of tools, so that a
 model cannot fill an answer with white space."""
 MAX_COMPILED_BYTES: Final = 262_144
-"""Of one grammar as it is compiled, whatever it is made of: a schema, Lark, choices, or the schemas of all tools that
-an answer may call."""
+"""Of one grammar as it is compiled: a schema, Lark, choices, or the schemas of all tools that an answer may call."""
 
 _SEPARATOR_BYTES: Final = 2
 _DEEPEST: Final = 64
@@ -41,9 +40,8 @@ class Grammar:
 
     @classmethod
     def of(cls, shape: Mapping[str, Any], format_param: str = "response_format") -> Grammar | None:
-        """The grammar of one of the fields `response_format` (as OpenAI's), `grammar` (llguidance's Lark dialect) and
-        `choices` (texts, of which the answer is one); None for response_format "text". format_param: what the request
-        calls its response_format."""
+        """The grammar of one of the fields `response_format` (as OpenAI's, `format_param` in the request), `grammar`
+        (in llguidance's Lark) and `choices` (texts, of which the answer is one); None for response_format "text"."""
         fields = {name: value for name, value in shape.items() if value is not None}
         if len(fields) > 1 or not fields.keys() <= set(SHAPES):
             raise InvalidRequest(f"a shape has one of {', '.join(SHAPES)}; found {', '.join(fields)}", param="shape")
@@ -89,8 +87,7 @@ class Grammar:
 
 
 def least_json_bytes(schema: Any) -> int:
-    """A lower bound of the bytes of any JSON that fits a schema. What is no schema, and where one leads back to itself,
-    counts as one byte."""
+    """A lower bound of the bytes of any JSON that fits a schema: 1 for what is no schema, or leads back to itself."""
     known: dict[int, int] = {}  # each part is looked at once: two references back to itself would double forever
 
     def least(part: Any, depth: int) -> int:

@@ -22,8 +22,7 @@ class Wants(Flag):
     QUERIES = auto()
     """Those of each layer before its attention, in `before`. A question has a pass of its own then."""
     EARLY = auto()
-    """In their place those that each layer but the first would make of what the one before it was given, times the
-    scaling of its logits."""
+    """In their place those that each layer would make of the previous one's input, times the scaling of logits."""
     STATES = auto()
     """The queries, keys and values of each layer."""
     MASSES = auto()
@@ -80,8 +79,7 @@ class RowHook:
         """All tokens but the last of the answer so far have run, and this one runs next."""
 
     def copies(self, row: SuffixRow) -> Copied | None:  # noqa: ARG002
-        """Entries of the document that the row has a copy of from now on; asked once, behind the question, before
-        `reduced`."""
+        """Entries of the document that the row has copies of; called once, behind the question, before `reduced`."""
         return None
 
     def reduced(self, row: SuffixRow) -> int | None:  # noqa: ARG002

@@ -30,9 +30,8 @@ _LEAST_NATS = -1e4
 
 
 class SourceShares(RowHook):
-    """The share of each document in the attention that a question's last token gave to documents, in their order:
-    means over layers and heads. They add up to 1. From this token the answer begins: those before it attend to all
-    documents much alike."""
+    """The share of each document in the attention that a question's last token gave to documents, in their order: means
+    over layers and heads. They add up to 1. Tokens before this one attend to all documents much alike."""
 
     def __init__(self, documents: int) -> None:
         self._total = torch.full((documents,), torch.finfo(torch.float64).tiny, dtype=torch.float64)  # never 0 / 0
@@ -79,9 +78,8 @@ class Narrowing:
     "attention" reads it over all at once; shares are those of its last token's attention. It is read again over the
     eighth with the most, and so on down to two: among fewer tokens attention is sharper.
 
-    Two documents answer, or one alone that has more than two thirds of both shares. `readings` says which answers of
-    one token to make next, each by the places of its documents, and `take` takes them; without readings, `places` are
-    settled.
+    Two documents answer, or one alone that has more than two thirds of both shares. `readings` are the answers of one
+    token to make next, each by the places of its documents, for `take`; without readings, `places` are settled.
     """
 
     def __init__(self, route: Route, documents: int) -> None:
@@ -126,8 +124,7 @@ class Narrowing:
 class Passages(RowHook):
     """Counts how often one answer read each token of its documents.
 
-    A read is one token of the answer at one KV head of a layer that chooses. Choices overwrite their tables, so it
-    counts after each step.
+    A read is one token of the answer at one KV head of a layer that chooses, counted behind each step.
     """
 
     def __init__(self, document: Attached, selection: Selection | None) -> None:
@@ -144,11 +141,24 @@ class Passages(RowHook):
             self._count(self._document if self._selection is None else self._selection.seen)
 
     def close(self, answer: Answer) -> Answer:
-        return replace(answer, passages=self._shares())
+        """Adds one byte for each token of each document: round(255 * share of the reads that it could have had).
+
+        Where no token of the answer chose, everything stored was read: the share is that of the heads that hold the
+        token, in the layers that hold the whole document.
+        """
+        if not self._most:
+            for layer in range(self._document.num_layers):
+                for number, (reads, record) in enumerate(self._records(layer)):
+                    if not isinstance(record, Recent):
+                        _add(reads, record, torch.arange(record.entries))
+                        self._most += record.kv_heads if number == 0 else 0
+        shares = (reads.double() / max(1, self._most) for reads in self._reads)
+        return replace(
+            answer, passages=tuple((255 * share).round().to(torch.uint8).numpy().tobytes() for share in shares)
+        )
 
     def _count(self, seen: Attached | Selection) -> None:
-        """Add what one token of the answer read. A token that reads all chooses nothing, and does not count. On a
-        device it waits for each choice."""
+        """Add what one token of the answer read, unless it reads all, without a choice. Waits for the device."""
         for layer in range(self._document.num_layers):
             prefixes = seen.counted(layer) if isinstance(seen, Selection) else seen.prefixes(layer)
             if not any(isinstance(prefix, SelectedPrefix) for prefix in prefixes):
@@ -161,21 +171,6 @@ class Passages(RowHook):
                 chosen_rows = torch.arange(rows.shape[1], device=rows.device) < counts.unsqueeze(1)
                 first = torch.tensor(record.offsets[:-1], device=rows.device).unsqueeze(1)
                 _add(reads, record, (first + rows)[chosen_rows])
-
-    def _shares(self) -> tuple[bytes, ...]:
-        """Of each document, one byte for each token: round(255 * share of the reads that it could have had).
-
-        Where no token of the answer chose, everything stored was read: the share is that of the heads that hold the
-        token, in the layers that hold the whole document.
-        """
-        if not self._most:
-            for layer in range(self._document.num_layers):
-                for number, (reads, record) in enumerate(self._records(layer)):
-                    if not isinstance(record, Recent):
-                        _add(reads, record, torch.arange(record.entries))
-                        self._most += record.kv_heads if number == 0 else 0
-        shares = (reads.double() / max(1, self._most) for reads in self._reads)
-        return tuple((255 * share).round().to(torch.uint8).numpy().tobytes() for share in shares)
 
     def _records(self, layer: int) -> Iterator[tuple[Tensor, PackedRecord]]:
         """The record of each prefix of a layer, with the reads of its document."""

@@ -233,8 +233,7 @@ class SuffixReducer(RowHook):
         """budget: entries of a KV head, on average where heads or layers have shares of their own (default:
         `DEFAULT_BUDGET` beside those that are protected; with a tail, as many as the document has, or what is always
         kept). layers: those that attend. Raises `InvalidRequest` for a budget below what the policy always keeps, and
-        for any where its parameters say how much stays. gates: for a policy that needs them, with what takes the
-        rotation off what they read."""
+        for any where its parameters say how much stays. gates: with the rotation of their inputs."""
         self._policy = policy
         self._question = question_tokens
         self._protected = question_tokens if policy.protect_question else 0
@@ -263,7 +262,7 @@ class SuffixReducer(RowHook):
         self._budgets = floored(taken, total, least, total) if policy.bounded else [0]
         """Of each share."""
         self._layers = {layer: NotedEntries(policy) for layer in layers}
-        self._own: OwnPrefixes | None = None
+        self._prefixes: OwnPrefixes | None = None
 
     @property
     def of_document(self) -> int:
@@ -343,17 +342,15 @@ class SuffixReducer(RowHook):
         return Wants.WEIGHTS | Wants.STATES if slotted else Wants.WEIGHTS
 
     def seen(self, document: Attached, seen: Attached | Selection, row: SuffixRow) -> Attached | Selection:
-        """What the row sees before its suffix, which would be `seen` if it had nothing of its own beside it. The same
-        object as long as both are the same."""
+        """What the row sees before its suffix: `seen`, and its entries beside it. One object until either changes."""
         if all(noted.beside is None and noted.slots is None for noted in self._layers.values()):
             return seen
-        if self._own is None or self._own.visible is not seen:
-            self._own = OwnPrefixes(document, seen, row, self._layers)
-        return self._own
+        if self._prefixes is None or self._prefixes.visible is not seen:
+            self._prefixes = OwnPrefixes(document, seen, row, self._layers)
+        return self._prefixes
 
     def after(self, row: SuffixRow, shown: Shown, *, answering: bool) -> None:  # noqa: ARG002
-        """Note what the newest token, which the row has by now, gave to each entry, itself included, and what gates
-        make of the tokens that ran."""
+        """Note what the newest token gave to each entry, itself included, and what gates make of new tokens."""
         if self._gates is not None:
             for place, layer in enumerate(self._layers):
                 self._note_gated(row, place, shown.states[layer])
@@ -407,7 +404,7 @@ class SuffixReducer(RowHook):
 
     def _changed(self, row: SuffixRow) -> None:
         """What it has beside the slab has changed."""
-        self._own = None
+        self._prefixes = None
         row.beside = entries_read([beside.prefix] for beside in self._beside)
 
     @property

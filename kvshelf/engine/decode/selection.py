@@ -40,8 +40,7 @@ class SeenDocument(Protocol):
 class Selection(RowHook, ABC):
     """The part of its documents that an answer sees. To a batch it is another document, which only this row has.
 
-    One row of a batch uses it. What it chooses depends on the question alone, never on the other rows. reads_question:
-    whether the question's tokens see it.
+    One row of a batch uses it; what it chooses never depends on others. reads_question: whether the question sees it.
     """
 
     reads_question: ClassVar[bool] = False
@@ -87,8 +86,7 @@ class UnitSelection(Selection):
 
     def __init__(self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind]) -> None:
         """budget: entries of a KV head, over all documents. Waits for the layers of a cache that is arriving. Raises
-        `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` for entries that cannot be read in
-        part."""
+        `InvalidRequest` for a budget below what is always read, `PolicyUnsupported` as `require_packed`."""
         super().__init__(document)
         choosing = [layer for layer, kind in enumerate(kinds) if kind.reducible and selector.chooses(layer, len(kinds))]
         self._first = {layer: choosing[at - at % selector.layers_together] for at, layer in enumerate(choosing)}
@@ -157,8 +155,7 @@ class BlockSelection(UnitSelection):
     def __init__(
         self, selector: UnitSelector, document: Attached, budget: int, kinds: Sequence[LayerKind], rope: Rope | None
     ) -> None:
-        """rope: takes the rotation off the query, for a selector that compares without it. Raises as
-        `UnitSelection`."""
+        """rope: takes the rotation off the query, where the selector compares without it. Raises as `UnitSelection`."""
         super().__init__(selector, document, budget, kinds)
         self._selector = selector
         self._rope = rope
@@ -216,8 +213,7 @@ class _PrefixesOfPart:
 
 
 class EarlySelection(UnitSelection):
-    """Tokens of the answer choose entries of a layer by the queries that it would make of the input of the layer
-    before."""
+    """Tokens of the answer choose entries of a layer by its queries of what the layer before had for input."""
 
     _within_attention: ClassVar[bool] = False  # `before` chooses
 
@@ -409,8 +405,8 @@ class StoredEntries(NamedTuple):
         return cls(prefixes, list(map(torch.cat, orders)), list(map(torch.cat, placed)))
 
     def dense(self, last: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized. last: of so many last entries of each
-        head, `behind_zeros`; None: of all."""
+        """Keys `[kv_heads, K, D]` and values `[kv_heads, K, Dv]`, dequantized, `behind_zeros`. last: entries of each
+        head."""
         counts = map(len, self.order) if last is None else last
         orders = [order[len(order) - count :] for order, count in zip(self.order, counts, strict=True)]
         keys, values = ([self._rows(head, kind, order) for head, order in enumerate(orders)] for kind in (0, 1))
@@ -488,8 +484,7 @@ def _sentence_ends(document: Attached, layer: int) -> list[bool]:
 
 
 def stored_entries(document: Attached, kinds: Sequence[LayerKind]) -> int:
-    """Entries of a KV head that a policy chooses from, over all documents; 0 where it may choose in no layer. Raises as
-    `PolicySelection`."""
+    """Entries of a KV head that a policy chooses from, over all documents; or 0. Raises as `PolicySelection`."""
     layer = next((layer for layer, kind in enumerate(kinds) if kind.reducible), None)
     return 0 if layer is None else sum(prefix.lengths[0] for prefix in require_packed(document.prefixes(layer)))
 
@@ -515,8 +510,7 @@ SELECTOR: Final = EntryReader(
 
 
 def require_packed(prefixes: Sequence[Prefix], reader: EntryReader = SELECTOR) -> tuple[PackedPrefix, ...]:
-    """Refuse entries that cannot be read in part, and pruned keys: summaries of these and of the whole keys beside them
-    have different channels."""
+    """Refuse entries that cannot be read in part, and pruned keys, whose summaries lack channels of the whole keys'."""
     for prefix in prefixes:
         if channels_of(prefix) is not None:
             raise PolicyUnsupported(

@@ -18,8 +18,7 @@ _FIRST_CAPACITY = 64
 
 @dataclass(eq=False)
 class SuffixRow:
-    """One row: the place of its suffix, and the states of each layer behind it; None before its first step, and for
-    models without states.
+    """One row: the place of its suffix, and the states behind it; None before its first step, and without states.
 
     logical: tokens that ran behind the document, which count positions. stored: entries of a KV head that are left of
     them, fewer where a suffix policy has reduced them. beside: entries that the row alone has in no slab, as heads have
@@ -45,8 +44,7 @@ class Slab:
     step. Capacities are 64, 128, 256 ... entries, so that a row costs at most twice its length or 64 entries, and a
     long question never makes its neighbours read its padding.
 
-    Unused entries are zero, or what a reduction left: a masked entry must be finite, because a weight of 0 times NaN is
-    NaN.
+    Unused entries are zero, or what a reduction left: a masked entry must be finite, as a weight of 0 times NaN is NaN.
     """
 
     def __init__(self, capacity: int, num_layers: int) -> None:
@@ -89,10 +87,14 @@ class Slab:
         if not self._free:
             self._free = list(range(self.slots, max(1, 2 * self.slots)))[::-1]
             self.slots = max(1, 2 * self.slots)
-        slot = self._free.pop()
-        if row.slab is not None:
-            self._copy(row, slot)
-            row.slab.release(row)
+        slot, previous = self._free.pop(), row.slab
+        if previous is not None:
+            for layer, old in enumerate(previous._layers):
+                if old is None or row.slot >= old[0].shape[0]:
+                    continue  # the row has nothing at this layer yet
+                for states, old_states in zip(self.states(layer, *old), old, strict=True):
+                    states[slot, :, : row.stored] = old_states[row.slot, :, : row.stored]
+            previous.release(row)
         row.slab, row.slot = self, slot
 
     def release(self, row: SuffixRow) -> None:
@@ -103,14 +105,6 @@ class Slab:
                     states[row.slot].zero_()  # all of it: a step that failed may have written beyond the row's length
         self._free.append(row.slot)
         row.slab, row.slot = None, -1
-
-    def _copy(self, row: SuffixRow, slot: int) -> None:
-        assert row.slab is not None
-        for index, previous in enumerate(row.slab._layers):
-            if previous is None or row.slot >= previous[0].shape[0]:
-                continue  # the row has nothing at this layer yet
-            for states, old in zip(self.states(index, *previous), previous, strict=True):
-                states[slot, :, : row.stored] = old[row.slot, :, : row.stored]
 
 
 class SuffixPool:
@@ -168,8 +162,7 @@ class EntriesBeside:
     """An answer's entries of one layer that no slab can hold, as heads or layers have different numbers of them. They
     are read as a prefix, between the entries of a protected question and those that ran since the last reduction.
 
-    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: `[kv_heads, M]` bool, which of these are entries,
-    the last ones of each head.
+    positions and columns: as of a `Suffix`, `[kv_heads, M]`. there: bool, which of these are entries, each head's last.
     """
 
     prefix: PackedPrefix
@@ -188,8 +181,7 @@ class EntriesBeside:
 
     @property
     def weights(self) -> Tensor | None:
-        """What the newest token gave to each, `[kv_heads, group, M]` fp32, where that is told, of heads with equally
-        many."""
+        """What the newest token gave to each, `[kv_heads, group, M]` fp32, where heads have equally many."""
         return None if self.prefix.weights is None else self.prefix.weights.of_token
 
     @property
@@ -245,8 +237,7 @@ class NotedEntries:
             insert(column, place, row.stored, columns.get(name, first).to(column.device))
 
     def begin(self, slots: SlotTable | None, place: int) -> None:
-        """Take the tokens that share entries which were put before the row's entry `place`, with what is noted of them
-        already."""
+        """Take the tokens that share entries which were put before the row's entry `place`, with their columns."""
         if slots is not None:
             first = {name: torch.full_like(slots.scales, value) for name, value in self._first.items()}
             owners = torch.where(slots.there, slots.owners + place, -1)
@@ -272,8 +263,8 @@ class NotedEntries:
 
 
 def insert(entries: Tensor, place: int, end: int, new: Tensor) -> None:
-    """Put `new` `[kv_heads, K, ...]` before the entry `place` of `entries` `[kv_heads, capacity, ...]`, of which those
-    before `end` are in use, in place."""
+    """Put `new` `[kv_heads, K, ...]` before entry `place` of `entries` `[kv_heads, capacity, ...]`, used up to
+    `end`."""
     behind = place + new.shape[1]
     entries[:, behind : behind + end - place] = entries[:, place:end].clone()
     entries[:, place:behind] = new

@@ -101,13 +101,9 @@ class Trials:
             param=grammar.param,
         )
 
-    def close(self) -> None:
-        """End the process that waits."""
+    def __del__(self) -> None:
         with suppress(queue.Empty):
             _end(self._idle.get_nowait())
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _write(process: subprocess.Popen[bytes], text: bytes) -> None:

@@ -1,8 +1,7 @@
 """Compiles grammars, each with a limit of processor time, from standard input to standard output; see `trial`.
 
 It imports llguidance alone, and lives until a grammar goes beyond the limits or its input ends. Each text of the input
-has its length before it; the first is the tokenizer. The answer to each grammar is a line: nothing, or the error as
-JSON.
+has its length before it; the first is the tokenizer. The answer to each grammar is a line: empty, or the error as JSON.
 """
 
 from __future__ import annotations

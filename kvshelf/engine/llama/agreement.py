@@ -55,9 +55,7 @@ class CueAsker:
         """Raises `ModelMismatch` where the two read a text as other tokens or have layers of other shapes, and
         `InvalidRequest` where the documents decide too few cues for a figure."""
         self._require_room(texts)
-        agreed = list[bool]()
-        for text in texts:
-            agreed += self._of(text)
+        agreed = [agrees for text in texts for agrees in self._of(text)]
         if len(agreed) < LEAST:
             raise InvalidRequest(
                 f"the {len(texts)} documents decide {len(agreed)} cues, and a figure takes {LEAST}; give more, or "

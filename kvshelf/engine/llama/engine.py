@@ -103,8 +103,7 @@ class LlamaEngine(Engine):
 
 
 def gguf_of(name: str) -> Path:
-    """The GGUF file of a model's name. Raises `InvalidRequest` where it is none, for one whose rotation is scaled, and
-    as `source_of`."""
+    """The GGUF file of a model's name. Raises `InvalidRequest` for none, for a scaled rotation, and as `source_of`."""
     require_none(name, "--engine llama.cpp")
     file = Path(source_of(name))
     if not file.is_file() or not is_gguf(file):

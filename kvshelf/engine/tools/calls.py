@@ -35,8 +35,7 @@ class ParsedCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat(abc.ABC):
-    """A way to write calls, by which forced calls are written and those in an answer are read. opening, closing: around
-    a call."""
+    """A way to write calls, for those that are forced and those that are read. opening, closing: around a call."""
 
     form: TextFormat
     opening: str
@@ -74,8 +73,7 @@ class CallFormat(abc.ABC):
 
     @abc.abstractmethod
     def read(self, text: str, tools: Sequence[Tool]) -> ParsedCalls | None:
-        """The calls that a text behind an opening is, up to what closes them; None where they are none of these
-        tools."""
+        """The calls that a text behind an opening is, up to what closes them; None where it is none of these tools'."""
 
     @abc.abstractmethod
     def rules(self, tools: Sequence[Tool]) -> list[str]:
@@ -131,8 +129,7 @@ class JsonCalls(CallFormat):
 @dataclass(frozen=True)
 class TaggedCalls(CallFormat):
     """Calls of Qwen 3.5 and Coder, GLM, and Nemotron. named: behind the name of the tool. argument: before the name of
-    each argument. valued: between that and its value, which is a text as it is and any other value as JSON. end: behind
-    the value."""
+    each argument. valued: between that and its value, which is a text as it is, or JSON. end: behind the value."""
 
     named: str
     argument: str
@@ -280,15 +277,14 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def one_of(tools: Sequence[Tool], rules_of: Callable[[str, Tool], Iterable[str]]) -> list[str]:
-    """The rule `call`, which is a call of one of these tools, and the rules of each tool. rules_of: makes those of the
-    tool with the number n, `call_n` among them."""
+    """The rule `call` of one of these tools, and the rules of each. rules_of: those of one, by its number."""
     calls = " | ".join(f"call_{at}" for at in range(len(tools)))
     return [f"call: {calls}", *chain.from_iterable(rules_of(str(at), tool) for at, tool in enumerate(tools))]
 
 
 def arguments_of(tool: Tool) -> tuple[Mapping[str, Any], Collection[str]]:
     """The schemas of a tool's arguments by their names, and the names of those that it requires. Raises
-    `InvalidRequest` where it describes none of these."""
+    `InvalidRequest` for one that it does not describe."""
     schema = tool.function.parameters or {}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not set(required) <= set(properties):

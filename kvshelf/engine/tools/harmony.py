@@ -21,8 +21,7 @@ _HEADER: Final = re.compile(r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)
 
 @dataclass(frozen=True)
 class HarmonyCalls(calls.CallFormat):
-    """The model says the recipient before its channel or behind it; templates, and forced calls, before it. opening: up
-    to the name of the function."""
+    """A model names the recipient before its channel or behind it; templates before it. opening: up to the name."""
 
     @property
     def begins(self) -> tuple[str, ...]:

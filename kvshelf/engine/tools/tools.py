@@ -212,8 +212,7 @@ def count(
 ) -> int:
     """How many tokens a document, if there is one, and the messages behind it have. tools: of the query. variables: of
     the template. boundary: of the cache that the messages are behind instead, and `cached` the variables of its
-    document; None: they begin the conversation. Raises `InvalidRequest` for messages that the template refuses
-    there."""
+    document; None: they begin the conversation. Raises `InvalidRequest` for messages that the template refuses."""
     before = 0
     if document is not None:
         encoded = form.document(document, "chat")

@@ -47,4 +47,4 @@ def test_a_process_without_a_processor_says_nothing_of_the_grammar(
     end.cancel()
     compile_at_last(trials)
     assert started[-1] is not process
-    trials.close()
+    del trials

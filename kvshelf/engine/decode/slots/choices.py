@@ -110,8 +110,7 @@ def _samples(row: Generation) -> bool:
 
 
 def _allow(words: Tensor, constraint: Constraint) -> None:
-    """Set the bits of what may come next, and clear those of ids beyond the tokenizer's, to which some models pad their
-    vocabulary."""
+    """Set the bits of what may come next, and clear those of ids beyond the tokenizer's, the padding of some models."""
     count = -(-constraint.vocabulary // 32)
     bits = torch.zeros(max(count, len(words)), dtype=torch.int32)
     constraint.fill(bits.data_ptr(), 4 * count)
@@ -134,8 +133,7 @@ def _terms(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class Choices(NamedTuple):
-    """The next tokens of rows. tokens: -1 where a logit is not a number. logprobs: `[vocabulary]` fp32 of the rows that
-    tell them, of all tokens."""
+    """The next tokens of rows, -1 where a logit is not a number. logprobs: `[vocabulary]` fp32, of some rows."""
 
     tokens: list[int]
     logprobs: Mapping[int, Tensor]

@@ -27,8 +27,8 @@ class ComposedTables(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How passes of a model have read documents by tables: those of other documents of these kinds are made without a
-    pass. layers: those with prefixes."""
+    """How passes have read documents by tables, which others of these kinds get without one. layers: those with
+    prefixes."""
 
     layers: tuple[int, ...]
     setting: Setting
@@ -60,7 +60,9 @@ class Composition:
         self.tables: ComposedTables | None = None
         self.nbytes = 0
         for layers, setting in {(reading.layers, reading.setting) for reading in readings}:
-            tables = [self._table(layer, setting) for layer in layers]
+            tables = [
+                work_of(prefixes, self.layout, setting) for prefixes in map(self._prefixes, layers) if any(prefixes)
+            ]
             self._compose(layers, [table for table in tables if table is not None and not table.streamed])
         if self.tables is not None and self.reading not in readings:
             self.tables = None
@@ -88,10 +90,6 @@ class Composition:
         if of is not None:
             self.tables = ComposedTables(of, layers, torch.cat([of.numbers(table) for table in tables]))
             self.nbytes += self.tables.numbers.nbytes
-
-    def _table(self, layer: int, setting: Setting) -> WorkTable | None:
-        prefixes = self._prefixes(layer)
-        return work_of(prefixes, self.layout, setting) if any(prefixes) else None
 
     def _prefixes(self, layer: int) -> list[tuple[Prefix, ...]]:
         return [document.prefixes(layer) for document in self.documents]
@@ -131,7 +129,6 @@ class TabledDocuments:
 
     @property
     def nbytes(self) -> int:
-        """Of their tables."""
         return self._numbers.nbytes
 
     def take(self, tables: ComposedTables) -> None:

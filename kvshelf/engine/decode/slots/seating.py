@@ -32,8 +32,7 @@ SEATED: Final = Wants.WEIGHTS | Wants.STATES
 
 class PassOutcome(NamedTuple):
     """What a pass over slots gave. logits: `[slots, vocabulary]`, before grammars. tokens: as of `choose`. weights: of
-    each layer, for each slab, `[rows, q_heads, capacity]`; states: of each layer, of all slots; where rows want
-    them."""
+    each layer, for each slab, `[rows, q_heads, capacity]`; states: of each layer, of all slots."""
 
     logits: Tensor
     tokens: Tensor
@@ -60,9 +59,8 @@ def slots_for(rows: int) -> int:
 
 class Seating:
     """The slots of the documents of a step. Between steps it changes in numbers alone: in those of `_numbers`, which
-    one copy fills, and in the tables by which kernels read documents. So rows may come, leave and grow; only other
-    documents that are read without tables, another class, slabs that are new or have grown, the first row that draws
-    and the like make another seating.
+    one copy fills, and in the tables by which kernels read documents. So rows may come, leave and grow; other documents
+    that are read without tables, another class, new or grown slabs, or the first row that draws make another seating.
 
     documents: what the slots see. passes: how many have run that were not replayed. replay: once it is recorded.
     """
@@ -78,8 +76,8 @@ class Seating:
         """composition: whose slots these are, or, once its tables are known, the first of its class. ends: kept for as
         long as this is: they call when what it reads ends."""
         self._tabled = None if composition.tables is None else TabledDocuments(composition.tables)
-        self._own = composition if self._tabled is None else None
-        self._seen = ref(composition)
+        self._untabled = composition if self._tabled is None else None
+        self._composition = ref(composition)
         self.documents = composition.documents if self._tabled is None else [self._tabled]
         self.passes = 0
         self.replay: Replay | None = None
@@ -109,15 +107,19 @@ class Seating:
     @property
     def nbytes(self) -> int:
         """Of all that kernels read its documents by."""
-        return sum(part.nbytes for part in (self._tabled, self._own) if part is not None)
+        return sum(part.nbytes for part in (self._tabled, self._untabled) if part is not None)
 
     def enter(
         self, composition: Composition, counts: Sequence[int], rows: Sequence[Generation], slabs: Sequence[Slab]
     ) -> None:
         """Seat rows for a step. counts: how many read each document; its other slots are vacant: token 0 at position 0,
         without a suffix, whose results nobody reads."""
-        if self._tabled is not None and self._seen() is not composition:
-            self._take(self._tabled, composition)
+        if self._tabled is not None and self._composition() is not composition:
+            assert composition.tables is not None, "its class has"
+            self._tabled.take(composition.tables)
+            self._of_tokens.copy_(composition.layout.tables[0])
+            self._begins.copy_(composition.begins)
+            self._composition = ref(composition)
         slots = self._slots
         ids, positions, places, gathered = ([0] * slots for _ in range(4))
         tables = [[-1, 1] * slab.slots for slab in slabs]
@@ -146,18 +148,10 @@ class Seating:
 
     def ran(self) -> Reading | None:
         """How a pass that was made anew has read the documents, if by tables."""
-        if self._own is None:
+        if self._untabled is None:
             return None
-        self._own.ran()
-        return self._own.reading
-
-    def _take(self, tabled: TabledDocuments, composition: Composition) -> None:
-        """Have the slots see other documents of the class."""
-        assert composition.tables is not None, "its class has"
-        tabled.take(composition.tables)
-        self._of_tokens.copy_(composition.layout.tables[0])
-        self._begins.copy_(composition.begins)
-        self._seen = ref(composition)
+        self._untabled.ran()
+        return self._untabled.reading
 
     def _rules_in(self, numbers: Tensor) -> TokenRules:
         return self._kind.rules.rules(torch.split(numbers, self._sizes)[self._of_rules :], self._slots)
@@ -185,8 +179,7 @@ class Seating:
 
 @dataclass(frozen=True, eq=False)
 class SlotPass:
-    """One pass over slots. ids, positions: `[1, slots]` int64. rules: what its tokens are chosen by. wants: of the
-    hooks of its rows."""
+    """One pass over slots. ids, positions: `[1, slots]` int64. rules: of its next tokens. wants: of the hooks."""
 
     ids: Tensor
     positions: Tensor

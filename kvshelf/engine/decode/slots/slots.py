@@ -45,8 +45,7 @@ _RULE_BYTES: Final = 4 + 1 / 8
 
 def recorded_bytes(rows: int, vocabulary: int, logit_bytes: int, token_bytes: int) -> int:
     """The most bytes that recordings hold beside the weights, for steps of so many rows, without what suffix policies
-    want of them. logit_bytes: of a logit; token_bytes: that a pass holds for a token, which lie in one pool for all
-    recordings."""
+    want of them. logit_bytes: of a logit; token_bytes: of a token in a pass, in one pool for all recordings."""
     slots = MOST_SLOTS_A_ROW * rows
     kept = _MOST_SEATINGS * vocabulary * (logit_bytes + _RULE_BYTES)
     return int(slots * (kept + token_bytes) + CHOOSING_BYTES * vocabulary + 2 * MOST_TABLE_BYTES)
@@ -80,9 +79,8 @@ class Slots:
 
     @classmethod
     def of(cls, passes: Passes) -> Slots | None:
-        """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several
-        devices, of which one warning says so, in several processes, or whose code may ask the device how long a call
-        is."""
+        """None where nothing would be gained, or no recording can be made: on a CPU, and for a model on several devices
+        (with a warning), in several processes, or whose code may ask the device how long a call is."""
         devices = passes.devices.each
         if devices[0].type != "cuda" or passes.ranks is not None or passes.facts.one_by_one:
             return None
@@ -93,8 +91,7 @@ class Slots:
         return None
 
     def seating(self, rows: Sequence[Generation], wants: Wants, vocabulary: int) -> Seating:
-        """The slots of rows with one pending token each, those of one document side by side, once they sit there.
-        wants: of their hooks."""
+        """The slots of rows with one pending token each, those of one document side by side. wants: of their hooks."""
         kind = SeatingKind(RuleKind.of(rows), wants, vocabulary)
         shares = [(document, len(list(same))) for document, same in groupby(rows, key=lambda row: row.seen)]
         slabs = sorted({id(slab): slab for row in rows if (slab := row.row.slab)}.values(), key=lambda s: s.capacity)
@@ -125,10 +122,9 @@ class Slots:
         return composition
 
     def run(self, seating: Seating, forward: Forward, checkpoint: Checkpoint) -> PassOutcome:
-        """What the pass gives, until the next run. The pass of a seating is recorded behind the second one,
-        because many a seating has no third; and one just before has compiled all kernels and made all memory that a
-        recording must find. Where that one waited, none is begun; where a recording failed, none of another seating of
-        the same size."""
+        """What the pass gives, until the next run. The pass of a seating is recorded behind the second one, because
+        many a seating has no third; and one just before has compiled all kernels and made all memory that a recording
+        must find. Where that one waited, none is begun; where one failed, none of another seating of this size."""
         if seating.replay is not None:
             checkpoint()
             return seating.replay()
@@ -162,16 +158,15 @@ class Slots:
 def _keep(kept: dict[object, T], key: object, value: T, most: int) -> None:
     """Put a value behind the others, and drop the oldest where these are too many or too large."""
     kept[key] = value
-    left = MOST_TABLE_BYTES
+    free = MOST_TABLE_BYTES
     for number, (other, kept_value) in enumerate(reversed(list(kept.items()))):
-        left -= kept_value.nbytes
-        if number >= most or (number and left < 0):
+        free -= kept_value.nbytes
+        if number >= most or (number and free < 0):
             kept.pop(other, None)
 
 
 class GraphRecorder:
-    """Records passes as CUDA graphs, whose memory they share: one runs at a time. With older torch none behind one that
-    failed."""
+    """Records passes as CUDA graphs with one memory: one runs at a time. Older torch records none after a failure."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -219,9 +214,8 @@ class GraphRecorder:
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Waits(device) as waits:` the `first` operation of this thread that waits for the device or brings numbers
-    to it, by its name; None: none does. No CUDA graph can hold such an operation, and a capture that fails is worse
-    than none: CUDA's error does not say what did it, and torch's allocator may not get over it
-    (pytorch/pytorch#180395)."""
+    to it, by its name; None: none does. No CUDA graph can hold such an operation, and a failed capture is worse than
+    none: CUDA's error does not name it, and torch's allocator may not get over it (pytorch/pytorch#180395)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
