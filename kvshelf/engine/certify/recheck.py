@@ -112,10 +112,9 @@ def joint_job(engine: Engine, jobs: Sequence[Job], behind: int) -> Job:
     if any(job.images for job in jobs):
         raise PolicyUnsupported("documents with images are not prefilled behind each other", param="cache_ids")
     first, *later = (job.document for job in jobs)
-    ids = [
-        *first.token_ids,
-        *(token for document in later for token in document.token_ids[document.protected_prefix :]),
-    ]
+    ids = list(first.token_ids)
+    for document in later:
+        ids += document.token_ids[document.protected_prefix :]
     identity = jobs[0].identity
     require_joint(engine, len(ids), behind)
     whole = EncodedDocument(ids, first.protected_prefix, identity.layout, identity.boundary)

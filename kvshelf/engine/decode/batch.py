@@ -420,14 +420,15 @@ class _SuffixGroup:
         self._new = places[0].count
         rows = {p.generation.row.slot: p for p in places}
         self._slots = range(min(rows), max(rows) + 1)
+        weighed = {slot: place for slot, place in rows.items() if place.weighed}
+        self._asking = weighed.values()
         self.rows = SuffixRows(
             lengths=tuple(rows[s].generation.row.stored + self._new if s in rows else 1 for s in self._slots),
             first=tuple(rows[s].first if s in rows else -1 for s in self._slots),
             new=self._new,
-            asked=tuple(s in rows and rows[s].weighed for s in self._slots),
+            asked=tuple(s in weighed for s in self._slots),
         )
         self.memory = (slab, slab.slots, self._slots, self.rows.first, self._new, self.rows.asked)
-        self._asking = [place for place in places if place.weighed]
         self._first = places[0].first
         self._start = places[0].generation.row.stored
         self._slots_and_lengths = [(p.generation.row.slot, p.generation.row.stored) for p in places]

@@ -261,9 +261,7 @@ def _is_text(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return schema.get("type", "string" if values else "") == "string" and all(
-        isinstance(value, str) for value in values
-    )
+    return schema.get("type", "string" if values else "") == "string" and all(isinstance(text, str) for text in values)
 
 
 def _value(text: str, schema: Any) -> Any:
