@@ -50,7 +50,7 @@ class ShelfChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return result_of(self.client.caches.query(self.cache_id, **self._asked(messages, stop, kwargs)))
+        return result_of(self.client.caches.query(self.cache_id, **self._request(messages, stop, kwargs)))
 
     async def _agenerate(
         self,
@@ -59,7 +59,7 @@ class ShelfChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return result_of(await self.async_client.caches.query(self.cache_id, **self._asked(messages, stop, kwargs)))
+        return result_of(await self.async_client.caches.query(self.cache_id, **self._request(messages, stop, kwargs)))
 
     def _stream(
         self,
@@ -68,7 +68,7 @@ class ShelfChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with self.client.caches.stream(self.cache_id, **self._asked(messages, stop, kwargs)) as stream:
+        with self.client.caches.stream(self.cache_id, **self._request(messages, stop, kwargs)) as stream:
             for text in stream:
                 yield chunk_of(text)
             yield last_chunk(stream.answer)
@@ -81,13 +81,13 @@ class ShelfChat(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         async with await self.async_client.caches.stream(
-            self.cache_id, **self._asked(messages, stop, kwargs)
+            self.cache_id, **self._request(messages, stop, kwargs)
         ) as stream:
             async for text in stream:
                 yield chunk_of(text)
             yield last_chunk(await stream.final())
 
-    def _asked(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
         """options: of one call, such as `chat.bind(max_tokens=16)`."""
         limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         said = convert_to_openai_messages(messages, text_format="string")
@@ -112,9 +112,9 @@ class ShelfRetriever(BaseRetriever):
         return documents_of(await self.async_client.caches.search(query, labels=self.labels, limit=self.k))
 
 
-def documents_of(found: SearchList) -> list[Document]:
+def documents_of(hits: SearchList) -> list[Document]:
     return [
-        Document(page_content=hit.name, metadata={"cache_id": hit.cache_id, "score": hit.score}) for hit in found.data
+        Document(page_content=hit.name, metadata={"cache_id": hit.cache_id, "score": hit.score}) for hit in hits.data
     ]
 
 

@@ -79,19 +79,19 @@ def conversation(engine: Engine, seed: int) -> Made:
     return Made(turns, [made.text], made.questions, f"tokens:0-{end}")
 
 
-def obeyed(engine: Engine, each: Made, cache: CompressedCache) -> list[bool]:
-    asked = [(cache, question.text) for question in each.questions]
-    longest = max(len(question.answer) for question in each.questions) + 8
-    answers = engine.answer_all(asked, max_new_tokens=longest)
-    return [answer.text.strip() == one.answer for answer, one in zip(answers, each.questions, strict=True)]
+def obeyed(engine: Engine, document: Made, cache: CompressedCache) -> list[bool]:
+    asks = [(cache, question.text) for question in document.questions]
+    longest = max(len(question.answer) for question in document.questions) + 8
+    answers = engine.answer_all(asks, max_new_tokens=longest)
+    return [answer.text.strip() == one.answer for answer, one in zip(answers, document.questions, strict=True)]
 
 
-def least(engine: Engine, each: Made, cache: CompressedCache) -> float:
+def least(engine: Engine, document: Made, cache: CompressedCache) -> float:
     """The share of the entries that stay of the instruction that has fewest."""
     shares = []
     heads = [set(head.tolist()) for layer in cache.reduced for head in layer.positions]
-    for sentence in each.sentences:
-        spans = engine.encode_document(each.document, protect=[f"text:{sentence}"]).protect
+    for sentence in document.sentences:
+        spans = engine.encode_document(document.document, protect=[f"text:{sentence}"]).protect
         places = {at for first, end in spans for at in range(first, end)}
         shares.append(sum(len(places & head) for head in heads) / (len(places) * len(heads)))
     return min(shares)
@@ -100,19 +100,21 @@ def least(engine: Engine, each: Made, cache: CompressedCache) -> float:
 def row(engine: Engine, made: Sequence[Made], policy: str, removed: float) -> str:
     hits: list[tuple[bool, bool]] = []
     fewest = [0.0, 0.0]
-    for each in made:
-        ways: list[dict[str, Any]] = [{"policy": policy}, {"policy": "fair", "base": policy, "by": each.by}]
-        caches = [engine.compress(each.document, compression_ratio=removed, **way) for way in ways]
-        hits += zip(*(obeyed(engine, each, cache) for cache in caches), strict=True)
-        fewest = [sum_ + least(engine, each, cache) / len(made) for sum_, cache in zip(fewest, caches, strict=True)]
+    for document in made:
+        ways: list[dict[str, Any]] = [{"policy": policy}, {"policy": "fair", "base": policy, "by": document.by}]
+        caches = [engine.compress(document.document, compression_ratio=removed, **way) for way in ways]
+        hits += zip(*(obeyed(engine, document, cache) for cache in caches), strict=True)
+        fewest = [sum_ + least(engine, document, cache) / len(made) for sum_, cache in zip(fewest, caches, strict=True)]
     alone, fair = (sum(column) / len(hits) for column in zip(*hits, strict=True))
     only = [sum(hit == one for hit in hits) for one in ((False, True), (True, False))]
     return f"{alone:.0%} | {fair:.0%} | {only[0]}, {only[1]} | {fewest[0]:.0%} | {fewest[1]:.0%}"
 
 
 def table(engine: Engine, name: str, made: Sequence[Made]) -> None:
-    full = [hit for each in made for hit in obeyed(engine, each, engine.compress(each.document, policy="full"))]
-    tokens = [engine.prepare(each.document, policy="full").num_tokens for each in made]
+    full = [
+        hit for document in made for hit in obeyed(engine, document, engine.compress(document.document, policy="full"))
+    ]
+    tokens = [engine.prepare(document.document, policy="full").num_tokens for document in made]
     print(f"\n{name}: {len(made)} of {min(tokens)} to {max(tokens)} tokens; full obeys {sum(full)} of {len(full)}")
     print("| removed | policy | obeyed | with fair | only one | fewest kept | with fair |\n" + "|---" * 7 + "|")
     for removed in REMOVED:

@@ -161,7 +161,7 @@ def of_selectors() -> str:
     rows: dict[str, dict[float, float]] = {}
     for label, row in measured:
         rows.setdefault(label, {})[row["share"]] = row["exact"]
-    for label, exact in sorted(rows.items(), key=lambda each: -each[1].get(_SORTED_BY, 0.0)):
+    for label, exact in sorted(rows.items(), key=lambda row: -row[1].get(_SORTED_BY, 0.0)):
         shown = [f"{100 * exact[share]:.1f}" if share in exact else "-" for share in shares]
         lines.append(f"| `{label}` | " + " | ".join(shown) + " |")
     for info in infos:

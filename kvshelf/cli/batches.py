@@ -13,6 +13,8 @@ from kvshelf.cli._commands import command
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvshelf.api.batches import BatchObject
 
 app = typer.Typer(help="List, show and cancel the batches of a running service.", no_args_is_help=True)
@@ -28,12 +30,12 @@ def list_batches(
     """List your batches, those that have ended within 30 days included."""
     with common.connected(url) as client:
         batches = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
-        if as_json:
-            for batch in batches:
-                say_json(batch)
-            return
-        headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
-        common.print_table(common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5]))
+        common.print_objects(batches, lambda: _table(batches), as_json=as_json)
+
+
+def _table(batches: list[BatchObject]) -> Table:
+    headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
+    return common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5])
 
 
 def _row(batch: BatchObject) -> tuple[str, ...]:

@@ -82,7 +82,10 @@ def put(
             with failures.reported(of=_named(file)):
                 own = fields | {"name": name or ("" if file == STDIN else told(file.name))}
                 _put_one(
-                    client, file, own | (_pages(file, dpi or 150) if pages_as_images else _seen(file, image)), as_json
+                    client,
+                    file,
+                    own | (_pages(file, dpi or 150) if pages_as_images else _with_images(file, image)),
+                    as_json,
                 )
     raise typer.Exit(failures.exit_code)
 
@@ -114,7 +117,7 @@ def _named(file: Path) -> str:
     return "standard input" if file == STDIN else told(file)
 
 
-def _seen(file: Path, images: Sequence[Path]) -> dict[str, Any]:
+def _with_images(file: Path, images: Sequence[Path]) -> dict[str, Any]:
     """The fields of a document with images behind its text; none without."""
     if not images:
         return {}
@@ -176,7 +179,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
             say_json(cache)
         else:
             say(cache.id)
-            done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
+            done = "already on the shelf" if cache.existing else spent.describe(_number(cache)) or _seconds(cache)
             if len(caches) > 1 and not cache.existing and _number(cache) is None:
                 done = f"all together {done}"
             _tell(f"{_named(file)}{_part(cache)}", cache, done)
@@ -467,7 +470,7 @@ def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
     if len(complete) > 1:
         raise InvalidRequest(
             f"{len(complete)} documents have the label {label}; add one of "
-            + ", ".join(f"--label split={parts[0].labels['split']} ({_told(parts[0])})" for parts in complete),
+            + ", ".join(f"--label split={parts[0].labels['split']} ({_describe(parts[0])})" for parts in complete),
             param="--label",
         )
     if not complete:
@@ -486,7 +489,7 @@ def _ordered(parts: Mapping[str, CacheObject]) -> list[CacheObject] | None:
     return [parts[name] for name in names] if set(names) == set(parts) else None
 
 
-def _told(part: CacheObject) -> str:
+def _describe(part: CacheObject) -> str:
     when = common.local_time(part.created_at, "minutes")
     return f"{part.name or 'without a name'}, {part.policy}, {part.compression_ratio:.0%} removed, made {when}"
 
@@ -546,7 +549,6 @@ def narrow_columns(models: Collection[str]) -> Sequence[str]:
 
 
 def _columns(columns: str | None, wide: bool) -> Sequence[str] | None:
-    """The chosen columns; None: the default ones."""
     if columns is None:
         return tuple(_CELLS) if wide else None
     if wide:

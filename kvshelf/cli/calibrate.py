@@ -29,8 +29,6 @@ TEXTS, TEXT_TOKENS = 10, 2048
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a model is measured on."""
-
     documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60
     # at least two blocks of kvshelf.training.key_search: in one, no key can change
     tokens: Annotated[int, typer.Option(min=260, help="Length of each test document, in tokens.")] = 1024
@@ -78,20 +76,17 @@ def calibrate(
         engine.encoder.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)
-        made = []
-        if only in (None, "transforms"):
-            _transforms(engine, paths.transforms, samples.text or [])
-            made.append(paths.transforms)
-        if only in (None, "chunks"):
-            _chunks(engine, paths.chunks, samples.text or [])
-            made.append(paths.chunks)
-        if only in (None, "skews"):
-            _skews(engine, paths.skews, samples.text or [])
-            made.append(paths.skews)
-        if only in (None, "heads"):
-            _heads(engine, paths.heads, samples.documents, samples.tokens)
-            made.append(paths.heads)
-    for path in made:
+        texts = samples.text or []
+        parts: dict[str, tuple[Path, Callable[[Path], None]]] = {
+            "transforms": (paths.transforms, lambda path: _transforms(engine, path, texts)),
+            "chunks": (paths.chunks, lambda path: _chunks(engine, path, texts)),
+            "skews": (paths.skews, lambda path: _skews(engine, path, texts)),
+            "heads": (paths.heads, lambda path: _heads(engine, path, samples.documents, samples.tokens)),
+        }
+        chosen = list(parts.values()) if only is None else [parts[only]]
+        for path, measure in chosen:
+            measure(path)
+    for path, _ in chosen:
         say(path)
 
 
@@ -198,8 +193,6 @@ def _longest(engine: Engine) -> int:
 
 @dataclass(frozen=True)
 class _Lessons:
-    """What gates are trained on, and for how long."""
-
     steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600
     length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024
     seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0

@@ -1,10 +1,4 @@
-"""demo: one document on the shelf in three ways, the same questions to each, and what it saves. sample: its document.
-
-Twice: with SmolLM2 on a handbook, where its wheel is installed, and with kvshelf-tiny on a document with planted facts.
-The demo starts a service of its own on a free port, with its shelf in a temporary folder, and removes both at the end.
-Answers are marked by the facts of the document. The time of a query that prefills the document again is measured in the
-same run, with plain transformers in this process: the same model, weights and threads, and no HTTP in between.
-"""
+"""demo: a document on a shelf in three ways, the same questions to each, and what it saves; sample: the document."""
 
 from __future__ import annotations
 
@@ -72,24 +66,16 @@ class Scene:
 def handbook() -> Scene:
     """A handbook in plain English, with the questions that SmolLM2 answers from the whole of it."""
     folder = files("kvshelf") / "model" / "bundled" / "handbook"
-    questions = [
-        Question(row["question"], row["answer"]) for row in json.loads((folder / "questions.json").read_text())
-    ]
+    rows = json.loads((folder / "questions.json").read_text())
+    questions = [Question(row["question"], row["answer"]) for row in rows]
     ways = {
         "full": ("full", None, "none"),
         "full, codec int8": ("full", None, "int8"),
         "kvzip, 50 % removed": ("kvzip", 0.5, "int8"),
     }
     text = (folder / "handbook.md").read_text(encoding="utf-8")
-    return Scene(
-        "smollm2",
-        "a handbook, and questions that so small a model can answer",
-        text,
-        questions,
-        ways,
-        max_tokens=24,
-        exact=False,
-    )
+    title = "a handbook, and questions that so small a model can answer"
+    return Scene("smollm2", title, text, questions, ways, max_tokens=24, exact=False)
 
 
 def planted() -> Scene:
@@ -114,8 +100,6 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class DemoShelf:
-    """One cache of the document, and what it answered."""
-
     cache: CacheObject
     put_s: float
     answers: list[DemoAnswer]

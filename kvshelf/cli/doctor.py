@@ -32,8 +32,6 @@ Check = tuple[str, Callable[[], str]]
 
 @dataclass(frozen=True)
 class _Shelf:
-    """A store to check."""
-
     store: _options.Store = None
     encryption_key_file: _options.KeyFile = None
     scrub: Annotated[bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")] = (

@@ -144,7 +144,7 @@ def _print(report: UsageReport) -> None:
     if report.labels:
         _print_labels(report.labels, money)
     for use in report.ttls:
-        if line := _told(use, money or ""):
+        if line := _advise(use, money or ""):
             common.notes.print(line, style="yellow", soft_wrap=True)
 
 
@@ -167,7 +167,7 @@ def _print_labels(labels: Sequence[LabelUse], money: str | None) -> None:
     _table(headings, rows, 2)
 
 
-def _told(use: TtlUse, money: str) -> str:
+def _advise(use: TtlUse, money: str) -> str:
     """What a lifetime says to who chose it; nothing where most of its caches paid back."""
     if 2 * use.paid_back >= use.caches:
         return ""

@@ -1,7 +1,5 @@
-"""Whether the weights that another engine runs are those of an exported cache, quantized or not.
-
-No quantization touches the weights of norms, and none changes the vocabulary: both are compared.
-"""
+"""Whether the weights that another engine runs are those of an exported cache: by norms and vocabulary, which no
+quantization changes."""
 
 from __future__ import annotations
 

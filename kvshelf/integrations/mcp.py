@@ -1,8 +1,4 @@
-"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them.
-
-It needs the client alone. Over stdio it belongs to one user, whose key is in KVSHELF_API_KEY. Over HTTP it has no key:
-each request brings that of its caller, so that tenants and scopes are those of the service.
-"""
+"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has.
-
-A page's key is a hash of all tokens up to its end, so SGLang asks for what stands in the prompt. Only a cache with
-every entry of its document has these pages: policy `full`, under any codec, with its token ids kept.
-"""
+"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has."""
 
 from __future__ import annotations
 
@@ -93,8 +89,9 @@ class SglangSettings:
 
 
 class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its type is unknown
-    """Pages of stored documents for SGLang's prefetch. What SGLang computes itself is not kept: a write does nothing
-    and says that it is done, because SGLang would log each one that is not.
+    """Pages of stored documents for SGLang's prefetch: of caches that have every entry of their document (policy
+    `full`, under any codec) and its token ids. What SGLang computes itself is not kept: a write does nothing and says
+    that it is done, because SGLang would log each one that is not.
 
     Raises `InvalidRequest` and `PolicyUnsupported` where SGLang's settings are not for it. Identities are compared
     before a page is given, and digests checked; a cache that is refused or damaged is no hit, and the log says why.

@@ -40,11 +40,13 @@ def graded_documents(
         return rows[:count]
     engine = options.load()
     ways = default_ways(engine.coders.writes_klt)
-    asked = list(
-        _made(engine.encoder.require_text("document").count_tokens, count) if dataset is None else _read(dataset)
+    documents = list(
+        _make_documents(engine.encoder.require_text("document").count_tokens, count)
+        if dataset is None
+        else _read(dataset)
     )
-    with counted("documents", len(asked)) as advance:
-        for document in asked[len(rows) :]:
+    with counted("documents", len(documents)) as advance:
+        for document in documents[len(rows) :]:
             tokens = _ANSWER_TOKENS if dataset is None else 4 * _ANSWER_TOKENS
             rows.append(grade(engine, document, ways, max_new_tokens=tokens))
             if file is not None:
@@ -54,7 +56,7 @@ def graded_documents(
     return rows
 
 
-def _made(count_tokens: object, count: int) -> Iterator[QuestionedDocument]:
+def _make_documents(count_tokens: object, count: int) -> Iterator[QuestionedDocument]:
     for number in range(count):
         task, haystack = KINDS[number % len(KINDS)]
         tokens = random.Random(number).randint(*(_SIXTEEN_FACTS if task == "multikey" else _ONE_FACT))

@@ -1,8 +1,5 @@
-"""How sparse and how redundant the heads of a model are: by what EMS (arXiv 2412.08521) weighs evicting and merging.
-
-These are the statistics of its equations 3 and 4, with the paper's constants (figure 4): a head is sparse if few tokens
-have most of the score of equation 2, and redundant if many tokens have an earlier one much like them.
-"""
+"""How sparse and how redundant the heads of a model are, by the statistics of EMS (arXiv 2412.08521): its equations 3
+and 4 with the constants of figure 4."""
 
 from __future__ import annotations
 
@@ -53,10 +50,12 @@ def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     """All heads of the layers that see a whole document, by documents given as token ids, of at least two tokens."""
     seen: list[dict[int, Tensor]] = []
     for ids in documents:
-        found = HeadStatistics()
+        statistics = HeadStatistics()
         inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
-        engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, found)
-        seen.append(found.of_layers)
+        engine.passes.causal(
+            {name: tensor.to(engine.passes.devices.inputs) for name, tensor in inputs.items()}, statistics
+        )
+        seen.append(statistics.of_layers)
     return [
         Head(layer, head, *(fmean(float(one[layer][number, head]) for one in seen) for number in range(3)))
         for layer in sorted(seen[0])
@@ -97,14 +96,14 @@ def nearest_similarity(keys: Tensor, values: Tensor) -> Tensor:
     first. keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`. Keys that point apart are not similar, whatever their
     values."""
     k, v = (F.normalize(rows.float(), dim=2) for rows in (keys, values))
-    found = []
+    maxima = []
     for start in range(0, k.shape[1], _ROWS):
         rows = slice(start, start + _ROWS)
         seen = slice(start + _ROWS)
         alike = (k[:, rows] @ k[:, seen].mT).clamp_min(0) * (v[:, rows] @ v[:, seen].mT)  # [kv_heads, rows, seen]
         earlier = torch.ones_like(alike, dtype=torch.bool).tril(start - 1)
-        found.append(alike.masked_fill(~earlier, -torch.inf).amax(dim=2))
-    nearest = torch.cat(found, dim=1)
+        maxima.append(alike.masked_fill(~earlier, -torch.inf).amax(dim=2))
+    nearest = torch.cat(maxima, dim=1)
     nearest[:, 0] = 0
     return nearest
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, Question, make_facts, write_document
-from kvshelf_bench.growth.options import Documents
+from kvshelf_bench.growth.cli import Documents
 from kvshelf_bench.measure import wilson
 from kvshelf_bench.quality.retrieval import counter
 
@@ -51,14 +51,14 @@ def measure_grown(
     level: dict[str, Any] = {"policy": policy} | ({"compression_ratio": removed} if removed else {})
     grown = whole = 0
     for number in range(documents.documents):
-        text, asked = _document(engine, tokens, questions, f"growing/{tokens}/{documents.seed}/{number}")
+        text, asks = _document(engine, tokens, questions, f"growing/{tokens}/{documents.seed}/{number}")
         one = engine.encoded(engine.compress(text, **level), codec)
         first, *rest = _pieces(engine, text, documents.appends + 1)
         cache = engine.encoded(engine.compress(first, **level), codec)
         for piece in rest:
             cache = engine.extend(cache, piece)
-        grown += sum(_right(engine, cache, question) for question in asked)
-        whole += sum(_right(engine, one, question) for question in asked)
+        grown += sum(_right(engine, cache, question) for question in asks)
+        whole += sum(_right(engine, one, question) for question in asks)
         progress()
     count = documents.documents * questions
     low, high = wilson(grown, count)
@@ -76,7 +76,7 @@ def _document(engine: Engine, tokens: int, questions: int, seed: str) -> tuple[s
 def _pieces(engine: Engine, text: str, count: int) -> list[str]:
     """The text in so many pieces of about as many tokens, cut before a space."""
     starts = engine.encoder.require_text("document").token_starts(text)
-    cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * each // count]) for each in range(1, count)), len(text)]
+    cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * number // count]) for number in range(1, count)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts)]
 
 

@@ -55,7 +55,6 @@ class KernelTime:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measured now, on this device."""
     return Ceilings(copy_bandwidth(device), matmul_rate(device, dtype))
 
 

@@ -58,7 +58,7 @@ def tried(model_type: str, limit_s: float) -> TrialOutcome:
         try:
             with time_limit(limit_s):
                 model = small_model(model_type)
-                own = _Own.of(model)
+                own = _PlainReading.of(model)
         except Exception as error:  # whatever a configuration or a model raises
             return TrialOutcome(model_type, NOT_BUILT, _few_words(error))
         try:
@@ -76,7 +76,7 @@ def _ids(count: int, seed: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Own:
+class _PlainReading:
     """A document, what is asked behind it, and the logits of these tokens without kvshelf, `[tokens, vocabulary]`."""
 
     document: list[int]
@@ -84,10 +84,10 @@ class _Own:
     logits: Tensor
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _Own:
+    def of(cls, model: PreTrainedModel) -> _PlainReading:
         """Raises `NotBuilt` where the logits are the same behind another document: they would show nothing."""
         document, behind = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
-        logits, others = (_read(model, each, behind) for each in (document, _ids(_DOCUMENT, 3)))
+        logits, others = (_read(model, ids, behind) for ids in (document, _ids(_DOCUMENT, 3)))
         if not _relative(others, logits) > TELLING:
             raise NotBuilt("its small model says the same behind every document")
         return cls(document, behind, logits)
@@ -100,25 +100,25 @@ def _read(model: PreTrainedModel, document: list[int], behind: list[int]) -> Ten
     return logits[0, len(document) :]
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _relative(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def _difference(engine: Engine, own: _Own) -> float:
+def _difference(engine: Engine, own: _PlainReading) -> float:
     """How far what the model says behind the stored document is from what it says itself: the larger of both ways."""
     stored = CompressedCache.from_bytes(engine.compress(own.document, policy="full").to_bytes())
-    return max(_relative(_asked(engine, stored, own.behind), own.logits), _answers_differ(engine, stored, own))
+    return max(_relative(_logits(engine, stored, own.behind), own.logits), _answers_differ(engine, stored, own))
 
 
-def _asked(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
+def _logits(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
     """Logits of a question in one call where the model takes it so, and of further tokens one at a time."""
-    asked = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
+    parts = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
     with torch.no_grad(), engine.attached(cache) as past:
-        pieces = [piece for each in asked for piece in past.pieces(each)]
+        pieces = [piece for part in parts for piece in past.pieces(part)]
         return torch.cat([engine.model(input_ids=piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in pieces])
 
 
-def _answers_differ(engine: Engine, cache: CompressedCache, own: _Own) -> float:
+def _answers_differ(engine: Engine, cache: CompressedCache, own: _PlainReading) -> float:
     """By how much the tokens that two answers of one batch are made of miss the best ones, as `_relative`."""
     questions = [own.behind[:_QUESTION], own.behind[_QUESTION:]]
     answers = engine.answer_all([(cache, question) for question in questions], max_new_tokens=4)

@@ -49,13 +49,13 @@ def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:
     engine.answer_all([(cache, token_ids[n : n + 16]) for n in range(QUESTIONS)], max_new_tokens=NEW_TOKENS)
     answered = time.perf_counter()
     others = engine.lead.pids if isinstance(engine, ParallelEngine) else []
-    held = [_held(pid) for pid in (os.getpid(), *others)]
-    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "held_bytes": held}
+    private = [_private_bytes(pid) for pid in (os.getpid(), *others)]
+    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "held_bytes": private}
 
 
-def _held(pid: int) -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+def _private_bytes(pid: int) -> int:
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _say(**answer: Any) -> None:

@@ -56,15 +56,15 @@ class ResumeFile:
         """Every outcome in the file, by key. Raises `InvalidRequest` for a foreign file, which stays as it is."""
         self._file.seek(0)
         whole, newline, torn = self._file.read().rpartition(b"\n")
-        found = {}
+        outcomes = {}
         for number, line in enumerate(whole.splitlines(), 1):
             outcome = self._outcome(number, line)
-            found[outcome.key] = outcome
+            outcomes[outcome.key] = outcome
         if torn:
-            if not found and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+            if not outcomes and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
                 raise self._foreign(1, "it has no end")
             self._file.truncate(len(whole + newline))
-        return found
+        return outcomes
 
     def append(self, outcome: Outcome, about: Mapping[str, Any]) -> None:
         """Write one line; `about` is for people who read the file."""

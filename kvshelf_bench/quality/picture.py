@@ -78,11 +78,11 @@ def _lines(points: Sequence[_Point]) -> list[_Line]:
     ranked = sorted(plain, key=lambda name: -sum(p.exact for p in plain[name]) / len(plain[name]))
     coloured = [name for name in ranked if name != BASELINE][: len(COLOURS)]
     lines = []
-    for name, found in plain.items():
+    for name, of_policy in plain.items():
         place = coloured.index(name) if name in coloured else None
         colour = "black" if name == BASELINE else REST if place is None else COLOURS[place]
         marker = "*" if name == BASELINE else "." if place is None else MARKERS[place]
-        ordered = sorted(found, key=lambda point: point.bytes_per_token)
+        ordered = sorted(of_policy, key=lambda point: point.bytes_per_token)
         lines.append(_Line(name, ordered, colour, marker, best=place is not None or name == BASELINE))
     return lines
 
@@ -126,7 +126,6 @@ def _draw_base(axes: Axes, full_16bit: int) -> None:
 
 
 def _places(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """Bytes and scores."""
     return [point.bytes_per_token for point in points], [point.exact for point in points]
 
 

@@ -160,11 +160,10 @@ def _routed(engine: Engine, route: str, cases: Sequence[_Case], timed: Sequence[
 
 
 def _cases(engine: Engine, count: int, sets: Sets, number: int) -> list[_Case]:
-    """Questions about one set of documents."""
     if sets.dataset is None:
-        documents = _made(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
+        documents = _make_documents(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
     else:
-        documents = _drawn(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
+        documents = _draw_documents(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
     prefills = [partial(engine.compress, document.context, policy="full") for document in documents]
     prefill_s = sum(cost(prefill, engine.passes.devices.inputs).seconds for prefill in prefills)
     caches = [_compressed(engine, document.context, sets) for document in documents]
@@ -176,7 +175,7 @@ def _cases(engine: Engine, count: int, sets: Sets, number: int) -> list[_Case]:
     return [_Case(question, place, made) for place, question in chosen]
 
 
-def _drawn(documents: Sequence[Document], count: int, seed: str) -> list[Document]:
+def _draw_documents(documents: Sequence[Document], count: int, seed: str) -> list[Document]:
     """So many documents of a dataset. Raises `InvalidRequest` where it has fewer."""
     if len(documents) < count:
         raise InvalidRequest(
@@ -185,7 +184,7 @@ def _drawn(documents: Sequence[Document], count: int, seed: str) -> list[Documen
     return random.Random(seed).sample(list(documents), count)
 
 
-def _made(engine: Engine, count: int, tokens: int, seed: str) -> list[Document]:
+def _make_documents(engine: Engine, count: int, tokens: int, seed: str) -> list[Document]:
     """Documents of which no two have a fact about one thing."""
     rng, tokens_of = random.Random(seed), counter(engine)
     digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(count * MULTIKEY_FACTS)]

@@ -1,9 +1,4 @@
-"""The trace's programs of one tenant before a replica that makes few answers at once: when they end, if questions wait
-in the order of their arrival or of that of their programs (Continuum's program-level first come, first served).
-
-The queue is the replica's own; an answer takes its place for its time and the prefill of its question, and no cache is
-read.
-"""
+"""When the trace's programs end before a replica that makes few answers at once."""
 
 from __future__ import annotations
 
@@ -28,7 +23,11 @@ class ProgramTimes(NamedTuple):
 
 
 def program_times(trace: Trace, slots: int, *, named: bool) -> ProgramTimes:
-    """slots: answers at once. named: whether questions name their program."""
+    """In the replica's own queue, where an answer takes its place for its time and the prefill of its question.
+
+    slots: answers at once. named: whether questions name their program, and wait in the order of the programs'
+    arrivals (Continuum's program-level first come, first served) in place of their own.
+    """
     queue: Rounds[tuple[int, int]] = Rounds()
     programs, order = Programs(), itertools.count()
     events = [(program.start_s, next(order), True, number, 0) for number, program in enumerate(trace.programs)]

@@ -52,8 +52,8 @@ def letter(answer: str, reference: str) -> float:
     """LongBench v2's: the letter behind "The correct answer is", with brackets if one has them."""
     said = answer.replace("*", "")
     bracketed = re.search(r"The correct answer is \(([A-D])\)", said)
-    found = bracketed or re.search(r"The correct answer is ([A-D])", said)
-    return float(found is not None and found.group(1) == reference)
+    match = bracketed or re.search(r"The correct answer is ([A-D])", said)
+    return float(match is not None and match.group(1) == reference)
 
 
 def stands_in(answer: str, references: Sequence[str]) -> float:
@@ -75,16 +75,16 @@ def all_contained_rounded(answer: str, references: Sequence[str]) -> float:
 
 def first_whole_number(answer: str, reference: str) -> float:
     """SCBench's for passkey: the answer's first run of the digits 0 to 9 is the reference."""
-    found = re.search(r"[0-9]+", answer)
-    return float((found.group() if found else "") == reference)
+    match = re.search(r"[0-9]+", answer)
+    return float((match.group() if match else "") == reference)
 
 
 def first_number(answer: str, reference: str) -> float:
     """SCBench's for mf: the answer's first number is the reference, cut to a whole one where the reference is whole."""
-    found = _NUMBER.search(answer)
-    if found is None:
+    match = _NUMBER.search(answer)
+    if match is None:
         return 0.0
-    said = float(found.group())
+    said = float(match.group())
     return float(said == float(reference) if "." in reference else int(said) == int(reference))
 
 

@@ -59,11 +59,11 @@ def similarity(answer: str, reference: str) -> float:
     zeros, logs = 0, 0.0
     for count in range(1, 5):
         ours, theirs = runs(said, count), runs(own, count)
-        found, total = (ours & theirs).total(), max(1, ours.total())
-        if count == 1 and not found:
+        common, total = (ours & theirs).total(), max(1, ours.total())
+        if count == 1 and not common:
             return 0.0
-        share = found / total
-        if not found and len(said) > 1:
+        share = common / total
+        if not common and len(said) > 1:
             zeros += 1
             share = math.log(len(said)) / (2**zeros * 5) / total
         logs += math.log(share) / 4 if share else 0.0
@@ -77,7 +77,7 @@ def _function(answer: str, language: str) -> str:
     for block in blocks:
         text = block.encode()
         parser, find = parsing(language)
-        nodes = [node for found in find(parser.parse(text).root_node).values() for node in found]
+        nodes = [node for captured in find(parser.parse(text).root_node).values() for node in captured]
         if nodes:
             first = min(nodes, key=lambda node: (node.start_byte, -node.end_byte))
             return text[first.start_byte : first.end_byte].decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import string
 from collections import Counter
@@ -87,7 +88,7 @@ def rouge_l_sum(answer: str, reference: str) -> float:
         return 0.0
     hits, total, other = 0, own.total(), said.total()
     for line in references:
-        for at in sorted({at for one in answers for at in _common(line, one, _from_start)}):
+        for at in sorted({at for words in answers for at in _common(line, words, operator.ge)}):
             word = line[at]
             if own[word] > 0 and said[word] > 0:
                 hits, own[word], said[word] = hits + 1, own[word] - 1, said[word] - 1
@@ -164,17 +165,9 @@ def _rouge_l(answer: str, reference: str) -> tuple[float, float]:
     common: set[str] = set()
     for own in references:
         for said in answers:
-            common.update(own[at] for at in _common(own, said, _from_end))
+            common.update(own[at] for at in _common(own, said, operator.gt))
     precision, recall = (len(common) / len({word for one in side for word in one}) for side in (answers, references))
     return precision, recall
-
-
-def _from_end(above: int, left: int) -> bool:
-    return above > left
-
-
-def _from_start(above: int, left: int) -> bool:
-    return above >= left
 
 
 def _common(one: Sequence[str], other: Sequence[str], drops_one: Callable[[int, int], bool]) -> Iterable[int]:

@@ -17,7 +17,6 @@ Check = Callable[[str, str], bool]
 
 
 def kept(answer: str, rules: Sequence[str]) -> float:
-    """The share of the rules that the answer keeps."""
     return sum(_keeps(answer, rule) for rule in rules) / len(rules)
 
 

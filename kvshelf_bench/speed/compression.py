@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.kernels.rates import Cost, cost
-from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.measure import Spread, interleaved, ratios, timed
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.speed.subject import Subject
 
@@ -89,17 +88,16 @@ def compression_costs(
 def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
     """The model under its own attention, keeping its cache, as without a shelf."""
     model = subject.engine.model
-    given = torch.tensor([ids], device=model.device)
+    input_ids = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        return cost(lambda: model(input_ids=given, use_cache=True, logits_to_keep=1), subject.device)
+        return cost(lambda: model(input_ids=input_ids, use_cache=True, logits_to_keep=1), subject.device)
 
 
 def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) -> Hooked:
     """Compress a document of token ids; `Compression.compress_s` is the policy's part of it."""
-    engine, made = subject.engine, list[Compression]()
-    job = partial(engine.prepare, ids, policy=policy, compression_ratio=removed)
-    total = cost(lambda: made.append(engine.run(job())), subject.device)
-    return Hooked(total, made[0].compress_s)
+    prepare = partial(subject.engine.prepare, ids, policy=policy, compression_ratio=removed)
+    compression, total = timed(lambda: subject.engine.run(prepare()), subject.device)
+    return Hooked(total, compression.compress_s)
 
 
 def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:

@@ -1,8 +1,4 @@
-"""A document prefilled and questions on it answered, by kvshelf and by others, in wall time and within a budget.
-
-Works come in rounds, each in the same order, and each work is given to all ways in turn. What one way has taken tells
-what the next work will take it, and a work that would go beyond the budget is left to a larger one.
-"""
+"""A document prefilled and questions on it answered, by kvshelf and by others, in wall time and within a budget."""
 
 from __future__ import annotations
 
@@ -82,12 +78,12 @@ class ServingPace:
 def works(lengths: Sequence[int]) -> list[Work]:
     """In the order in which they run: a question needs its document."""
     prefills = [Work(f"{tokens:,} tokens prefilled", tokens) for tokens in lengths]
-    asked = [
+    answers = [
         Work(f"first token of a question of {QUESTION_TOKENS} on {lengths[0]:,}", answers=1, new_tokens=1),
         Work(f"one answer of {ANSWER_TOKENS}", answers=1, new_tokens=ANSWER_TOKENS),
         Work(f"{MOST_ANSWERS} answers of 24 on one document", answers=MOST_ANSWERS, new_tokens=24),
     ]
-    return [prefills[0], *asked, *prefills[1:]]
+    return [prefills[0], *answers, *prefills[1:]]
 
 
 def serving(
@@ -99,8 +95,9 @@ def serving(
     tell: Callable[[ServingRow], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
 ) -> Serving:
-    """The rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
-    one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
+    """The rounds, as far as they end within the budget: all ways do each work in turn, and a work that would go beyond
+    it, by what the way has taken before, is left out. interpreters: of vLLM and llama.cpp; None for this one. tell: is
+    called with each row of the first round as soon as it is measured; turn: with what is measured next."""
     ends, started = time.monotonic() + pace.budget_s, time.monotonic() + _START * pace.budget_s
     longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
     turn("starting peers")
@@ -160,7 +157,7 @@ class ServingRun:
 
     def measure_first(self, work: Work) -> bool:
         """Give a work to the ways that have time for it, and for questions their document. Whether any had."""
-        document, questions = self._given(work)
+        document, questions = self._draw(work)
         for name in self.ways:
             expected = self._expected(name, work)
             asked_of_nothing = not work.document and name not in self.taken[self.works[0].name]
@@ -175,12 +172,12 @@ class ServingRun:
         ways = [*self.taken[work.name]]
         if not ways or time.monotonic() + sum(self._expected(name, work) for name in ways) > self.ends:
             return False
-        document, questions = self._given(work)
+        document, questions = self._draw(work)
         for name in ways:
             self._take_turn(name, work, document, questions, number)
         return True
 
-    def _given(self, work: Work) -> tuple[list[int], list[list[int]]]:
+    def _draw(self, work: Work) -> tuple[list[int], list[list[int]]]:
         """A document and questions that nobody has seen."""
         return self._ids(work.document), [self._ids(QUESTION_TOKENS) for _ in range(work.answers)]
 

@@ -1,7 +1,5 @@
-"""What a document of a batch costs the resources that all replicas share; `kvshelf plan` computes with it.
-
-Processor time: each of these resources is one thread, so a document's seconds bound the documents per second.
-"""
+"""The processor time that a document costs each resource that all replicas share, which is one thread; `kvshelf plan`
+computes with it."""
 
 from __future__ import annotations
 
@@ -154,10 +152,10 @@ def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
 
 def _pid(start: str, name: str = "") -> int:
     """The newest process whose command begins with `start` and contains `name`."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (folder / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
             if command.startswith(start) and name in command:
-                found.append(int(folder.name))
-    return max(found)
+                pids.append(int(folder.name))
+    return max(pids)

@@ -18,7 +18,7 @@ from kvshelf.api import Certificate
 from kvshelf.api.certificates import CertificateName
 from kvshelf.cli import _options
 from kvshelf.cli.calibrate import served_model
-from kvshelf.cli.output import common, say, say_json
+from kvshelf.cli.output import common, say
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import searching
 from kvshelf.errors import InvalidRequest, SourceNotKept
@@ -105,7 +105,7 @@ class QuestionRow(BaseModel):
     def group(self, by: str) -> str:
         return self.labels.get(by, "") if by else ""
 
-    def asked(self, by: str) -> QuestionedDocument:
+    def questioned(self, by: str) -> QuestionedDocument:
         """The row, once it has its text, in the group of a label."""
         from kvshelf.engine.certify.grading import QuestionedDocument
 
@@ -116,8 +116,6 @@ class QuestionRow(BaseModel):
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is certified, and where it is kept."""
-
     alpha: Annotated[float, typer.Option(help="Largest share of answers that may be lost.")] = 0.05
     by: Annotated[str, typer.Option(metavar="LABEL", help="A label: documents of each value have their own bound.")] = (
         ""
@@ -171,7 +169,7 @@ def certify(
             rows = [row.read_back(client) for row in rows]
             _require_apart(rows)
             about = replace(about, data=_digest(file, rows))
-        documents = [row.asked(bound.by) for row in rows]
+        documents = [row.questioned(bound.by) for row in rows]
         require_mixed([len(document.text) for document in documents], "length")
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
         engine.encoder.require_text("model")
@@ -185,10 +183,7 @@ def certify(
                 target.write(made.model_dump_json(indent=1).encode())
         elif client is not None:
             client.certificates.keep(made)
-        if as_json:
-            say_json(made)
-        else:
-            common.print_table(_table([made]))
+        common.print_objects([made], lambda: _table([made]), as_json=as_json)
 
 
 def certificates(
@@ -210,11 +205,7 @@ def certificates(
             say(client.certificates.delete(name).name)
             return
         known = client.certificates.list() if name is None else [client.certificates.retrieve(name)]
-        if as_json:
-            for one in known:
-                say_json(one)
-        else:
-            common.print_table(_table(known))
+        common.print_objects(known, lambda: _table(known), as_json=as_json)
 
 
 def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> CertificateTerms:
@@ -307,7 +298,6 @@ def _parsed(model: type[ModelT], text: bytes, where: str) -> ModelT:
 
 
 def _table(known: list[Certificate]) -> Table:
-    """A line for each group."""
     headings = ("NAME", "ALPHA", "MODEL", "GROUP", "DOCUMENTS", "TOKENS", "SIZE", "LOST", "DATE", "DIGEST")
     rows = (
         (

@@ -121,10 +121,10 @@ class Party:
             time.sleep(min(float(answer.headers.get("retry-after", 1)), 30.0))
 
     def get(self, path: str) -> Any:
-        return _required(self.send("GET", path)[0]).json()
+        return _require_success(self.send("GET", path)[0]).json()
 
     def post(self, path: str, body: Any) -> Any:
-        return _required(self.send("POST", path, body)[0]).json()
+        return _require_success(self.send("POST", path, body)[0]).json()
 
     def make(self, path: str, body: Any) -> dict[str, Any]:
         """What a creation answers; it is removed in the end."""
@@ -150,7 +150,7 @@ class Party:
         return left
 
 
-def _required(answer: httpx.Response) -> httpx.Response:
+def _require_success(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
     try:
@@ -245,7 +245,7 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
     row = _mark()
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
-    file_id = _required(uploaded).json()["id"]
+    file_id = _require_success(uploaded).json()["id"]
     owner.made.append(f"/v1/files/{file_id}")
     batch_id = owner.post("/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/caches", "model": model})["id"]
     ended = _await(owner, f"/v1/batches/{batch_id}")
@@ -279,7 +279,7 @@ def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[Lookup]:
     yield Lookup("creation under a certificate", "POST", "/v1/caches", mark, under, timed=False)
 
     owner.made.append(f"/v1/workflows/{mark}")
-    _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
+    _require_success(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
     steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
     yield Lookup("workflow", "GET", "/v1/workflows/{}", mark)
     yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", mark, timed=False)
@@ -308,7 +308,6 @@ def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
 
 
 def _await(party: Party, path: str) -> dict[str, Any]:
-    """A batch that has ended."""
     ends_at = time.monotonic() + _PATIENCE_S
     while True:
         batch: dict[str, Any] = party.get(path)
@@ -323,7 +322,7 @@ def probe(owner: Party, stranger: Party, lookup: Lookup, pairs: int) -> LookupPr
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
     theirs, nothing = lookup.theirs, nobodys(lookup.theirs)
     finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
-    said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
+    said = [_comparable(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
         finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
     finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in said)]
@@ -344,7 +343,7 @@ def _looked_up(party: Party, lookup: Lookup, value: str) -> tuple[httpx.Response
     return party.send(lookup.method, lookup.path.replace("{}", value), body)
 
 
-def _told(answer: httpx.Response, value: str) -> dict[str, Any]:
+def _comparable(answer: httpx.Response, value: str) -> dict[str, Any]:
     """What an answer tells, without the value that was looked up and the id of the request."""
     text = _REQUEST.sub("", answer.text.replace(value, ""))
     headers = {name: text for name, text in answer.headers.items() if not _UNEQUAL.fullmatch(name)}
@@ -360,7 +359,7 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple
 _LISTS: Final = ("/v1/caches?limit=100", "/v1/files", "/v1/batches")
 
 
-def seen(stranger: Party) -> dict[str, Any]:
+def listings(stranger: Party) -> dict[str, Any]:
     """All that a tenant is told of its own: of another tenant's work, nothing may change in it."""
     limits = stranger.get("/v1/limits")["tenant"]
     return {
@@ -380,7 +379,7 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
             owner.make("/v1/caches", {"document": known, "model": model})
             for document in random.sample([known, fresh], 2):
                 answer, took_s = stranger.send("POST", "/v1/caches", {"document": document, "model": model})
-                made = _required(answer).json()
+                made = _require_success(answer).json()
                 if made["existing"] or answer.status_code != 201:
                     finding.differences = [f"status {answer.status_code}, existing {made['existing']}"]
                 times[document == known].append(took_s)
@@ -404,9 +403,9 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
         model = both[0].get("/v1/models")["data"][0]["id"]
         for owner, stranger in (both, both[::-1]):
             show(f"listings of tenant {stranger.tenant}")
-            before = seen(stranger)
+            before = listings(stranger)
             tried = list(lookups(owner, model))
-            differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
+            differences = [f"{part} changed" for part, _, _ in _unequal(before, listings(stranger))]
             findings.append(LookupProbe("listings", owner.tenant, differences))
             for lookup in sorted(tried, key=lambda lookup: not lookup.timed):
                 show(f"{lookup.what} of tenant {owner.tenant}")

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -140,19 +141,19 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     form, document = engine.encoder.require_text("model"), engine.encode_document(text)
     attached = engine.attach(engine.compress(text, policy="full"))
 
-    def prepare(name: str) -> None:
-        engine.prepare(document, policy=name)
+    def prepare(name: str) -> Any:
+        return engine.prepare(document, policy=name)
 
     gates = [name for name in POLICIES if Needs.GATES in build(name, {}).needs]
     yield Finding("template", True, form.about_template)
-    yield _told("tools", lambda: ToolFormat.of(form, [Tool.model_validate(_TOOL)]).about)
+    yield _feature("tools", lambda: ToolFormat.of(form, [Tool.model_validate(_TOOL)]).about)
     yield Finding("thinking", True, form.about_thoughts)
     yield _available("policies", [name for name in POLICIES if name not in gates], prepare)
     yield _available("gates", gates, prepare)
-    yield _told("klt", lambda: f"transforms {engine.coders.own.transforms.digest[:12]}")
+    yield _feature("klt", lambda: f"transforms {engine.coders.own.transforms.digest[:12]}")
     yield _available("selectors", selectors.names(), lambda name: engine.select(attached, name, question_tokens=8))
-    yield _available("suffixes", SUFFIX_POLICIES, partial(_bounded, engine))
-    yield _told("vllm", partial(_in_vllm, engine))
+    yield _available("suffixes", SUFFIX_POLICIES, lambda name: engine.bound(name, question_tokens=8))
+    yield _feature("vllm", partial(_in_vllm, engine))
 
 
 def _in_vllm(engine: Engine) -> str:
@@ -162,11 +163,7 @@ def _in_vllm(engine: Engine) -> str:
     return "the connector reads its caches into vLLM's pages"
 
 
-def _bounded(engine: Engine, policy: str) -> None:
-    engine.bound(policy, question_tokens=8)
-
-
-def _told(check: str, say: Callable[[], str]) -> Finding:
+def _feature(check: str, say: Callable[[], str]) -> Finding:
     try:
         return Finding(check, True, say())
     except KvshelfError as error:
@@ -176,16 +173,14 @@ def _told(check: str, say: Callable[[], str]) -> Finding:
 def _available(check: str, names: Iterable[str], attempt: Callable[[str], Any]) -> Finding:
     """Which of these the model can have, and why not the others. One that is refused for what it was not given, and not
     for the model, can be had."""
-    taken, refused = list[str](), dict[str, list[str]]()
+    available, refused = list[str](), dict[str, list[str]]()
     for name in names:
         try:
-            attempt(name)
-        except InvalidRequest:
-            taken.append(name)
+            with suppress(InvalidRequest):
+                attempt(name)
+            available.append(name)
         except KvshelfError as error:
             refused.setdefault(error.message.replace(name, "..."), []).append(name)
-        else:
-            taken.append(name)
-    said = [f"{len(taken)}: {', '.join(taken)}" if taken else "none"]
-    said += [f"not {', '.join(names)}: {message}" for message, names in refused.items()]
-    return Finding(check, True, "; ".join(said))
+    lists = [f"{len(available)}: {', '.join(available)}" if available else "none"]
+    lists += [f"not {', '.join(names)}: {message}" for message, names in refused.items()]
+    return Finding(check, True, "; ".join(lists))

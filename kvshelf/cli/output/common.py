@@ -1,7 +1,5 @@
-"""Exit codes and output shared by the commands.
-
-Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
-"""
+"""Exit codes and output that the commands share: results go to stdout, everything else to stderr, as in `ID=$(kvshelf
+put report.txt)`."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import datetime
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -81,7 +79,6 @@ def heading(text: str) -> None:
 
 
 def details(rows: Mapping[str, str]) -> Table:
-    """A table of one thing's properties."""
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="bold")
     made.add_column(overflow="fold")
@@ -112,8 +109,16 @@ def _width(made: Table, *, without: Column | None = None) -> int:
     return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
 
 
+def print_objects(objects: Iterable[Any], table: Callable[[], Table], *, as_json: bool) -> None:
+    """Print objects of the API, one JSON object per line, or the table that shows them."""
+    if not as_json:
+        print_table(table())
+        return
+    for value in objects:
+        say_json(value)
+
+
 def report(error: errors.KvshelfError, *, as_json: bool) -> int:
-    """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         say_json({"error": fields | ({"details": error.details} if error.details else {})})
@@ -152,7 +157,6 @@ class Failures:
 
 @contextmanager
 def connected(url: str | None) -> Iterator[Client]:
-    """A client of the service at `url`."""
     from kvshelf.client import Client
 
     with Client(url) as client:

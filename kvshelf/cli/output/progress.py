@@ -92,16 +92,16 @@ def put_shown(name: str) -> Iterator[Callable[[CreationProgress], None]]:
 class _PutLines:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
         self._phase: tuple[str, str | None] | None = None
 
     def show(self, event: CreationProgress) -> None:
         """Print a line when a phase ends, and at least every few seconds; one line for the many short ones of auto."""
         phase = (event.phase, event.part)
         ended = event.done == event.total and phase != self._phase
-        if not ended and time.monotonic() < self._told + _PUT_LINE_EVERY_S:
+        if not ended and time.monotonic() < self._printed_at + _PUT_LINE_EVERY_S:
             return
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
         self._phase = phase if ended else self._phase
         common.notes.print(_step(self._name, event), soft_wrap=True)
 
@@ -124,7 +124,7 @@ class Spent:
             self._runs.pop()
         self._runs.append(event)
 
-    def told(self, part: str | None) -> str:
+    def describe(self, part: str | None) -> str:
         """Of one part, or of a document that is not split."""
         of = [run for run in self._runs if run.part == part]
         ran = {run.phase for run in of}
@@ -135,7 +135,7 @@ class Spent:
 def _display(progress: Progress) -> Group:
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=60)
     workers = _workers(progress) if len(progress.workers) > 1 else ""
-    return Group(Text(_headline(progress)), bar, Text(numbers_told(progress), style="dim"), workers)
+    return Group(Text(_headline(progress)), bar, Text(describe_numbers(progress), style="dim"), workers)
 
 
 def _headline(progress: Progress) -> str:
@@ -145,7 +145,7 @@ def _headline(progress: Progress) -> str:
     return f"{progress.state}{reason}: {progress.done + progress.failed:,}{of} documents, {progress.fraction:.0%}{left}"
 
 
-def numbers_told(progress: Progress) -> str:
+def describe_numbers(progress: Progress) -> str:
     return (
         f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
         f"{common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "

@@ -34,8 +34,6 @@ TrustFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Signing:
-    """What a bundle is called, and who signs it."""
-
     name: Annotated[str, typer.Option(help="Of the bundle; one of this name at the place is replaced.")] = "bundle"
     key: Annotated[
         Path | None,
@@ -118,10 +116,7 @@ def pull(
         signed.verify()
         for export in signed.exports():
             cache = put(export, fields)
-            if as_json:
-                say_json(cache)
-            else:
-                say(cache.id)
+            say_json(cache) if as_json else say(cache.id)
     signed.taken()
     summary = f"{signed.about.name} number {signed.about.sequence}, signed by {signed.producer}"
     common.notes.print(summary, style="dim", soft_wrap=True)
@@ -170,7 +165,6 @@ def _exported(
 
 @contextmanager
 def _importing(signed: Bundle, shelf: BundledShelf) -> Iterator[Callable[[bytes, Mapping[str, Any]], CacheObject]]:
-    """What puts an export on the shelf."""
     if shelf.store is not None:
         with stores.opened(shelf.store, shelf.encryption_key_file) as store:
             yield partial(put_export, store)

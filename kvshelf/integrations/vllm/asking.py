@@ -14,9 +14,8 @@ from kvshelf.api import Usage
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
-from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
-from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.integrations.vllm.upstreams import ProxyMetrics, Upstreams
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.logs import note, request_id
 from kvshelf.store.base import Store
@@ -33,12 +32,10 @@ class CacheAsk:
     body: dict[str, Any]
 
     async def whole(self) -> dict[str, Any]:
-        """vLLM's answer."""
         with self.asker.counted(self):
             return await self._whole()
 
     async def answer(self) -> Answer:
-        """vLLM's only answer."""
         with self.asker.counted(self):
             answer = await self._whole()
             (choice,) = answer["choices"]

@@ -14,16 +14,17 @@ import torch
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import InternalError, KvshelfError, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
-from kvshelf.integrations.vllm.pages import write_rows
+from kvshelf.integrations.vllm.pages import Rows, write_rows
 from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables
 from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
-from kvshelf.integrations.vllm.tails import Rows, Tails
 
 log = structlog.get_logger("kvshelf.vllm")
 
 _REMEMBERED: Final = 1_000
 """Ragged caches of which a worker knows the heads' lengths, 8 bytes each, beside those that are being asked."""
+
+_TAILS_BYTES: Final = 256 << 20
 
 
 class ShelfWorker:
@@ -201,6 +202,34 @@ class _Reading:
         self.source = source
         self.missing = missing
         self.tail: dict[str, Rows] = {}
+
+
+class Tails:
+    """The entries on the last, unfinished page of caches that were read. vLLM shares full pages between requests, not
+    the last one, so without these every further question would read its whole cache for a few entries. At most 256 MiB;
+    the least recently asked go first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Mapping[str, Rows]] = {}
+        self._nbytes = 0
+
+    def find(self, cache_id: str) -> Mapping[str, Rows] | None:
+        """The rows behind the last full page, of each layer by name."""
+        rows = self._kept.pop(cache_id, None)
+        if rows is not None:
+            self._kept[cache_id] = rows
+        return rows
+
+    def keep(self, cache_id: str, rows: Mapping[str, Rows]) -> None:
+        if cache_id not in self._kept:
+            self._kept[cache_id] = rows
+            self._nbytes += _nbytes(rows)
+        while self._nbytes > _TAILS_BYTES:
+            self._nbytes -= _nbytes(self._kept.pop(next(iter(self._kept))))
+
+
+def _nbytes(rows: Mapping[str, Rows]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in rows.values())
 
 
 def _index(name: str) -> int:

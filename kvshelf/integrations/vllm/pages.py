@@ -12,7 +12,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshelf.errors import MissingExtra
 from kvshelf.integrations.vllm.ragged.plugin import TESTED
-from kvshelf.integrations.vllm.tails import Rows
+
+Rows = tuple[Tensor, Tensor]
+"""Keys and values `[entries, heads, D]` of a layer."""
 
 QUESTION: Final = 16
 """Tokens that read the pages of a self-test."""

@@ -29,7 +29,7 @@ PAGE: Final = 128
 
 
 @dataclass(frozen=True)
-class Named:
+class CacheReference:
     """The content of `FIELD`: a cache, and the caller's key or the tenant that the caller says it is of. ragged: how
     many stand-ins a cache has whose heads keep different numbers of entries; None for any other."""
 
@@ -53,7 +53,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Told:
+class ServiceCache:
     """What a service tells of a cache. tenant: whose key asked it."""
 
     id: str
@@ -81,7 +81,6 @@ class ShelfRequest:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
-        """What tells the connector of the cache."""
         who = {"tenant": self.tenant} if self.api_key is None else {"api_key": self.api_key}
         named = who | {"ragged": str(self.entries) if self.ragged else None}
         return {
@@ -106,9 +105,9 @@ class ShelfRequest:
 
     @classmethod
     def parse(
-        cls, cache: Manifest | Told, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
+        cls, cache: Manifest | ServiceCache, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
     ) -> Self:
-        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `Named`. Raises
+        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `CacheReference`. Raises
         `InvalidRequest` for one that this module does not build."""
         cache_id, entries = cache.id, places_of(cache, page)
         own_places = is_ragged(cache)
@@ -134,10 +133,10 @@ class ShelfRequest:
         return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant, ragged=own_places)
 
 
-def is_ragged(cache: Manifest | Told) -> bool:
+def is_ragged(cache: Manifest | ServiceCache) -> bool:
     """Whether heads of a cache may keep different numbers of entries, by its policy. What a service tells, and
     a policy that is not installed here, do not say so."""
-    if isinstance(cache, Told) or cache.kept_tokens == cache.num_tokens:
+    if isinstance(cache, ServiceCache) or cache.kept_tokens == cache.num_tokens:
         return False
     with suppress(InvalidRequest):
         return build(cache.policy, cache.policy_params).ragged
@@ -156,7 +155,7 @@ def require_places(store: Store, cache: Manifest) -> None:
         )
 
 
-def places_of(cache: Manifest | Told, page: int) -> int:
+def places_of(cache: Manifest | ServiceCache, page: int) -> int:
     """Stand-ins that a request to a cache has, in a vLLM with pages of `page` tokens."""
     return stand_ins(cache.kept_tokens, page) if is_ragged(cache) else cache.kept_tokens
 

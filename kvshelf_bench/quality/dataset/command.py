@@ -25,9 +25,9 @@ from kvshelf_bench.quality.dataset.documents import Document, chosen, read_docum
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, DocumentUnit, make_units
 from kvshelf_bench.quality.dataset.rows import RowRules
-from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
+from kvshelf_bench.quality.dataset.summary import DatasetSummary, way_label
 from kvshelf_bench.quality.dataset.tables import compare, compare_table, dataset_tables, notes
-from kvshelf_bench.quality.grid import FEATURED, Changes, Row, make_grid, make_rows
+from kvshelf_bench.quality.grid import FEATURED, PLAIN, Changes, Row, make_grid, make_rows
 from kvshelf_bench.quality.measuring import Progress, outcomes, require_resumable
 from kvshelf_bench.quality.options import DatasetOptions
 from kvshelf_bench.quality.outcome import Outcome
@@ -127,7 +127,7 @@ def _publish(
     part = {name: getattr(chosen_, name) for name in ("fraction", "limit", "seed", "scorer", "truncate")}
     report: dict[str, Any] = {"bench": chosen_.bench, "dataset": chosen_.dataset, **asdict(options), **part}
     report |= {"asking": asdict(asking), "machine": machine(), **summary.to_dict()}
-    title = f"{options.model} on {Path(chosen_.dataset).name}: {len(summary.documents)} documents, {told(asking)}"
+    title = f"{options.model} on {Path(chosen_.dataset).name}: {len(summary.documents)} documents, {_manner(asking)}"
     tables = dataset_tables(summary, title) + ([] if made is None else made.tables(summary))
     if before is not None and chosen_.compare is not None:
         rows = compare(report, before)
@@ -145,8 +145,7 @@ def _publish(
     publish(report, tables, chosen_.reporting, notes=notes(summary))
 
 
-def told(asking: Asking) -> str:
-    """How the documents were asked."""
+def _manner(asking: Asking) -> str:
     if asking.turns:
         return "in turns"
     return f"the question {'known' if asking.known else 'unknown'} at compression"
@@ -159,7 +158,7 @@ def _bar(units: int) -> Iterator[Progress[DocumentUnit]]:
     with progress_bar() as progress:
         bar = progress.add_task("documents and policies", total=units)
 
-        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
+        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], resumed: bool) -> None:
             for row, outcome in zip(unit.rows, outcomes, strict=True):
                 said = f"refused: {outcome.refused}"
                 if outcome.refused is None:
@@ -168,7 +167,7 @@ def _bar(units: int) -> Iterator[Progress[DocumentUnit]]:
                         full[unit.document.id] = outcome.exact
                     elif had := full.get(unit.document.id):
                         said += f", {sum(was > now for was, now in zip(had, outcome.exact, strict=True))} lost"
-                said += " (measured before)" if found else ""
+                said += " (measured before)" if resumed else ""
                 progress.console.print(
                     f"{unit.document.id}, {way_label(row)}: {said}", highlight=False, markup=False, soft_wrap=True
                 )
@@ -210,8 +209,8 @@ def run(
     protocol = DatasetProtocol.of(engine, asking)
     units = make_units(documents, rows, asking)
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
-    found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
-    by_row = {row: [found[document.id, row] for document in documents] for row in rows}
+    by_place = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
+    by_row = {row: [by_place[document.id, row] for document in documents] for row in rows}
     return DatasetSummary.of(documents, by_row, Dimensions.of(engine.model).full_16bit_bytes(1))
 
 
@@ -223,11 +222,11 @@ def truncated(engine: Engine, document: Document, asking: Asking, longest: int) 
     room = longest
     if not longest:
         kept = [SCORERS[one.scorer].right(one.answers) or "" if asking.turns else "" for one in document.questions]
-        asked = (
+        counts = (
             form.count_tokens(one.text + one.prefix) + max(asking.tokens(one), form.count_tokens(right))
             for one, right in zip(document.questions, kept, strict=True)
         )
-        several = (tokens + _TEMPLATE_TOKENS for tokens in asked)
+        several = (tokens + _TEMPLATE_TOKENS for tokens in counts)
         room = engine.max_tokens - (sum(several) if asking.turns else max(several))
     token_ids = form.encode(document.context)
     if len(token_ids) <= room:

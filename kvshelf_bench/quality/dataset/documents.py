@@ -15,8 +15,6 @@ from kvshelf_bench.quality.dataset.rows import PLACE, Question, RowRules, beside
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and questions that it answers."""
-
     id: str
     context: str
     questions: tuple[Question, ...]
@@ -29,12 +27,12 @@ def read_documents(source: str | Path, reading: RowRules | None = None) -> list[
     named: dict[str, str] = {}
     shape, first = None, ""
     for row in read_rows(str(source)):
-        found = shape_of(row)
+        row_shape = shape_of(row)
         if shape is None:
-            shape, first = found, row.where
-        if found is not shape:
-            raise bad(f"{row.where} has the shape {found.name}, and {first} {shape.name}; give files of one shape")
-        context, questions = found.read(row, reading or RowRules())
+            shape, first = row_shape, row.where
+        if row_shape is not shape:
+            raise bad(f"{row.where} has the shape {row_shape.name}, and {first} {shape.name}; give files of one shape")
+        context, questions = row_shape.read(row, reading or RowRules())
         if known := documents.get(context):
             documents[context] = replace(known, questions=known.questions + questions)
         else:

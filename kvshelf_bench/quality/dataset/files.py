@@ -76,10 +76,10 @@ def _from_hub(source: str) -> Path:
 
     patterns = [f"{folder}/{one}" for one in _HUB_FILES] if folder else list(_HUB_FILES)
     try:
-        found = snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=patterns)
+        snapshot = snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise bad(f"--dataset {source} is no file here, and the hub did not give it: {error}") from error
-    return Path(found) / folder
+    return Path(snapshot) / folder
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -123,6 +123,6 @@ def _metrics(documents: Sequence[Document], outcomes: Sequence[Outcome]) -> dict
             metric = question.scorer.replace("string_match_all", "string_match").replace("_match_part", "_match")
             scores.setdefault(question.task or "all", {}).setdefault(metric, []).append(score)
     return {
-        task: {metric: round(100 * fmean(found), 2) for metric, found in metrics.items()}
+        task: {metric: round(100 * fmean(values), 2) for metric, values in metrics.items()}
         for task, metrics in scores.items()
     }

@@ -1,5 +1,5 @@
-"""One document of a dataset under the rows of one policy: compressed once, asked all its questions in one batch. Where
-the question is known: compressed once for each, and asked it under the rows of all policies in one batch."""
+"""One document of a dataset under the rows of one policy: compressed once, or once for each question that is known at
+compression, and asked in one batch."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ class Asking:
 
 @dataclass(frozen=True)
 class DocumentUnit(Unit):
-    """Of a document of a dataset."""
-
     document: Document
 
     @property
@@ -108,8 +106,10 @@ class DatasetProtocol:
         if not self.asking.known_to(unit.rows[0]):
             outcomes = self._outcomes(engine, unit, unit.document.questions)
         else:
-            each = [self._outcomes(engine, unit, [question], (question.text,)) for question in unit.document.questions]
-            outcomes = [joined(of_row) for of_row in zip(*each, strict=True)]
+            by_question = [
+                self._outcomes(engine, unit, [question], (question.text,)) for question in unit.document.questions
+            ]
+            outcomes = [joined(of_row) for of_row in zip(*by_question, strict=True)]
         return [replace(outcome, key=key) for key, outcome in zip(keys, outcomes, strict=True)]
 
     def _outcomes(
@@ -133,10 +133,12 @@ class DatasetProtocol:
                 made |= {at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)}
             except KvshelfError as error:
                 refused |= dict.fromkeys(of_group, error.message)
-        asked = [row for row in unit.rows if row.kept in made]
-        batches = [asked] if expected else [[row] for row in asked]
-        told = {row: one for batch in batches for row, one in self._answered(engine, questions, batch, made).items()}
-        return [told[row] if row in told else Outcome("", refused=refused[row.kept]) for row in unit.rows]
+        rows = [row for row in unit.rows if row.kept in made]
+        batches = [rows] if expected else [[row] for row in rows]
+        answered = {
+            row: one for batch in batches for row, one in self._answered(engine, questions, batch, made).items()
+        }
+        return [answered[row] if row in answered else Outcome("", refused=refused[row.kept]) for row in unit.rows]
 
     def _answered(
         self, engine: Engine, questions: Sequence[Question], rows: Sequence[Row], made: Mapping[Kept, Made]
@@ -151,7 +153,7 @@ class DatasetProtocol:
         except KvshelfError as error:
             if len(rows) == 1:
                 return {rows[0]: Outcome("", refused=error.message)}
-            return {row: one for each in rows for row, one in self._answered(engine, questions, [each], made).items()}
+            return {row: one for alone in rows for row, one in self._answered(engine, questions, [alone], made).items()}
         return {
             row: replace(outcome, answer_s=seconds, **_scored(engine, cache, questions, of_row))
             for (row, (cache, outcome)), of_row in zip(measured.items(), answers, strict=True)
@@ -192,7 +194,6 @@ def _scored(
 
 
 def score_of(question: Question, answer: str) -> float:
-    """The score of an answer to a question."""
     return scored(question.scorer, answer, question.answers, question.classes, first_line=question.first_line)
 
 
@@ -212,37 +213,37 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _at_once(
-    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+    engine: Engine, caches: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
 ) -> list[list[Answer]]:
     """All questions of each cache as it is, those that are read alike and answered at one length in one batch."""
     groups: dict[Any, list[tuple[int, int]]] = {}
-    for place, (row, _) in enumerate(asked):
+    for place, (row, _) in enumerate(caches):
         for number, question in enumerate(questions):
             groups.setdefault((row.select, asking.tokens(question)), []).append((place, number))
     answers: dict[tuple[int, int], Answer] = {}
     for (select, tokens), places in groups.items():
-        prompts = [(asked[at][1], _prompt(engine, asked[at][1], questions[number])) for at, number in places]
+        prompts = [(caches[at][1], _prompt(engine, caches[at][1], questions[number])) for at, number in places]
         batch = engine.answer_all(prompts, max_new_tokens=tokens, **selecting(prompts[0][0], select))
         answers |= dict(zip(places, batch, strict=True))
-    return [[answers[place, number] for number in range(len(questions))] for place in range(len(asked))]
+    return [[answers[place, number] for number in range(len(questions))] for place in range(len(caches))]
 
 
 def _in_turns(
-    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+    engine: Engine, caches: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
 ) -> list[list[Answer]]:
     """Each question behind the earlier ones with their right answers, as SCBench's multi-turn mode has it; with the
     row's own where no right one is known, as of rules."""
-    told: list[list[Answer]] = [[] for _ in asked]
+    answers_of: list[list[Answer]] = [[] for _ in caches]
     for question in questions:
-        for answers, of_row in zip(told, _at_once(engine, asked, [question], asking), strict=True):
+        for answers, of_row in zip(answers_of, _at_once(engine, caches, [question], asking), strict=True):
             answers += of_row
         right, grown = SCORERS[question.scorer].right(question.answers), []
-        for (row, cache), answers in zip(asked, told, strict=True):
+        for (row, cache), answers in zip(caches, answers_of, strict=True):
             said = right or answers[-1].text.strip() or NOTHING
             turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": said}]
             grown.append((row, engine.extend(cache, turn, policy="full")))
-        asked = grown
-    return told
+        caches = grown
+    return answers_of
 
 
 def _prompt(engine: Engine, cache: CompressedCache, question: Question) -> str | list[int]:

@@ -10,11 +10,9 @@ from typing import Any
 
 from kvshelf_bench.measure import clustered_mean, clustered_wilson
 from kvshelf_bench.quality.dataset.documents import Document
-from kvshelf_bench.quality.grid import BASELINE, Row, Variant
+from kvshelf_bench.quality.grid import PLAIN, Row
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.quality.tables import read_label
-
-PLAIN = Row(Variant(BASELINE), 0.0)
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,13 @@ class DatasetSummary:
         cls, documents: Sequence[Document], outcomes: Mapping[Row, Sequence[Outcome]], full_16bit: int
     ) -> DatasetSummary:
         """`outcomes` of each row in the order of `documents`."""
-        named = {way_label(row): found for row, found in outcomes.items()}
+        named = {way_label(row): of_row for row, of_row in outcomes.items()}
         return cls(documents, named, {way_label(row): row for row in outcomes}, full_16bit)
 
     def beside(self, system: str, others: Mapping[Row, Sequence[Outcome]]) -> DatasetSummary:
         """With the same rows as another system made them."""
         names = {row: f"{system} {way_label(row)}" for row in others}
-        outcomes = {names[row]: found for row, found in others.items()}
+        outcomes = {names[row]: of_row for row, of_row in others.items()}
         rows = {name: row for row, name in names.items()}
         return replace(self, outcomes={**self.outcomes, **outcomes}, rows={**self.rows, **rows})
 
@@ -123,7 +121,6 @@ class DatasetSummary:
 
     @property
     def tasks(self) -> list[str]:
-        """The names of the tasks of the questions."""
         return list(dict.fromkeys(question.task for document in self.documents for question in document.questions))
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +138,6 @@ class DatasetSummary:
 
 
 def way_label(row: Row) -> str:
-    """A row in one line."""
     read = f" {row.select.label} {read_label(row)}" if row.select is not None else ""
     return row.label + read
 
@@ -162,7 +158,7 @@ def by_task(outcomes: Any) -> dict[str, float]:
     for document, outcome in outcomes:
         for question, score in zip(document.questions, outcome.partial, strict=True):
             scores.setdefault(question.task, []).append(score)
-    return {task: fmean(found) for task, found in scores.items()}
+    return {task: fmean(of_task) for task, of_task in scores.items()}
 
 
 def _plain(way: WayScore) -> dict[str, Any]:

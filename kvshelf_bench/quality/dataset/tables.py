@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvshelf_bench.measure import clustered_mean
 from kvshelf_bench.quality.dataset.summary import DatasetSummary, WayScore
+from kvshelf_bench.quality.tables import bare_table
 
 _NOTES: Final = (
     "score: the mean over all questions in %, with its 95 % interval (documents being the independent units). to full: "
@@ -25,13 +26,12 @@ _TASKS_A_TABLE: Final = 8
 
 
 def notes(summary: DatasetSummary) -> str:
-    """How to read the table."""
     return _NOTES.format(full=summary.full_16bit)
 
 
 def dataset_tables(summary: DatasetSummary, title: str) -> list[Table]:
     """One row a way; the scores of tasks below, where there are several, and refusals."""
-    table = _table(title)
+    table = bare_table(title)
     table.add_column("way", overflow="fold", max_width=30)
     for name in ("score", "95 %", "to full", "lost/won", "first", "agree", "kB", "B/token", "16 bits"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -67,7 +67,7 @@ def _tasks(summary: DatasetSummary) -> list[Table]:
         return []
     tables = []
     for first in range(0, len(names), _TASKS_A_TABLE):
-        table, shown = _table("scores by task"), names[first : first + _TASKS_A_TABLE]
+        table, shown = bare_table("scores by task"), names[first : first + _TASKS_A_TABLE]
         table.add_column("way", overflow="fold", max_width=30)
         for name in shown:
             table.add_column(name or "without task", justify="right", overflow="fold", max_width=14)
@@ -87,10 +87,6 @@ def _refusals(summary: DatasetSummary) -> list[Table]:
             shown = ", ".join(documents[:3]) + (f" and {len(documents) - 3} more" if len(documents) > 3 else "")
             table.add_row(way.name, shown, reason)
     return [table] if table.rows else []
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
 
 
 Scores = dict[str, dict[tuple[str, int], float]]
@@ -119,8 +115,7 @@ def compare(report: Mapping[str, Any], other: Mapping[str, Any]) -> list[Compare
 
 
 def compare_table(rows: list[Compared], title: str) -> Table:
-    """One row a way."""
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
+    table = bare_table(title)
     table.add_column("way", overflow="fold", max_width=40)
     for name in ("questions", "score", "before", "change", "kB", "before"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -136,14 +131,14 @@ def compare_table(rows: list[Compared], title: str) -> Table:
 
 
 def _ways(report: Mapping[str, Any]) -> dict[str, tuple[Scores, float]]:
-    asked = {one["id"]: [question["text"] for question in one["questions"]] for one in report["documents"]}
-    return {way["way"]: (_scores(way["outcomes"], asked), way["bytes"]) for way in report["ways"]}
+    texts = {one["id"]: [question["text"] for question in one["questions"]] for one in report["documents"]}
+    return {way["way"]: (_scores(way["outcomes"], texts), way["bytes"]) for way in report["ways"]}
 
 
-def _scores(outcomes: list[dict[str, Any]], asked: Mapping[str, list[str]]) -> Scores:
+def _scores(outcomes: list[dict[str, Any]], texts_of: Mapping[str, list[str]]) -> Scores:
     scores: Scores = {}
     for outcome in outcomes:
-        texts = asked[outcome["id"]]
+        texts = texts_of[outcome["id"]]
         keys = [(text, texts[:at].count(text)) for at, text in enumerate(texts)]
         scores[outcome["id"]] = dict(zip(keys, outcome["scores"], strict=False))  # a refused document has none
     return scores
@@ -154,8 +149,8 @@ def _compared(name: str, ours: tuple[Scores, float] | None, theirs: tuple[Scores
     if ours is None or theirs is None:
         return nothing
     pairs = [
-        [(score, before[key]) for key, score in found.items() if key in before]
-        for document, found in ours[0].items()
+        [(score, before[key]) for key, score in after.items() if key in before]
+        for document, after in ours[0].items()
         if (before := theirs[0].get(document))
     ]
     pairs = [both for both in pairs if both]

@@ -53,7 +53,6 @@ class HeadPages:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], stand_ins: int, page: int) -> Self:
-        """lengths: of each head of each layer."""
         return cls(torch.tensor(lengths, dtype=torch.int64), stand_ins, full_of(stand_ins, page), page)
 
     @property
@@ -154,10 +153,10 @@ class HeadTables:
         if not self.requests:
             return None
         if self._last[0] is not metadata:
-            self._last = metadata, self._made(metadata)
+            self._last = metadata, self._make(metadata)
         return self._last[1]
 
-    def _made(self, metadata: Any) -> StepRows | None:
+    def _make(self, metadata: Any) -> StepRows | None:
         layers, heads, page = len(self.index), self.storage.heads, self.storage.page
         starts, totals = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         plans = [self.requests.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]

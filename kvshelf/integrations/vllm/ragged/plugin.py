@@ -28,7 +28,6 @@ def register() -> None:
 
 
 def is_registered() -> bool:
-    """Whether vLLM takes our attention."""
     if not _is_for_us():
         return False
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
