@@ -24,10 +24,10 @@ def processes(
     started: dict[Connection, BaseProcess] = {}
     with ExitStack() as stack:
         for own_arguments in arguments:
-            ours, theirs = context.Pipe()
-            started[ours] = process = context.Process(target=target, args=(theirs, *own_arguments), daemon=True)
+            here, far_end = context.Pipe()
+            started[here] = process = context.Process(target=target, args=(far_end, *own_arguments), daemon=True)
             process.start()
-            theirs.close()
+            far_end.close()
             stack.callback(process.join)
             stack.callback(process.terminate)  # runs first; its results have been received, or another process has died
         yield started
@@ -46,6 +46,6 @@ def arriving(busy: dict[Connection, BaseProcess], advice: str = "") -> Iterator[
                 result = connection.recv()
             except (EOFError, ConnectionResetError) as error:
                 process.join()
-                said = f"a process of the bench ended with exit code {process.exitcode}; its own message stands above"
-                raise WorkerCrashed(said + advice) from error
+                reason = f"a process of the bench ended with exit code {process.exitcode}; its own message stands above"
+                raise WorkerCrashed(reason + advice) from error
             yield connection, result

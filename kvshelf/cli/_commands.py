@@ -131,11 +131,11 @@ def _kind(annotation: Any) -> tuple[Any, bool]:
 
 def _sentence(description: str) -> str:
     """A description of the API as help: a sentence, with the default as typer writes it."""
-    said, has_default, default = description.partition("default: ")
-    said = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), said.rstrip("; "))
-    if said:
-        said = (said if re.match(r"\w+: ", said) else said[0].upper() + said[1:]) + "."
-    return f"{said}  [default: {default}]" if has_default else said
+    sentence, has_default, default = description.partition("default: ")
+    sentence = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), sentence.rstrip("; "))
+    if sentence:
+        sentence = (sentence if re.match(r"\w+: ", sentence) else sentence[0].upper() + sentence[1:]) + "."
+    return f"{sentence}  [default: {default}]" if has_default else sentence
 
 
 class GroupedCommand(TyperCommand):

@@ -1,5 +1,4 @@
-"""Looks up the cache that a person means by its id, the beginning of the id, or its name; services and stores take full
-ids alone."""
+"""Looks up a cache by its id, the beginning of the id, or its name; services and stores take full ids alone."""
 
 from __future__ import annotations
 

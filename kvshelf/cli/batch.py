@@ -171,9 +171,7 @@ class BatchJob:
         options = {**self.options, "window": WorkHours.parse(window) if window else None}
         corpus = self.corpus()
         shards = corpus.shards()
-        about = {**self._about(), "dtype": loaded.dtype}
-        if loaded.weights != "plain":  # older journals have none
-            about["weights"] = loaded.weights
+        about = {**self._about(), "dtype": loaded.dtype, "weights": loaded.weights}
         # The run's id depends on the models' fingerprints, and the store holds its job table.
         models = [*loaded.models, *loaded.adapters]
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
@@ -223,8 +221,7 @@ class BatchJob:
         return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
-        """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
-        files that cannot be written."""
+        """The creation fields that rows start from. Raises `InvalidRequest` for bad options and files."""
         from kvshelf.corpus.input.defaults import require_defaults
         from kvshelf.corpus.output.files import require_format
         from kvshelf.corpus.output.report import require_report

@@ -48,21 +48,7 @@ def _row(batch: BatchObject) -> tuple[str, ...]:
 def show(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Show a batch: its state, what it waits for, its counts and its files."""
     with common.connected(url) as client:
-        _shown(client.batches.retrieve(id), as_json=as_json)
-
-
-def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
-    """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
-    with common.connected(url) as client:
-        batch = client.batches.cancel(id)
-        if as_json:
-            say_json(batch)
-        else:
-            say(batch.id)
-            common.notes.print(f"{batch.id}: {batch.status}", style="dim")
-
-
-def _shown(batch: BatchObject, *, as_json: bool) -> None:
+        batch = client.batches.retrieve(id)
     if as_json:
         say_json(batch)
         return
@@ -84,6 +70,17 @@ def _shown(batch: BatchObject, *, as_json: bool) -> None:
         **({"problems": "; ".join(problems)} if problems else {}),
     }
     common.table_console().print(common.details(rows))
+
+
+def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
+    """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
+    with common.connected(url) as client:
+        batch = client.batches.cancel(id)
+    if as_json:
+        say_json(batch)
+    else:
+        say(batch.id)
+        common.notes.print(f"{batch.id}: {batch.status}", style="dim")
 
 
 command(app, list_batches, "list")

@@ -147,8 +147,7 @@ def _skews(engine: Engine, path: Path, texts: list[Path]) -> None:
 
 
 def served_model(name: str) -> str:
-    """What a model is loaded from: the folder or file that a service of this user serves under this name, else the name
-    itself."""
+    """The folder or file that a service of this user serves under this name, else the name itself."""
     from kvshelf.model import calibration
 
     source = calibration.served(name)
@@ -245,7 +244,7 @@ def train_gates(
         path = gates.out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
         settings = TrainingSettings(by.steps, by.length, by.seed)
-        made, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
+        goal, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
         with searching(f"{policy.name} of {engine.name}") as show:
 
             def read(number: int) -> Lesson:
@@ -258,7 +257,7 @@ def train_gates(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
-            Trainer(engine, made, read, settings, Checkpoint(path), report).run(resume=gates.resume)
+            Trainer(engine, goal, read, settings, Checkpoint(path), report).run(resume=gates.resume)
     say(path)
 
 

@@ -241,8 +241,10 @@ def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> No
         rows = [_probe(probe) for probe in probes]
         common.print_table(common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
         leaks = sum(probe.leaks for probe in probes)
-        said = f"{leaks} of {len(probes)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
-        common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
+        summary = (
+            f"{leaks} of {len(probes)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
+        )
+        common.notes.print(f"{summary}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
     raise typer.Exit(1 if any(probe.leaks for probe in probes) else 0)
 
 

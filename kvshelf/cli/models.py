@@ -155,8 +155,10 @@ def _own_texts(maker: Engine) -> list[str]:
 
     form = maker.encoder.require_text("MADE")
     tokens = min(_MADE_TOKENS, maker.max_tokens // 2)
-    made = [make_document("multikey", "prose", tokens, seed, form.count_tokens).text for seed in range(_MADE_DOCUMENTS)]
-    return [handbook().document, *made] if maker.max_tokens > 4 * _MADE_TOKENS else made
+    texts = [
+        make_document("multikey", "prose", tokens, seed, form.count_tokens).text for seed in range(_MADE_DOCUMENTS)
+    ]
+    return [handbook().document, *texts] if maker.max_tokens > 4 * _MADE_TOKENS else texts
 
 
 def _measured(maker: Engine, asker: Engine, share: float, low: float, cues: int, documents: int) -> ModelLink:

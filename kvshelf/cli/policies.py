@@ -1,5 +1,4 @@
-"""policies, selectors, suffixes: what a cache keeps, what a question reads of it, what stays of an answer; when to
-choose each, and how they measured."""
+"""policies, selectors, suffixes: what each method does, when to choose it, and how it measured."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ class Pressed(Policy):
 
     @classmethod
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:
-        own = {f.name for f in parameter_fields(cls)}
-        around = "base" in own
-        policy = super().build({k: v for k, v in given.items() if k in own or not around}, known)
+        names = {f.name for f in parameter_fields(cls)}
+        around = "base" in names
+        policy = super().build({k: v for k, v in given.items() if k in names or not around}, known)
         if around:
             base = presses()[policy.parameters()["base"]]
-            policy = replace(policy, inner=base.build({k: v for k, v in given.items() if k not in own}, known))
+            policy = replace(policy, inner=base.build({k: v for k, v in given.items() if k not in names}, known))
         policy._make()  # refuses values that the press does not take
         return policy
 
@@ -231,8 +231,8 @@ def _fits(cls: type, scorer: type) -> bool:
 def _takes_ratio(cls: type, base: type) -> bool:
     """Whether a press, made around `base` where it is made around another one, removes a given part."""
     try:
-        made: Any = cls(press=base()) if _wraps(cls) else cls()
-        made.compression_ratio = 0.5
+        press: Any = cls(press=base()) if _wraps(cls) else cls()
+        press.compression_ratio = 0.5
     except AttributeError:
         return False
     return True

@@ -100,8 +100,7 @@ def make_document(
 
 
 def make_facts(rng: random.Random, digits: Sequence[int]) -> list[Fact]:
-    """Draw one fact per entry of `digits`, its value having that many digits, or being two words for 0. No thing and no
-    value occurs twice."""
+    """Draw a fact per entry of `digits`: that many digits, or two words for 0. No thing and no value occurs twice."""
     return list(distinct_facts(rng, digits))
 
 

@@ -1,5 +1,4 @@
-"""The overhead of a batch: a run through Ray beside bare loops of `compress` and `put`, over the same documents, each
-process with one thread of torch."""
+"""The overhead of a batch: a run through Ray beside bare loops of `compress` and `put` on one thread each."""
 
 from __future__ import annotations
 
@@ -57,9 +56,9 @@ def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost
         with processes(_loop, shares) as loops:
             list(arriving(dict(loops)))  # all are ready
             started = time.perf_counter()
-            for ours in loops:
+            for connection in loops:
                 with suppress(BrokenPipeError):  # `arriving` notices a process that has died since
-                    ours.send("begin")
+                    connection.send("begin")
             process_s = sum(seconds for _, seconds in arriving(dict(loops)))
             wall_s = time.perf_counter() - started
     return BatchCost(sum(map(len, corpus)), wall_s, process_s)

@@ -54,12 +54,12 @@ def certify(
         from kvshelf_bench.certify.splits import ORDERS, outcomes
         from kvshelf_bench.measure import machine, use_threads
 
-    wanted = decimals(alphas, "--alphas", 0, 1)
+    bounds = decimals(alphas, "--alphas", 0, 1)
     use_threads(loading.threads)
     rows = graded_documents(loading.engine_options(), documents.documents, documents.dataset, documents.losses)
     results: list[SplitResult] = []
-    with counted("splits", len(wanted) * len(ORDERS)) as advance:
-        for outcome in outcomes(rows, wanted, splits):
+    with counted("splits", len(bounds) * len(ORDERS)) as advance:
+        for outcome in outcomes(rows, bounds, splits):
             results.append(outcome)
             advance()
     report = {"bench": "certify", "machine": machine(), "documents": len(rows), "outcomes": results}

@@ -61,13 +61,13 @@ def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], split
 
 def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> SplitResult:
     figure = FIGURES.get(order, figure_of)
-    own = [graded(document, figure) for document in documents]
+    graded_documents = [graded(document, figure) for document in documents]
     if order == KNOWN:
-        own = [_with_figures(document, lambda _, level: level.loss) for document in own]
-    count = int(len(own) * _CERTIFYING)
+        graded_documents = [_with_figures(document, lambda _, level: level.loss) for document in graded_documents]
+    count = int(len(graded_documents) * _CERTIFYING)
     rows = []
     for seed in range(splits):
-        mixed = random.Random(seed).sample(own, len(own))
+        mixed = random.Random(seed).sample(graded_documents, len(graded_documents))
         known, others = mixed[:count], mixed[count:]
         try:
             rows.append((*_certify_each(known, others, alpha, order), *_certify_pooled(known, others, alpha)))

@@ -113,8 +113,7 @@ class LoadCell:
 
 
 def characterized(subject: Subject, name: str, ways: Sequence[System], offer: Offer) -> Iterator[LoadCell]:
-    """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
-    machine for a while slows them alike."""
+    """Every rate and way. All ways of a rate run after each other: a neighbour slows them alike."""
     engine = subject.engine
     documents, asks = _documents(subject, name, offer)
     if random_layers(name) is not None:  # nobody has calibrated it

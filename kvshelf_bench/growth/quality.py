@@ -69,8 +69,8 @@ def measure_grown(
 def _document(engine: Engine, tokens: int, questions: int, seed: str) -> tuple[str, list[Question]]:
     rng = random.Random(seed)
     digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(MULTIKEY_FACTS)]
-    made = write_document(rng, make_facts(rng, digits), "prose", tokens, counter(engine))
-    return made.text, made.questions[:questions]
+    document = write_document(rng, make_facts(rng, digits), "prose", tokens, counter(engine))
+    return document.text, document.questions[:questions]
 
 
 def _pieces(engine: Engine, text: str, count: int) -> list[str]:

@@ -58,12 +58,12 @@ def tried(model_type: str, limit_s: float) -> TrialOutcome:
         try:
             with time_limit(limit_s):
                 model = small_model(model_type)
-                own = _PlainReading.of(model)
+                plain = _PlainReading.of(model)
         except Exception as error:  # whatever a configuration or a model raises
             return TrialOutcome(model_type, NOT_BUILT, _few_words(error))
         try:
             with time_limit(limit_s):
-                difference = _difference(Engine(of_text(model, model_type), name=model_type), own)
+                difference = _difference(Engine(of_text(model, model_type), name=model_type), plain)
         except PolicyUnsupported as error:
             return TrialOutcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
         except Exception as error:  # what this bench is here to find, also other errors of kvshelf: the caller is right
@@ -104,10 +104,10 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def _difference(engine: Engine, own: _PlainReading) -> float:
+def _difference(engine: Engine, plain: _PlainReading) -> float:
     """How far what the model says behind the stored document is from what it says itself: the larger of both ways."""
-    stored = CompressedCache.from_bytes(engine.compress(own.document, policy="full").to_bytes())
-    return max(_relative(_logits(engine, stored, own.behind), own.logits), _answers_differ(engine, stored, own))
+    stored = CompressedCache.from_bytes(engine.compress(plain.document, policy="full").to_bytes())
+    return max(_relative(_logits(engine, stored, plain.behind), plain.logits), _answers_differ(engine, stored, plain))
 
 
 def _logits(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
@@ -118,13 +118,13 @@ def _logits(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor
         return torch.cat([engine.model(input_ids=piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in pieces])
 
 
-def _answers_differ(engine: Engine, cache: CompressedCache, own: _PlainReading) -> float:
+def _answers_differ(engine: Engine, cache: CompressedCache, plain: _PlainReading) -> float:
     """By how much the tokens that two answers of one batch are made of miss the best ones, as `_relative`."""
-    questions = [own.behind[:_QUESTION], own.behind[_QUESTION:]]
+    questions = [plain.behind[:_QUESTION], plain.behind[_QUESTION:]]
     answers = engine.answer_all([(cache, question) for question in questions], max_new_tokens=4)
     missed = [0.0]
     for question, answer in zip(questions, answers, strict=True):
-        logits = _read(engine.model, own.document, question + answer.token_ids)[len(question) - 1 : -1]
+        logits = _read(engine.model, plain.document, question + answer.token_ids)[len(question) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         missed += ((logits.max(dim=1).values - chosen) / logits.abs().max()).tolist()
     return max(missed)
@@ -141,8 +141,8 @@ def _reason(error: PolicyUnsupported, names: tuple[str, ...]) -> str:
 def _few_words(error: Exception) -> str:
     """The line of its message that says what is wrong. Errors of validators begin with the validator's name."""
     lines = str(error).strip().splitlines() or [""]
-    said = lines[-1].strip() if "validator" in lines[0] else lines[0]
-    words = said if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}"
+    line = lines[-1].strip() if "validator" in lines[0] else lines[0]
+    words = line if isinstance(error, NotBuilt) else f"{type(error).__name__}: {line}"
     return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 4] + " ..."
 
 

@@ -82,8 +82,7 @@ def main(folder: str, dtype: str, device: str, threads: str) -> None:
 
 
 def answered(pipeline: Any, press: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The answers of one document. Questions with one prefix and one length share a prefill, as kvpress's `evaluate.py`
-    has it."""
+    """The answers of one document. Questions with one prefix and length share a prefill, as in `evaluate.py`."""
     groups: dict[Any, list[int]] = {}
     for at, one in enumerate(request["questions"]):
         groups.setdefault((at if request["known"] else None, one["prefix"], one["max_new_tokens"]), []).append(at)

@@ -76,13 +76,13 @@ class Model:
                 for i, token in enumerate(prompt[common:])
             ]
             ends = self._pass(suffixes, ends=[len(prompt) - 1 for prompt in prompts])
-        made, places = len(ends), [len(prompt) for prompt in prompts]
+        count, places = len(ends), [len(prompt) for prompt in prompts]
         for step in range(new_tokens - 1):
             ends = self._pass([(t, p + step, s) for t, p, s in zip(ends, places, sequences, strict=True)], every=True)
-            made += len(ends)
+            count += len(ends)
         for sequence in sequences:
             self._forget(sequence, len(self._read) if sequence == 0 else 0)
-        return made
+        return count
 
     def _pass(
         self, tokens: list[tuple[int, int, int]], ends: list[int] | None = None, *, every: bool = False
@@ -92,17 +92,17 @@ class Model:
         likeliest: list[int] = []
         for first in range(0, len(tokens), _BATCH):
             some, batch = tokens[first : first + _BATCH], self._batch
-            wanted = []
+            indices = []
             for i, (token, position, sequence) in enumerate(some):
                 last = first + i == len(tokens) - 1
                 chosen = every or (position == ends[sequence - 1] if ends else last)
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
                 batch.seq_id[i][0], batch.logits[i] = sequence, chosen
-                wanted += [i] if chosen else []
+                indices += [i] if chosen else []
             batch.n_tokens = len(some)
             if code := self._of.llama_decode(self._context, batch):
                 sys.exit(f"llama_decode of {len(some)} tokens returned {code}")
-            likeliest += [self._likeliest(i) for i in wanted]
+            likeliest += [self._likeliest(i) for i in indices]
         return likeliest
 
     def _likeliest(self, place: int) -> int:

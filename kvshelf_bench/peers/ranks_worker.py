@@ -40,9 +40,8 @@ def _loaded(source: str, dtype: str, device: str, ranks: int) -> Engine:
 
 
 def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:
-    """Wall seconds of a prefill of one document under keydiff, half of it removed, and of answers of `NEW_TOKENS` to
-    `QUESTIONS` questions behind it; the memory of its own that each process holds then, in bytes, without the pages of
-    files that it has mapped."""
+    """Wall seconds of a prefill under keydiff that removes half, and of answers of `NEW_TOKENS` to `QUESTIONS`
+    questions behind it; and each process's bytes of memory then, without the pages of files that it has mapped."""
     began = time.perf_counter()
     cache = engine.compress(token_ids, policy="keydiff", compression_ratio=0.5)
     prefilled = time.perf_counter()

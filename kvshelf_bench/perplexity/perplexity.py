@@ -1,5 +1,4 @@
-"""Perplexity of a text's continuation behind a compressed beginning, after the streams of PG19 that EMS and SAGE
-measure."""
+"""Perplexity of a text behind a compressed beginning, after the streams of PG19 that EMS and SAGE measure."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _OF_DATASETS = (
 
 
 @dataclass(frozen=True)
-class _Made:
+class _GridOptions:
     """A grid of made documents, and the ways to keep and to read them, which a dataset may have, too."""
 
     size: Annotated[
@@ -134,7 +134,7 @@ def quality(
     context: typer.Context,
     loading: WeightedLoading,
     processes: Processes = 0,
-    made: _Made,
+    cells: _GridOptions,
     dataset: DatasetOptions,
     resume: Resume = Path("kvshelf-quality.jsonl"),
     printing: _Printing,
@@ -147,22 +147,22 @@ def quality(
         from kvshelf_bench.quality import quality as bench
         from kvshelf_bench.quality.tables import notes, quality_tables
 
-    options, rows, model = loading.engine_options(), made.rows(), loading.model
+    options, rows, model = loading.engine_options(), cells.rows(), loading.model
     if dataset.dataset:
         from kvshelf_bench.quality.dataset import command
 
-        chosen = command.Chosen(
+        request = command.DatasetRequest(
             **vars(dataset), bench="quality", resume=resume, processes=processes, reporting=printing.reporting,
-            changes=rows, seed=made.seed, picture=printing.picture,
+            changes=rows, seed=cells.seed, picture=printing.picture,
         )  # fmt: skip
-        command.measure(chosen, options)
+        command.measure(request, options)
         return
-    grid = made.grid(rows)
+    grid = cells.grid(rows)
     with _bar(grid.units()) as done:
         summary = bench.run(grid, options, resume, processes=processes, progress=done)
     title = f"{model}: exact answers, the question unknown at compression"
-    report: dict[str, Any] = {"bench": "quality", "model": model, "weights": loading.weights, "size": made.size}
-    report |= {"seed": made.seed, "machine": machine(), **summary.to_dict()}
+    report: dict[str, Any] = {"bench": "quality", "model": model, "weights": loading.weights, "size": cells.size}
+    report |= {"seed": cells.seed, "machine": machine(), **summary.to_dict()}
     publish(report, quality_tables(summary, title), printing.reporting, notes=notes(summary))
     if printing.picture is not None:
         from kvshelf_bench.quality.picture import draw
@@ -244,12 +244,12 @@ def needle(
     cells = Cells(numbers(haystacks.lengths), percent, haystacks.documents, run.seed)
     options = loading.engine_options()
     documents = make_documents(cells, options.load().encoder.require_text("haystack"), hay, hidden)
-    chosen = command.Chosen(
+    request = command.DatasetRequest(
         **vars(asking), bench="needle", dataset="needle", cues=0, ways=ways, resume=run.resume, results=run.results,
         processes=processes, reporting=printing.reporting, seed=run.seed, picture=printing.picture,
     )  # fmt: skip
-    shown = command.Made(documents, partial(grids, cells=cells), partial(draw, cells=cells))
-    command.measure(chosen, options, shown)
+    source = command.MadeDocuments(documents, partial(grids, cells=cells), partial(draw, cells=cells))
+    command.measure(request, options, source)
 
 
 @dataclass(frozen=True)
@@ -373,8 +373,8 @@ def retrieval(loading: FreeLoading, compression: _Compressing, fresh: _Fresh, re
     first, results = EVALUATION_SEED if fresh.seed is None else fresh.seed, []
     with counted(f"{model}, {policy}", documents * len(cells)) as step:
         for tokens, task, hay in cells:
-            made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
-            results.append(made)
+            measured = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
+            results.append(measured)
     report: dict[str, Any] = {"bench": "retrieval", "model": model, "compress": compress, "machine": machine()}
     report["cells"] = [asdict(cell) | {"share": cell.share} for cell in results]
     table = Table("task", "haystack", "tokens", "documents", "exact", "95 %", title=f"{model}, policy {policy}")

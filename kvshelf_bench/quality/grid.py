@@ -72,8 +72,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Reading:
-    """A selector with the parameters that differ from its defaults, and the share of a document's tokens that a token
-    of an answer may read."""
+    """A selector with parameters that are no defaults, and the share of a document that an answer's token may read."""
 
     method: str
     share: float
@@ -242,8 +241,8 @@ class Block:
         return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
 
     def rows(self, *, export: bool) -> list[Row]:
-        """The baseline first, then the policies in the given order, each with its exported row if asked for, and under
-        each codec the rows of the selectors."""
+        """The baseline, then the policies in order; of each the exported row, and the rows of selectors under each
+        codec."""
         variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
@@ -314,8 +313,7 @@ class Changes:
         return replace(block, **chosen)
 
     def require(self) -> None:
-        """Raises `InvalidRequest` for a value that is unknown or out of range, but for what a policy or a selector
-        says."""
+        """Raises `InvalidRequest` for what is unknown or out of range; policies and selectors say it themselves."""
         for task in self.tasks:
             _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
         for haystack in self.haystacks:

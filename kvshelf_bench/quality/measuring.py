@@ -77,9 +77,8 @@ class ResumeFile:
         names = Outcome.__dataclass_fields__
         try:
             fields = {name: value for name, value in json.loads(line).items() if name in names}
-            lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
-            later = {name: tuple(fields.get(name, ())) for name in ("answers", "first_tokens")}
-            return Outcome(**{**fields, **lists, **later})
+            lists = {name: tuple(fields[name]) for name in ("exact", "partial", "answers", "first_tokens")}
+            return Outcome(**{**fields, **lists})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._foreign(number, error) from error
 

@@ -1,5 +1,4 @@
-"""Peak memory of compressing one long document under each policy, against a prefill that keeps everything, and of
-answering from it."""
+"""Peak memory of compressing one long document under each policy, beside a plain prefill, and of answering from it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _CELLS_A_TABLE = 5
 
 
 def quality_tables(summary: Summary, title: str) -> list[Table]:
-    """Rows are policies, columns cells: as many tables as the width needs, then those under codecs, those that
-    selectors read, and refusals."""
+    """Rows are policies, columns cells: plain, under codecs and read by selectors, as the width allows; then
+    refusals."""
     reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
     whole = [row for row in summary.rows if row.select is None]
     encoded = {row.kept for row in whole if row.codec != "none"}
@@ -48,8 +48,7 @@ def notes(summary: Summary) -> str:
 
 
 def row_name(row: Row) -> str:
-    """The policy, whether plain transformers answered from it, and the selector, which alone is named over a document
-    of which all entries are stored."""
+    """The policy, whether plain transformers answered, and the selector, alone where all entries are stored."""
     if row.select is not None and row.variant.label == BASELINE:
         return row.select.label
     return row.variant.label + (" exported" if row.exported else "") + (f" {row.select.label}" if row.select else "")

@@ -1,5 +1,4 @@
-"""The trace against a replica's own memory and caches of kvshelf-tiny on a disk, where answers are pauses and only
-reads are measured."""
+"""The trace against a replica's own memory and caches on a disk; answers are pauses, so only reads are measured."""
 
 from __future__ import annotations
 
@@ -84,15 +83,15 @@ class _Replay:
         for turn, one in enumerate(program.turns):
             arrived = time.monotonic()
             tool = one.tool if self._order.tools else None
-            async with self._residents.using(self._ids[one.cache], _TENANT, tool=tool) as (resident, there):
+            async with self._residents.using(self._ids[one.cache], _TENANT, tool=tool) as (resident, in_memory):
                 self._look()
                 self._foretell(number, program, turn, answering=True)
                 document = resident.document
-                self.outcome.hits += there and document.arrived
+                self.outcome.hits += in_memory and document.arrived
                 last = document.num_layers - 1
                 await asyncio.get_running_loop().run_in_executor(self._waiting, document.prefixes, last)
                 self.outcome.waits_s.append(time.monotonic() - arrived)
-                if not there:
+                if not in_memory:
                     self.outcome.read_bytes += document.nbytes
                 await asyncio.sleep(one.answer_s)
             self._foretell(number, program, turn, answering=False)

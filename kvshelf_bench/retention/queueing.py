@@ -15,8 +15,7 @@ _TENANT = "default"
 
 
 class ProgramTimes(NamedTuple):
-    """Mean seconds from the first question of a program to the end of its last answer: of those of several turns, and
-    of single questions."""
+    """Mean seconds from a program's first question to its last answer's end: of several turns, and of one question."""
 
     several_s: float
     single_s: float

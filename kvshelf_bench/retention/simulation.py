@@ -1,5 +1,4 @@
-"""The trace against a model of a replica: the memory and its rules are the replica's, reads and answers take a computed
-time."""
+"""The trace against a replica's memory and its rules, where reads and answers take a computed time."""
 
 from __future__ import annotations
 

@@ -187,5 +187,5 @@ def task_of(name: str) -> Task | None:
 
 def scored(name: str, answer: str, references: Sequence[str], classes: Sequence[str], *, first_line: bool) -> float:
     """The score of an answer. first_line: see `Task`."""
-    said = answer.lstrip("\n").split("\n")[0] if first_line else answer
-    return SCORERS[name].score(said, references, classes)
+    text = answer.lstrip("\n").split("\n")[0] if first_line else answer
+    return SCORERS[name].score(text, references, classes)

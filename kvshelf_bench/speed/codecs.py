@@ -157,8 +157,7 @@ def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, CodecWay]:
 
 
 def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
-    """Keys and values of every layer, decoded as an `Attachment` decodes: as many layers at a time as torch has
-    threads."""
+    """Keys and values of every layer, decoded as an `Attachment` decodes: in as many threads as torch has."""
 
     def decoded(index: int) -> list[Tensor]:
         layer = cache.layers[index]

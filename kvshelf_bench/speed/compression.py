@@ -22,8 +22,7 @@ ONE_PASS = (
 
 @dataclass(frozen=True)
 class Hooked:
-    """One prefill that compresses. `total` is the whole call; `hook_s` the part of it that compressed, in wall time, as
-    `prefill_s`, the rest."""
+    """One prefill that compresses. total: the whole call; hook_s: the wall time that compressing took."""
 
     total: Cost
     hook_s: float

@@ -104,10 +104,10 @@ def serving(
     with (
         open_llama(interpreters["llama.cpp"], subject, threads, longest, MOST_ANSWERS) as llama,
         open_vllm(interpreters["vLLM"], subject, threads, longest, started) as vllm,
-        own_ways(subject) as own,
+        own_ways(subject) as own_by_name,
     ):
         peers = {"vLLM": vllm, "llama.cpp": llama}
-        ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
+        ways = own_by_name | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
         versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
         run = ServingRun(subject, ways, works(lengths), ends, turn, pace.rest_s)
         run.warm()
@@ -207,18 +207,20 @@ class ServingRun:
         return self.subject.tokens(count, seed=self._seed)
 
     def row(self, work: Work) -> ServingRow:
-        taken = self.taken[work.name]
-        wall = {name: [cost.wall_s for cost in costs] for name, costs in taken.items()}
-        processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in taken.items()}
-        beside = {name: ratios(own, wall[REPLICA]) for name, own in wall.items() if REPLICA in wall and name != REPLICA}
-        seconds = {name: Spread.of(own) for name, own in wall.items()}
+        costs_by_way = self.taken[work.name]
+        wall = {name: [cost.wall_s for cost in costs] for name, costs in costs_by_way.items()}
+        processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in costs_by_way.items()}
+        beside = {
+            name: ratios(walls, wall[REPLICA]) for name, walls in wall.items() if REPLICA in wall and name != REPLICA
+        }
+        seconds = {name: Spread.of(walls) for name, walls in wall.items()}
         return ServingRow(work.name, max(map(len, wall.values())), seconds, processor, beside)
 
     def missing(self, rounds: int) -> list[str]:
         """What the budget left out, one line each."""
-        said = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
+        lines = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
         for work in self.works:
             measured = max(map(len, self.taken[work.name].values()), default=rounds)
             if measured < rounds:
-                said.append(f"{work.name}: {measured} of {rounds} rounds")
-        return said
+                lines.append(f"{work.name}: {measured} of {rounds} rounds")
+        return lines

@@ -54,9 +54,9 @@ def bounded_answers(
         whole = _SuffixRun.of(subject, cache, None, tokens, budget)
         yield whole.row(whole.chosen, whole.chosen)
         for policy in policies:
-            own = _SuffixRun.of(subject, cache, policy, tokens, budget)
+            free = _SuffixRun.of(subject, cache, policy, tokens, budget)
             forced = _SuffixRun.of(subject, cache, policy, tokens, budget, whole.chosen)
-            yield own.row(whole.chosen, forced.chosen)
+            yield free.row(whole.chosen, forced.chosen)
 
 
 @dataclass(frozen=True)

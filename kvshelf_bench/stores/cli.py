@@ -126,9 +126,9 @@ def _ways_table(rows: list[Throughput]) -> Table:
     for size in rows:
         for name, way in size.ways.items():
             rate = "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e6:,.0f}"
-            ours = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
+            ratios = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
             table.add_row(
-                f"{size.nbytes / 1e6:,.1f}", name, rate, milliseconds(way.wall_s), milliseconds(way.cpu_s), *ours
+                f"{size.nbytes / 1e6:,.1f}", name, rate, milliseconds(way.wall_s), milliseconds(way.cpu_s), *ratios
             )
         table.add_section()
     return table

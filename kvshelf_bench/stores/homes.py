@@ -284,13 +284,13 @@ class ObjectsHome:
 
         address.parse(objects_url)  # before the index is made
         place, mark, query = objects_url.partition("?")
-        own = f"{place.rstrip('/')}/kvshelf-bench-{secrets.token_hex(4)}{mark}{query}"
-        self._address = address.parse(own)
+        url = f"{place.rstrip('/')}/kvshelf-bench-{secrets.token_hex(4)}{mark}{query}"
+        self._address = address.parse(url)
         self._store = self._connected()
         self._index = _index_home(index_url)
         self.name = f"objects, index in {self._index.name}"
         self.index_url = self._index.url
-        self.url = f"{self.index_url}{'&' if '?' in self.index_url else '?'}{urlencode({'blobs': own})}"
+        self.url = f"{self.index_url}{'&' if '?' in self.index_url else '?'}{urlencode({'blobs': url})}"
 
     def open(self) -> tuple[Index, Blobs]:
         from kvshelf.store.objects.blobs import ObjectBlobs

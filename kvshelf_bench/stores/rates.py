@@ -1,5 +1,4 @@
-"""The processor time that a document costs each resource that all replicas share, which is one thread; `kvshelf plan`
-computes with it."""
+"""The processor time that a document of a batch costs what all replicas share; `kvshelf plan` computes with it."""
 
 from __future__ import annotations
 
@@ -123,8 +122,8 @@ def journal_s(results: int) -> float:
 
 
 def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
-    """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its health
-    checks, on a separate Ray."""
+    """Processor seconds a second that a further idle replica costs Serve's controller and Ray's GCS, on a Ray of its
+    own."""
     prepare_environment(None)
     import ray
     from ray import serve

@@ -67,8 +67,8 @@ class QuestionRow(BaseModel):
         return [self.question] if isinstance(self.question, str) else self.question
 
     def labelled(self, client: Client) -> Self:
-        """The row with its cache's labels beside its own. Raises as `read_back` does, as far as that is known without
-        the cache's bytes."""
+        """The row with its cache's labels beside its own. Raises as `read_back`, before the cache's bytes are
+        fetched."""
         if self.cache_id is None:
             return self
         cache = client.caches.retrieve(self.cache_id)
@@ -76,20 +76,19 @@ class QuestionRow(BaseModel):
         return self.model_copy(update={"labels": cache.labels | self.labels})
 
     def read_back(self, client: Client) -> Self:
-        """The row with the kept text of its cache's document. Raises `SourceNotKept` where no text of one document was
-        kept, and `CacheNotFound`, ..."""
+        """The row with the kept text of its cache's document. Raises `SourceNotKept`, and `CacheNotFound`, ..."""
         if self.cache_id is None:
             return self
         from kvshelf.artifact.blob import inspect
         from kvshelf.artifact.exported import split
 
         exported = split(client.caches.download(self.cache_id, about=True))
-        made = inspect(exported.blob).header.to_identity()
+        identity = inspect(exported.blob).header.to_identity()
         reasons = {
             _NOT_KEPT: not exported.source,
-            _APPENDED: bool(made.parent),
-            "it is of messages": made.boundary not in ("text", "document"),
-            "it is of images, too": bool(made.images),
+            _APPENDED: bool(identity.parent),
+            "it is of messages": identity.boundary not in ("text", "document"),
+            "it is of images, too": bool(identity.images),
         }
         self._require_none(reasons)
         return self.model_copy(update={"context": exported.source.decode()})
@@ -175,15 +174,15 @@ def certify(
         engine.encoder.require_text("model")
         ways = default_ways(engine.coders.writes_klt)
         graded = list(_graded(engine, documents, ways, about, bound.max_new_tokens))
-        made, warnings = certified_by(engine, about, graded, ways)
+        certificate, warnings = certified_by(engine, about, graded, ways)
         for warning in warnings:
             common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if bound.output is not None:
             with common.written(bound.output) as target:
-                target.write(made.model_dump_json(indent=1).encode())
+                target.write(certificate.model_dump_json(indent=1).encode())
         elif client is not None:
-            client.certificates.keep(made)
-        common.print_objects([made], lambda: _table([made]), as_json=as_json)
+            client.certificates.keep(certificate)
+        common.print_objects([certificate], lambda: _table([certificate]), as_json=as_json)
 
 
 def certificates(
@@ -227,14 +226,14 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> Cer
 
 
 def _require_apart(rows: list[QuestionRow]) -> None:
-    seen: set[str] = set()
+    texts: set[str] = set()
     for row in rows:
-        if (text := row.context or row.cache_id or "") in seen:
+        if (text := row.context or row.cache_id or "") in texts:
             raise InvalidRequest(
                 f"two rows have the context {text[:60]!r}: put the questions on a document into one row",
                 param="file",
             )
-        seen.add(text)
+        texts.add(text)
 
 
 def _digest(file: Path, rows: list[QuestionRow]) -> str:

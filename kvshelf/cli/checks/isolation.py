@@ -74,11 +74,11 @@ class LookupProbe:
         return bool(self.differences) or is_leak(self.aucs, self.pairs)
 
 
-def auc(theirs: Sequence[float], nothing: Sequence[float]) -> float:
+def auc(owners: Sequence[float], nothing: Sequence[float]) -> float:
     """The probability that one of `theirs` is above one of `nothing`; equal ones count half."""
     ordered = sorted(nothing)
-    wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in theirs)
-    return wins / (2 * len(theirs) * len(nothing))
+    wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in owners)
+    return wins / (2 * len(owners) * len(nothing))
 
 
 def most_auc(pairs: int) -> float:
@@ -128,9 +128,9 @@ class Party:
 
     def make(self, path: str, body: Any) -> dict[str, Any]:
         """What a creation answers; it is removed in the end."""
-        made: dict[str, Any] = self.post(path, body)
-        self.made.append(f"{path}/{made['id']}")
-        return made
+        created: dict[str, Any] = self.post(path, body)
+        self.made.append(f"{path}/{created['id']}")
+        return created
 
     def ids(self) -> list[str]:
         return [path.rpartition("/")[2] for path in self.made]
@@ -251,7 +251,9 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
     ended = _await(owner, f"/v1/batches/{batch_id}")
     results = (ended["output_file_id"], ended["error_file_id"])
     owner.made += [f"/v1/files/{result}" for result in results if result is not None]
-    owner.made += [f"/v1/caches/{made['id']}" for made in owner.get(f"/v1/caches?label.mark={row}")["data"]]
+    owner.made += [
+        f"/v1/caches/{cache_of_row['id']}" for cache_of_row in owner.get(f"/v1/caches?label.mark={row}")["data"]
+    ]
     yield Lookup("file", "GET", "/v1/files/{}", file_id)
     yield Lookup("file content", "GET", "/v1/files/{}/content", file_id)
     yield Lookup("batch", "GET", "/v1/batches/{}", batch_id)
@@ -290,7 +292,7 @@ def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
     """A certificate of a model that certifies nothing."""
     served = next(one for one in owner.get("/v1/models")["data"] if one["id"] == model)
     group = GroupBound(documents=1, questions=1, limit=0.0, tokens=(1, 1), share=1.0, loss=0.0, ways=[])
-    made = Certificate(
+    certificate = Certificate(
         name=name,
         alpha=0.5,
         reference="full",
@@ -304,7 +306,7 @@ def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
         data="",
         date="",
     )
-    return made.signed().model_dump(mode="json")
+    return certificate.signed().model_dump(mode="json")
 
 
 def _await(party: Party, path: str) -> dict[str, Any]:
@@ -322,10 +324,10 @@ def probe(owner: Party, stranger: Party, lookup: Lookup, pairs: int) -> LookupPr
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
     theirs, nothing = lookup.theirs, nobodys(lookup.theirs)
     finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
-    said = [_comparable(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
+    answers = [_comparable(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
-        finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
-    finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in said)]
+        finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*answers)]
+    finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in answers)]
     while lookup.timed and not finding.differences and len(finding.aucs) < ROUNDS:
         times: dict[str, list[float]] = {theirs: [], nothing: []}
         for _ in range(pairs):
@@ -379,11 +381,11 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
             owner.make("/v1/caches", {"document": known, "model": model})
             for document in random.sample([known, fresh], 2):
                 answer, took_s = stranger.send("POST", "/v1/caches", {"document": document, "model": model})
-                made = _require_success(answer).json()
-                if made["existing"] or answer.status_code != 201:
-                    finding.differences = [f"status {answer.status_code}, existing {made['existing']}"]
+                created = _require_success(answer).json()
+                if created["existing"] or answer.status_code != 201:
+                    finding.differences = [f"status {answer.status_code}, existing {created['existing']}"]
                 times[document == known].append(took_s)
-                stranger.send("DELETE", f"/v1/caches/{made['id']}")
+                stranger.send("DELETE", f"/v1/caches/{created['id']}")
             owner.send("DELETE", owner.made.pop())
         finding.ms = 1e3 * median(times[False])
         finding.aucs.append(auc(times[True], times[False]))

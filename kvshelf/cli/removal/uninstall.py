@@ -74,14 +74,14 @@ def uninstall(
     """
     left = list(dict.fromkeys(remainders(os.environ, store)))
     _show(left)
-    ours = [remainder for remainder in left if not remainder.remedy]
-    if dry_run or not ours:
+    removable = [remainder for remainder in left if not remainder.remedy]
+    if dry_run or not removable:
         return
-    if running := running_in([remainder.place for remainder in ours]):
+    if running := running_in([remainder.place for remainder in removable]):
         raise InvalidRequest(f"kvshelf runs (process {', '.join(running)}); stop it first", param="--yes")
     if not yes and not (sys.stdin.isatty() and typer.confirm("Remove all that has no remark?")):
         raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
-    for remainder in ours:
+    for remainder in removable:
         _remove(remainder)
         say("removed", remainder.place)
     common.notes.print("What is left is the package: pip uninstall kvshelf")
@@ -102,8 +102,8 @@ def remainders(environment: Mapping[str, str], store: str | None) -> Iterator[Re
     units = list(_units())
     every = [environment, *(settings for _, settings in units)]
     data = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvshelf"
-    for made in ("calibrations", "gates", "served"):
-        yield from _existing("calibrations", str(data / made))
+    for folder in ("calibrations", "gates", "served"):
+        yield from _existing("calibrations", str(data / folder))
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield from _existing("models", str(caches / "kvshelf"))
     for url in (f"disk://{data}", store, *(settings.get("KVSHELF_STORE") for settings in every)):
@@ -162,8 +162,7 @@ def _existing(what: What, place: str | None, remedy: str = "") -> Iterator[Remai
 
 
 def running_in(places: Sequence[str]) -> list[str]:
-    """The processes of this user that are services or batches of kvshelf, or whose command names one of the places, as
-    those of Ray name their sockets."""
+    """The processes of this user that run kvshelf, or whose command names one of the places, as Ray's do."""
     names: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

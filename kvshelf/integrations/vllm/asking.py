@@ -106,8 +106,8 @@ class CacheAsker:
     async def prepare(
         self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
     ) -> CacheAsk:
-        """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
-        `shelf_request` do."""
+        """model: None, the cache's, or vLLM's name. fields: more of the body. Raises as `Store.stat`,
+        `shelf_request`."""
         with self._metrics.asking():
             cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
             request = await off_loop(self._questions.request, cache, prompt)
@@ -152,8 +152,8 @@ class CacheAsker:
 class _Failed(Exception):
     """vLLM's refusal. Its text is vLLM's own message."""
 
-    def __init__(self, status: int, said: Any) -> None:
-        error = said.get("error") if isinstance(said, dict) else None
+    def __init__(self, status: int, body: Any) -> None:
+        error = body.get("error") if isinstance(body, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         super().__init__(f"{message or 'without a message'}"[:1000])
         self.status = status

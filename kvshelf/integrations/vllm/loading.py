@@ -44,13 +44,12 @@ class ShelfWorker:
         self._ragged: dict[str, HeadPages] = {}
 
     def start(self, step: ConnectorStep, layers: Mapping[str, Any]) -> None:
-        """Begin to read what a forward pass needs. layers: of vLLM, by name. A cache that several requests want is read
-        once."""
+        """Begin to read what a forward pass needs, each cache once. layers: of vLLM, by name."""
         self._layers = {name: layer for name, layer in layers.items() if getattr(layer, "kv_cache", None) is not None}
-        wanted: dict[tuple[str, str], list[Load]] = {}
+        by_cache: dict[tuple[str, str], list[Load]] = {}
         for load in step.loads:
-            wanted.setdefault((load.cache_id, load.root), []).append(load)
-        for (_, root), its_loads in wanted.items():
+            by_cache.setdefault((load.cache_id, load.root), []).append(load)
+        for (_, root), its_loads in by_cache.items():
             try:
                 source = self._source(its_loads)
             except KvshelfError as error:
@@ -151,14 +150,14 @@ class ShelfWorker:
         rest = page_of >= reading.head_pages.full
         if isinstance(reading.source, ArrivingCache):
             question, heads = reading.loads[0].entries, self._heads(layer.num_kv_heads)
-            rows, there = self._model.ragged_layer(reading.source, _index(name), question, heads), torch.ones_like(rest)
+            rows, known = self._model.ragged_layer(reading.source, _index(name), question, heads), torch.ones_like(rest)
             reading.tail[name] = rows[0][rest], rows[1][rest]
         else:
-            rows, there = reading.source[name], rest
+            rows, known = reading.source[name], rest
         for load in reading.loads:
-            wanted = page_of >= load.first // self._page
-            slots = self.rows.slots(stored, load.pages)[there & wanted]
-            keys, values = (part[wanted[there]] for part in rows)
+            missing = page_of >= load.first // self._page
+            slots = self.rows.slots(stored, load.pages)[known & missing]
+            keys, values = (part[missing[known]] for part in rows)
             layer.impl.do_kv_cache_update(layer, keys, values, self.rows.storage.rows, slots)
 
     def finish(self) -> None:
@@ -187,8 +186,7 @@ class ShelfWorker:
 
 
 class _Reading:
-    """One cache in one step. missing: names of vLLM's layers that are not in their pages. head_pages: of a ragged
-    cache. tail: rows to be kept."""
+    """One cache in one step. missing: vLLM's layers that are not in their pages yet. tail: rows to be kept."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class CacheReference:
 
     @classmethod
     def parse(cls, values: Any) -> Self:
-        """Raises `InvalidRequest`, without what was values: it may hold a key."""
+        """Raises `InvalidRequest`, without the values: one may be a key."""
         names = [member.name for member in fields(cls)]
         texts = isinstance(values, Mapping) and all(isinstance(value, str) for value in values.values())
         if not texts or "cache_id" not in values or not values.keys() <= set(names):
@@ -94,8 +94,8 @@ class ShelfRequest:
         return prompt, {"kv_transfer_params": self.kv_transfer_params}
 
     def body(self, model: str | None, **fields: Any) -> dict[str, Any]:
-        """The JSON of `POST /v1/completions`. model: as vLLM names it, or None for its own. fields: others of the body,
-        like max_tokens."""
+        """The JSON of `POST /v1/completions`. model: vLLM's name, or None. fields: more of the body, like
+        max_tokens."""
         return fields | {
             "model": model,
             "prompt": self.prompt_token_ids,
@@ -107,8 +107,8 @@ class ShelfRequest:
     def parse(
         cls, cache: Manifest | ServiceCache, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
     ) -> Self:
-        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `CacheReference`. Raises
-        `InvalidRequest` for one that this module does not build."""
+        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `CacheReference`.
+        Raises `InvalidRequest` for one that this module does not build."""
         cache_id, entries = cache.id, places_of(cache, page)
         own_places = is_ragged(cache)
         if ragged != (str(entries) if own_places else None):
@@ -161,8 +161,7 @@ def places_of(cache: Manifest | ServiceCache, page: int) -> int:
 
 
 class QuestionBuilder:
-    """Builds requests with one model's tokenizer, from transformers, for vLLMs with pages of `page` tokens.
-    Thread-safe."""
+    """Builds requests with a model's tokenizer for vLLMs with pages of `page` tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Any, page: int = PAGE) -> None:
         self._page = page
@@ -172,11 +171,11 @@ class QuestionBuilder:
 
     def request(self, cache: Manifest, prompt: Prompt) -> ShelfRequest:
         """As `shelf_request`."""
-        made = cache.identity["model"]
-        for part, ours in zip(("tokenizer", "template"), self._digests, strict=True):
-            if made[part] not in ("", ours):
+        model = cache.identity["model"]
+        for part, digest in zip(("tokenizer", "template"), self._digests, strict=True):
+            if model[part] not in ("", digest):
                 raise ModelMismatch(
-                    f"cache {cache.id} was made by {made['name']!r} with another {part} than the one given; load the "
+                    f"cache {cache.id} was made by {model['name']!r} with another {part} than the one given; load the "
                     "tokenizer from that model's folder",
                     field=part,
                 )

@@ -29,8 +29,7 @@ answer of a connector ends one request without ending the server."""
 
 
 class ShelfScheduler:
-    """Decides by the index of the shelf alone; no blob is read. page: tokens of a page of vLLM. rows: whether its
-    attention can have page tables for heads."""
+    """Decides by the index of the shelf alone. page: tokens of a page. rows: whether heads can have page tables."""
 
     def __init__(self, settings: ShelfSettings, page: int, *, rows: bool) -> None:
         self._store = settings.open()

@@ -22,8 +22,7 @@ from kvshelf.service.observe.questions import QuestionMetrics
 log = structlog.get_logger("kvshelf.vllm")
 
 SLACK: Final = 4
-"""How many more open requests than the least loaded server a document's own one may have: another would have to load
-the document first."""
+"""Most open requests of a document's own server above the least loaded one, which would have to load it first."""
 
 REST_S: Final = 5.0
 """How long a server that did not connect is asked last."""
@@ -32,8 +31,7 @@ _CONNECT_S: Final = 5.0
 
 
 class ProxyMetrics(QuestionMetrics):
-    """The proxy's metrics for Prometheus, of questions and of vLLM servers. upstream: the name of a server, all known
-    at the start."""
+    """The proxy's metrics for Prometheus. upstream: the name of a vLLM server, all known at the start."""
 
     def __init__(self) -> None:
         super().__init__()

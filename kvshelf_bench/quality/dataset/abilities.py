@@ -133,7 +133,7 @@ def _reference(rng: random.Random, prose: list[str]) -> tuple[str, list[Question
 def _spread(rng: random.Random, prose: list[str], pieces: list[str]) -> str:
     """Pieces between sentences of prose, in their order."""
     places = sorted(rng.sample(range(1, len(prose)), len(pieces)))
-    said = list(prose)
+    sentences = list(prose)
     for place, piece in reversed(list(zip(places, pieces, strict=True))):
-        said.insert(place, piece.rstrip("."))
-    return ". ".join(said)
+        sentences.insert(place, piece.rstrip("."))
+    return ". ".join(sentences)

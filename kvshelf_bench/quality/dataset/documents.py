@@ -21,8 +21,7 @@ class Document:
 
 
 def read_documents(source: str | Path, reading: RowRules | None = None) -> list[Document]:
-    """The documents of a file, a folder or a dataset of the hub, in its order. Raises `InvalidRequest` that names the
-    line."""
+    """The documents of a file, a folder or a dataset of the hub. Raises `InvalidRequest` that names the line."""
     documents: dict[str, Document] = {}
     named: dict[str, str] = {}
     shape, first = None, ""
@@ -62,7 +61,7 @@ def read_prompts(path: Path) -> dict[str, str]:
     return prompts
 
 
-def chosen(documents: Sequence[Document], *, fraction: float, limit: int | None, seed: int) -> list[Document]:
+def draw_documents(documents: Sequence[Document], *, fraction: float, limit: int | None, seed: int) -> list[Document]:
     """A fraction of the documents (at least one), drawn by a seed, and of these the first `limit`, in their order."""
     count = max(1, round(fraction * len(documents)))
     places = sorted(random.Random(seed).sample(range(len(documents)), count))

@@ -70,8 +70,8 @@ class Kvpress:
 
 def _has(peer: Peer, row: Row) -> bool:
     """Whether kvpress has the row: a press by a share removed, with its defaults, and no codec."""
-    own = row.codec != "none" or row.select is not None or row.budget is not None
-    return row.variant.policy in peer.ready["methods"] and not row.variant.params and not own
+    kvshelf_alone = row.codec != "none" or row.select is not None or row.budget is not None
+    return row.variant.policy in peer.ready["methods"] and not row.variant.params and not kvshelf_alone
 
 
 def _outcome(document: Document, reply: Mapping[str, Any]) -> Outcome:

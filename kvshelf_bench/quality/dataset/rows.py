@@ -66,8 +66,8 @@ def shape_of(row: FileRow) -> RowShape:
                 break
             return shape
     has = ", ".join(map(repr, row.fields)) or "none"
-    wanted = "; ".join(f"{', '.join(shape.needs)} ({shape.name})" for shape in SHAPES)
-    raise bad(f"{row.where} has the fields {has}; a row needs {wanted}")
+    shapes = "; ".join(f"{', '.join(shape.needs)} ({shape.name})" for shape in SHAPES)
+    raise bad(f"{row.where} has the fields {has}; a row needs {shapes}")
 
 
 def _kvpress(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
@@ -76,11 +76,11 @@ def _kvpress(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]
     task = task_of(name) or Task(letters)
     right = row.fields["answers"] if row.fields.get("answers") is not None else row.fields.get("answer")
     text = _text(row, "question", row.fields["question"])
-    own = _whole(row, row.fields.get("max_new_tokens"))
+    tokens = _whole(row, row.fields.get("max_new_tokens"))
     prefix = row.fields.get("answer_prefix") or ""
     if not isinstance(prefix, str):
         raise bad(f"{row.where}: answer_prefix must be a text")
-    question = _question(row, reading, text, right, name, task, prefix=prefix, tokens=own)
+    question = _question(row, reading, text, right, name, task, prefix=prefix, tokens=tokens)
     return _text(row, "context", row.fields["context"]), (question,)
 
 
@@ -126,8 +126,8 @@ def _lists(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
         raise bad(
             f"{row.where}: answers must be a list with one entry for each of {len(texts)} questions, not {entries}"
         )
-    said = row.fields.get("scorer") or "contains"
-    scorers = said if isinstance(said, list) else [said] * len(texts)
+    scorer_field = row.fields.get("scorer") or "contains"
+    scorers = scorer_field if isinstance(scorer_field, list) else [scorer_field] * len(texts)
     if len(scorers) != len(texts):
         raise bad(f"{row.where}: scorer must be one name, or one for each of {len(texts)} questions")
     tasks = row.fields.get("task") or ""
@@ -141,15 +141,14 @@ def _lists(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
 
 
 def beside_others(questions: Sequence[Question]) -> dict[Question, Question]:
-    """The questions about functions, with the language and all functions of their repository as classes. Functions of
-    one name are one for RepoQA."""
+    """The questions about functions, with the language and all functions of their repository as classes."""
     about_functions = [one for one in questions if one.scorer == REPEATED]
     named = {(*one.classes[1:], one.answers[0]): None for one in about_functions}
     known = {}
     for one in about_functions:
         language, repository, name = one.classes
-        functions = [(own, text) for of, own, text in named if of == repository]
-        right = dict.fromkeys((one.answers[0], *(text for own, text in functions if own == name)))
+        functions = [(function, text) for of, function, text in named if of == repository]
+        right = dict.fromkeys((one.answers[0], *(text for function, text in functions if function == name)))
         known[one] = replace(one, answers=tuple(right), classes=(language, *(text for _, text in functions)))
     return known
 

@@ -78,8 +78,7 @@ class HeadPages:
         )
 
     def stored(self, layer: int) -> tuple[Spread, Tensor, Tensor]:
-        """Where the entries of a layer lie, one head behind the other: head pages, in which of them each entry is, and
-        the place there."""
+        """Where the entries of a layer lie, head by head: head pages, each entry's head page, and its place there."""
         pages, *others = (part[0].flatten() for part in self.spread(self.stand_ins, slice(layer, layer + 1)))
         lengths = self.lengths[layer]
         place = torch.cat([torch.arange(length) for length in lengths.tolist()])
@@ -148,8 +147,8 @@ class HeadTables:
         return self.storage.numbers(spread, torch.tensor(pages))[which] * self.storage.page + places
 
     def of(self, metadata: Any) -> StepRows | None:
-        """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
-        the same object for all layers."""
+        """None where all heads of the pass have equal lengths. metadata: of vLLM's attention, one object for all
+        layers."""
         if not self.requests:
             return None
         if self._last[0] is not metadata:

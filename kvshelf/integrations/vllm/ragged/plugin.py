@@ -18,8 +18,7 @@ def is_tested(version: str) -> bool:
 
 
 def register() -> None:
-    """Have a vLLM that the tests run take our attention on a CPU, unless another one is registered already. May be
-    called again."""
+    """Have a tested vLLM take our attention on a CPU, unless another one is registered. May be called again."""
     if _is_for_us():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
