@@ -90,8 +90,8 @@ class ShelfChat(BaseChatModel):
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
         """options: of one call, such as `chat.bind(max_tokens=16)`."""
         limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        said = convert_to_openai_messages(messages, text_format="string")
-        return {**limits, **options, "messages": said, "stop": stop}
+        turns = convert_to_openai_messages(messages, text_format="string")
+        return {**limits, **options, "messages": turns, "stop": stop}
 
 
 class ShelfRetriever(BaseRetriever):
@@ -169,9 +169,9 @@ def main() -> None:
         question = f"What is the access code of the {animal}?"
         (best,) = retriever.invoke(question)
         chat = ShelfChat(cache_id=best.metadata["cache_id"], max_tokens=16)
-        said = chat.invoke(question)
-        print(f"{best.page_content}: {said.text.strip()}")
-        print("usage:", said.usage_metadata)
+        reply = chat.invoke(question)
+        print(f"{best.page_content}: {reply.text.strip()}")
+        print("usage:", reply.usage_metadata)
         print("streamed:", asyncio.run(streamed(chat, question)).strip())
 
 

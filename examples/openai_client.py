@@ -27,10 +27,10 @@ def main() -> None:
         "max_tokens": 16,
         "extra_body": {"cache_id": cache.id},
     }
-    said = client.chat.completions.create(**request)
-    print("answer:", said.choices[0].message.content)
-    print("tokens from the shelf:", said.usage.prompt_tokens_details.cached_tokens)
-    print("tokens read for the question:", said.usage.prompt_tokens - said.usage.prompt_tokens_details.cached_tokens)
+    reply = client.chat.completions.create(**request)
+    print("answer:", reply.choices[0].message.content)
+    print("tokens from the shelf:", reply.usage.prompt_tokens_details.cached_tokens)
+    print("tokens read for the question:", reply.usage.prompt_tokens - reply.usage.prompt_tokens_details.cached_tokens)
 
     print("streamed:", end=" ")
     for chunk in client.chat.completions.create(**request, stream=True):

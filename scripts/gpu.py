@@ -263,9 +263,9 @@ def _markdown(report: dict[str, Any]) -> str:
     lines += [f"- {part['name']}: {part['state']} after {part['seconds']:.0f} s" for part in unfinished]
     lines += [f"- {row['part']}, {row['name']}: {row['error']}" for row in errors]
     for part in report["parts"]:
-        own = [row for row in rows if row["part"] == part["name"] and "error" not in row]
+        of_part = [row for row in rows if row["part"] == part["name"] and "error" not in row]
         lines += ["", f"## {part['name']}", "", f"Goal: {part['goal']}. {part['state'].capitalize()}.", ""]
-        lines += _table(own, with_part=False) if own else ["No row."]
+        lines += _table(of_part, with_part=False) if of_part else ["No row."]
     return "\n".join(lines)
 
 

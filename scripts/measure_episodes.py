@@ -55,25 +55,28 @@ def print_row(name: str, hits: Sequence[Sequence[bool]], nbytes: Sequence[int]) 
     print(f"  {name}: {sum(every)} of {len(every)} ({low:.0%} to {high:.0%}), {mean:.2f} MB", flush=True)
 
 
-def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> None:
+def quality(engine: Engine, conversations: Sequence[Conversation], removed: float) -> None:
     """One cache, then episodes that take as many bytes together."""
     print(f"{removed:.0%} removed by one cache:", flush=True)
     for name, options in ALONE.items():
         ratio = None if name == "full" else removed
-        caches = [engine.compress(conversation.text, compression_ratio=ratio, **options) for conversation in made]
+        caches = [
+            engine.compress(conversation.text, compression_ratio=ratio, **options) for conversation in conversations
+        ]
         hits = [
             right(engine, conversation, [cache] * len(conversation.questions))
-            for conversation, cache in zip(made, caches, strict=True)
+            for conversation, cache in zip(conversations, caches, strict=True)
         ]
         print_row(name, hits, [cache.nbytes for cache in caches])
     for count in (1, TOPICS):
         share = 1 - (1 - removed) / count
         sets = [
-            engine.episodes(conversation.text, count, compression_ratio=share, chunk=CHUNK) for conversation in made
+            engine.episodes(conversation.text, count, compression_ratio=share, chunk=CHUNK)
+            for conversation in conversations
         ]
         nbytes = [sum(cache.nbytes for cache in caches) for caches in sets]
         routed, known = [], []
-        for conversation, caches in zip(made, sets, strict=True):
+        for conversation, caches in zip(conversations, sets, strict=True):
             params = [cache.identity.policy_params for cache in caches]
             places = [
                 engine.asker.nearest(params, question.text) if count > 1 else 0

@@ -174,11 +174,11 @@ class Subject:
         if ran != list(expected):
             same = next((at for at, pair in enumerate(zip(ran, expected, strict=False)) if pair[0] != pair[1]), None)
             at = min(len(ran), len(expected)) if same is None else same
-            said = "" if not self.tokens else (
+            place = "" if not self.tokens else (
                 f" (expected {self.tokenizer.decode(expected[at : at + 30])!r}, "
                 f"ran {self.tokenizer.decode(ran[at : at + 30])!r})"
             )  # fmt: skip
-            raise Wrong(f"{what}: other tokens{said}")
+            raise Wrong(f"{what}: other tokens{place}")
 
     def _stored(self, manifest: Any) -> list[int]:
         return self.turn_tokens[manifest.id] if manifest.parent_id else self.engine.documents[
@@ -360,9 +360,9 @@ class Subject:
         end = re.search("|".join(map(re.escape, _TURN_ENDS)), text)
         return text if end is None else text[: end.start()]
 
-    def _require_calls(self, what: str, reply: Any, wanted: Sequence[Mapping[str, Any]]) -> None:
+    def _require_calls(self, what: str, reply: Any, calls: Sequence[Mapping[str, Any]]) -> None:
         arguments = [json.loads(call.function.arguments) for call in reply.tool_calls]
-        if arguments != list(wanted):
+        if arguments != list(calls):
             raise Wrong(f"{what}: calls {arguments} in {reply.text[:60]!r}")
 
     def _require_tail(self, what: str, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> None:
@@ -371,8 +371,8 @@ class Subject:
         tail = self.ids(whole[whole.rfind("Is it dry in Kiel?") + len("Is it dry in Kiel?") :])
         _, query = self.engine.asked[-1]
         if query[-len(tail) :] != tail:
-            said = f" (expected {self.tokenizer.decode(tail)!r}, ran {self.tokenizer.decode(query[-len(tail) :])!r})"
-            raise Wrong(f"{what}: other tokens{said if self.tokens else ''}")
+            note = f" (expected {self.tokenizer.decode(tail)!r}, ran {self.tokenizer.decode(query[-len(tail) :])!r})"
+            raise Wrong(f"{what}: other tokens{note if self.tokens else ''}")
 
     async def thinking(self) -> str:
         question = {"role": "user", "content": "Where is the book?"}
@@ -412,19 +412,19 @@ class Subject:
                 continue
             variables = {name: value}
             expected = self.whole(question, **variables)
-            made = (await self.replica.create(
+            manifest = (await self.replica.create(
                 CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=variables), caller=Caller("default")
             )).manifest  # fmt: skip
             mark = [{"role": "user", "content": "KVMARK"}]
             before, behind = (self.plain(mark, **extra).partition("KVMARK")[::2] for extra in ({}, variables))
-            if (made.id == usual) != (before[0] == behind[0]):
+            if (manifest.id == usual) != (before[0] == behind[0]):
                 raise Wrong(f"{name}: the id does not follow what is before the document")
-            if made.identity.get("variables", {}) != ({} if made.id == usual else variables):
-                raise Wrong(f"{name}: the cache keeps {made.identity.get('variables')}")
-            again = {} if made.id != usual else {"chat_template_kwargs": variables}
-            reply = await self.ask(made.id, question, max_tokens=2, **again)
+            if manifest.identity.get("variables", {}) != ({} if manifest.id == usual else variables):
+                raise Wrong(f"{name}: the cache keeps {manifest.identity.get('variables')}")
+            again = {} if manifest.id != usual else {"chat_template_kwargs": variables}
+            reply = await self.ask(manifest.id, question, max_tokens=2, **again)
             self.require_ran(reply.served.cache_id, expected, f"{name} {value}")
-            if made.id != usual:
+            if manifest.id != usual:
                 self._require_refused(await self._tried(usual, question, variables), name)
             count += 1
         return "yes" if count else "none"
@@ -444,14 +444,14 @@ class Subject:
     async def date(self) -> str:
         if "strftime_now" not in self.template:
             return "none"
-        made = []
+        manifests = []
         for day in (datetime.date(2031, 3, 7), datetime.date(2031, 3, 8)):
             with on_day(day):
                 created = await self.replica.create(CreateCache(document=DOCUMENT), caller=Caller("default"))
-                made.append(created.manifest.id)
-                reply = await self.ask(made[0], [{"role": "user", "content": "Where?"}], max_tokens=2)
+                manifests.append(created.manifest.id)
+                reply = await self.ask(manifests[0], [{"role": "user", "content": "Where?"}], max_tokens=2)
                 assert reply.text is not None
-        if made[0] != made[1]:
+        if manifests[0] != manifests[1]:
             raise Wrong("the id changes with the day")
         return "yes"
 
@@ -533,12 +533,12 @@ def main() -> None:
     print("| template | " + " | ".join(cells) + " |\n|---|" + "---|" * len(cells), flush=True)
     for name, template in templates().items():
         if not only or name in only:
-            said = row(template, tokens=chosen.tokens, cells=cells)
+            cells_of_row = row(template, tokens=chosen.tokens, cells=cells)
             if chosen.short:
-                said = {cell: re.split(r"[:,(]| by ", text)[0].strip() for cell, text in said.items()} | {
-                    cell: "always on" for cell, text in said.items() if text == "yes, always on"
-                }
-            shown = [" ".join(said.get(cell, "").split())[: chosen.width].replace("|", "\\|") for cell in cells]
+                cells_of_row = {
+                    cell: re.split(r"[:,(]| by ", text)[0].strip() for cell, text in cells_of_row.items()
+                } | {cell: "always on" for cell, text in cells_of_row.items() if text == "yes, always on"}
+            shown = [" ".join(cells_of_row.get(cell, "").split())[: chosen.width].replace("|", "\\|") for cell in cells]
             print(f"| {name} | " + " | ".join(shown) + " |", flush=True)
 
 

@@ -83,7 +83,7 @@ def questions_at_once(llm: LLM, engine: Engine, store: Store, draw: Draw, count:
     the second ones find all documents there."""
     scheduler = Scheduler(engine, SchedulerLimits(max_open=count, max_waiting=count))
     scheduler.start()
-    taken: dict[str, list[tuple[float, float]]] = {}
+    seconds_by_way: dict[str, list[tuple[float, float]]] = {}
     for _ in range(ROUNDS + 1):
         documents = [draw(DOCUMENT) for _ in range(count)]
         asks: dict[str, Callable[[list[list[int]]], None]] = {"vLLM alone": by_vllm(llm, documents)}
@@ -98,9 +98,9 @@ def questions_at_once(llm: LLM, engine: Engine, store: Store, draw: Draw, count:
                 started = time.perf_counter()
                 ask(questions)
                 pair.append(time.perf_counter() - started)
-            taken.setdefault(name, []).append((pair[0], pair[1]))
+            seconds_by_way.setdefault(name, []).append((pair[0], pair[1]))
     scheduler.stop()
-    for name, pairs in taken.items():
+    for name, pairs in seconds_by_way.items():
         first, again = (count * ANSWER / min(seconds) for seconds in zip(*pairs[1:], strict=True))
         print(f"{count} questions, {name}: {first:.0f} tokens/s, again {again:.0f} tokens/s", flush=True)
 

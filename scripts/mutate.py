@@ -232,8 +232,8 @@ def main() -> None:
 def _earlier(output: Path, places: Sequence[Mutation]) -> dict[Mutation, bool]:
     """Those of the places that the file has, and whether they were noticed."""
     rows = map(json.loads, output.read_text().splitlines()) if output.exists() else ()
-    seen = {Mutation(**{field.name: row[field.name] for field in fields(Mutation)}): row["noticed"] for row in rows}
-    return {place: seen[place] for place in places if place in seen}
+    noticed = {Mutation(**{field.name: row[field.name] for field in fields(Mutation)}): row["noticed"] for row in rows}
+    return {place: noticed[place] for place in places if place in noticed}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def table(report: dict[str, Any]) -> str:
     for outcome in outcomes:
         rows.setdefault((outcome["what"], outcome["why"]), []).append(outcome["model_type"])
     order = sorted(rows, key=lambda row: (list(SAID).index(row[0]), -len(rows[row]), row[1]))
-    counts = ", ".join(f"{sum(outcome['what'] == what for outcome in outcomes)} {said}" for what, said in SAID.items())
+    counts = ", ".join(
+        f"{sum(outcome['what'] == what for outcome in outcomes)} {label}" for what, label in SAID.items()
+    )
     lines = [
         f"With transformers {report['machine']['transformers']}: {counts}.",
         "",

@@ -69,8 +69,8 @@ def written() -> dict[Path, str]:
 
 def classes(infos: Sequence[MethodInfo]) -> str:
     """What the classes of policies, selectors or suffix policies say, without what was measured; one per line."""
-    said = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
-    return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
+    listed = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
+    return "[\n" + ",\n".join(json.dumps(one) for one in listed) + "\n]\n"
 
 
 def packaged(report: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def extent(info: MethodInfo) -> tuple[str, str]:
     for start, letter in (("In part, ", "P"), ("A reconstruction", "R")):
         if info.summary.startswith(start):
             return letter, info.summary.partition(":")[0].removeprefix(start).removeprefix(", ").strip()
-    own = info.source == "the model itself" or "docs/internals" in info.source
-    return ("-" if own else "W"), ""
+    is_own = info.source == "the model itself" or "docs/internals" in info.source
+    return ("-" if is_own else "W"), ""
 
 
 def row_label(row: dict[str, Any]) -> str:

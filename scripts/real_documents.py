@@ -95,19 +95,19 @@ def faults(sources: Sequence[Source]) -> Iterator[str]:
                 yield f"{source.id}: {question}: the answer stands in the question"
 
 
-def faults_of_row(made: dict[str, Any]) -> Iterator[str]:
+def faults_of_row(document: dict[str, Any]) -> Iterator[str]:
     """What is wrong with questions and answers beside their document: an answer that is not there, and questions that
     are all about one end of it."""
     thirds = set()
-    context = made["context"]
-    for question, answers in zip(made["question"], made["answers"], strict=True):
+    context = document["context"]
+    for question, answers in zip(document["question"], document["answers"], strict=True):
         first = _first(context, answers)
         if first is None:
-            yield f"{made['id']}: {question}: no answer stands in the document"
+            yield f"{document['id']}: {question}: no answer stands in the document"
         else:
             thirds.add(min(2, int(3 * first)))
     if thirds != {0, 1, 2}:
-        yield f"{made['id']}: answers first stand in thirds {sorted(thirds)} of the document only"
+        yield f"{document['id']}: answers first stand in thirds {sorted(thirds)} of the document only"
 
 
 def _first(context: str, answers: Sequence[str]) -> float | None:

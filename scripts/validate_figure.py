@@ -85,15 +85,15 @@ def measured(
     prefill_s = time.process_time() - started
     for group in shared(list(levels.values())):
         started = time.process_time()
-        made = engine.compressor.prefill(group, cues=cues)
+        prefill = engine.compressor.prefill(group, cues=cues)
         took_s = time.process_time() - started
-        assert made.reference is not None
-        probe_s = made.reference.probe_s  # wall time, as the prefill's: only their ratio counts
-        in_prefill_s = took_s * probe_s / (probe_s + made.compressions[0].prefill_s)
-        for level, compression in zip(group, made.compressions, strict=True):
+        assert prefill.reference is not None
+        probe_s = prefill.reference.probe_s  # wall time, as the prefill's: only their ratio counts
+        in_prefill_s = took_s * probe_s / (probe_s + prefill.compressions[0].prefill_s)
+        for level, compression in zip(group, prefill.compressions, strict=True):
             way = next(way for way, one in levels.items() if one is level)
             started = time.process_time()
-            quality = engine.compressor.measure(compression.cache, made.reference)
+            quality = engine.compressor.measure(compression.cache, prefill.reference)
             quality_s = in_prefill_s + time.process_time() - started
             right, lost = ways[way]
             policy, removed, codec = way
@@ -116,12 +116,12 @@ def costs(engine: Engine, documents: Sequence[Document], tokens: int, how: How) 
     level, cues = engine.compressor.level(job, DEFAULT_CODEC), cue_count(how, job.num_tokens)
     engine.run_levels([engine.compressor.level(engine.prepare(part[:2000]))], cues=1)  # records the program
     started = time.process_time()
-    made = engine.compressor.prefill([level], cues=cues)
+    prefill = engine.compressor.prefill([level], cues=cues)
     took_s = time.process_time() - started
-    assert made.reference is not None
-    share = made.reference.probe_s / (made.reference.probe_s + made.compressions[0].prefill_s)
+    assert prefill.reference is not None
+    share = prefill.reference.probe_s / (prefill.reference.probe_s + prefill.compressions[0].prefill_s)
     started = time.process_time()
-    figure = engine.compressor.measure(made.compressions[0].cache, made.reference)
+    figure = engine.compressor.measure(prefill.compressions[0].cache, prefill.reference)
     quality_s, prefill_s = took_s * share + time.process_time() - started, took_s * (1 - share)
     cells = (engine.name, job.num_tokens, how, figure.asked, figure.cues)
     seconds = (f"{number:.2f}" for number in (prefill_s, quality_s, quality_s / prefill_s))

@@ -139,9 +139,8 @@ class Simulation:
 
     def _foretell(self, question: _Waiting, *, answering: bool) -> None:
         program = self._trace.programs[question.program]
-        for hint in self._orchestrator.foretell(
-            question.program, program, question.turn, self._now, answering=answering
-        ):
+        number, turn = question.program, question.turn
+        for hint in self._orchestrator.foretell(number, program, turn, self._now, answering=answering):
             self._retention.hint(hint, _TENANT, self._now)
             if hint.next_use_s is not None and hint.least_s < _AHEAD_S < hint.next_use_s:
                 self._at(self._now + hint.next_use_s - _AHEAD_S, lambda: None)  # an event, which looks at the hints

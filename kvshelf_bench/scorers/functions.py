@@ -53,11 +53,7 @@ def unfit(_: Sequence[str], classes: Sequence[str]) -> str | None:
 def similarity(answer: str, reference: str) -> float:
     """BLEU of up to four words, with the fourth smoothing of Chen and Cherry, as `nltk` has it: counts of 0 become ever
     smaller parts of the logarithm of the answer's length."""
-    answer_words, reference_words = answer.split(), reference.split()
-    answer_words, reference_words = (
-        answer_words or [""],
-        reference_words or [""],
-    )  # an empty text is one empty word there
+    answer_words, reference_words = answer.split() or [""], reference.split() or [""]  # as `nltk` has empty texts
     zeros, logs = 0, 0.0
     for count in range(1, 5):
         answer_runs, reference_runs = runs(answer_words, count), runs(reference_words, count)

@@ -23,11 +23,10 @@ def bleu(length: int) -> Callable[[str, str], float]:
     def score(answer: str, reference: str) -> float:
         answer_words, reference_words = answer.split(), reference.split()
         common = (runs(answer_words, length) & runs(reference_words, length)).total()
-        return (
-            exp(min(0.0, 1 - len(reference_words) / len(answer_words))) * common / (len(answer_words) - length + 1)
-            if common
-            else 0.0
-        )
+        if not common:
+            return 0.0
+        brevity = exp(min(0.0, 1 - len(reference_words) / len(answer_words)))
+        return brevity * common / (len(answer_words) - length + 1)
 
     return score
 
@@ -73,17 +72,13 @@ def no_gaps(references: Sequence[str], _: Sequence[str]) -> str | None:
 
 
 def _meteor(answer: str, reference: str, alike: Callable[[str], Collection[str]] | None = None) -> float:
-    answer_words, reference_words = (
-        list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference)
-    )
-    counts = len(answer_words), len(reference_words)
-    pairs = _pairs(answer_words, reference_words)
-    answer_words, reference_words = (
-        [(place, stem(word)) for place, word in words] for words in (answer_words, reference_words)
-    )
-    pairs += _pairs(answer_words, reference_words)
+    both = [list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference)]
+    counts = [len(words) for words in both]
+    pairs = _pairs(*both)
+    both = [[(place, stem(word)) for place, word in words] for words in both]
+    pairs += _pairs(*both)
     if alike is not None:
-        pairs += _pairs(answer_words, reference_words, alike)
+        pairs += _pairs(*both, alike)
     if not pairs:
         return 0.0
     pairs.sort()

@@ -89,9 +89,11 @@ def measure(part: Part) -> None:
         left = [name for future, name in running.items() if not future.done()]
         part.row("cases without time", len(left), at_most=0, note=", ".join(left)[:400])
     for group, cases_of in differences.items():
-        wrong, ties, notes = ([said for messages in of for said in messages] for of in zip(*cases_of, strict=True))
-        said = [f"{len(cases_of)} cases", *notes, *wrong[:8], *(f"tie: {tie}" for tie in ties[:8])]
-        part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note="; ".join(said))
+        wrong, ties, notes = (
+            [message for messages in of for message in messages] for of in zip(*cases_of, strict=True)
+        )
+        lines = [f"{len(cases_of)} cases", *notes, *wrong[:8], *(f"tie: {tie}" for tie in ties[:8])]
+        part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note="; ".join(lines))
     pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -152,8 +154,8 @@ def cases(engine: Engine, device: torch.device, *, toy: bool = False) -> Iterato
 
 def document(engine: Engine, tokens: int, number: int) -> tuple[str, str]:
     """A text with facts, and a question about one of them."""
-    made = make_case("multikey", "prose", tokens, EVALUATION_SEED + number, counter(engine))
-    return made.text, made.asks[0].text
+    case = make_case("multikey", "prose", tokens, EVALUATION_SEED + number, counter(engine))
+    return case.text, case.asks[0].text
 
 
 def _policy(engine: Engine, text: str, question: str, policy: str, **params: Any) -> Result:
@@ -198,7 +200,9 @@ def _batch(engine: Engine) -> Result:
         for (text, _), policy in zip(texts, ("full", "keydiff", "ems"), strict=True)
     ]
     asks = [
-        (cache, text) for cache, (_, own) in zip(caches, texts, strict=True) for text in (own, f"Please tell: {own}")
+        (cache, text)
+        for cache, (_, question) in zip(caches, texts, strict=True)
+        for text in (question, f"Please tell: {question}")
     ]
     return Result([list(answer.token_ids) for answer in engine.answer_all(asks, max_new_tokens=_NEW)])
 
@@ -258,11 +262,11 @@ def _compared(engine: Engine, name: str, result: Result, expected: Result) -> tu
             if mine != theirs
         ]
         gap = _gap(engine, name, others)
-        said = f"{name}: {sum(len(positions) for *_, positions in others)} positions in {len(others)} heads"
+        note = f"{name}: {sum(len(positions) for *_, positions in others)} positions in {len(others)} heads"
         if gap is not None and gap <= _TIE:
-            ties.append(f"{said}, whose scores differ by {gap:.0e}")
+            ties.append(f"{note}, whose scores differ by {gap:.0e}")
         else:
-            wrong.append(f"{said}, whose scores differ by {'an unknown amount' if gap is None else f'{gap:.0e}'}")
+            wrong.append(f"{note}, whose scores differ by {'an unknown amount' if gap is None else f'{gap:.0e}'}")
     return ties, wrong
 
 

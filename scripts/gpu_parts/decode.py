@@ -57,11 +57,13 @@ def measure(part: Part) -> None:
                  at_least=5, note=note)  # fmt: skip
     with part.trying("a copy of the document for each answer"):
         part.require_s(8)
-        own = [_copied(whole) for _ in range(copies)]
-        seconds = _report(part, subject, own, copies, rate, f"{copies} answers, a copy of the document each")
+        copies_of_whole = [_copied(whole) for _ in range(copies)]
+        seconds = _report(
+            part, subject, copies_of_whole, copies, rate, f"{copies} answers, a copy of the document each"
+        )
         if copies in shared:
             part.row(f"{copies} answers: a copy each over one document", seconds / shared[copies], "times")
-        del own
+        del copies_of_whole
     with part.trying("short documents"):
         part.require_s(8)
         caches = [subject.engine.compress(subject.tokens(short, seed=20 + i), policy="full") for i in range(most)]

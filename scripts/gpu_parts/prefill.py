@@ -68,9 +68,9 @@ def _beside_plain(part: Part, subject: Subject, tokens: int, policies: Sequence[
     for policy in policies:
         whole = median(seconds[policy])
         hook_s = compress(subject, ids, policy, _REMOVED).hook_s
-        wanted = _WANTED.get(tokens) if policy in _LOCAL else None
+        goal = _WANTED.get(tokens) if policy in _LOCAL else None
         note = f"{whole:.3f} s; hooks {hook_s * 1e3:.1f} ms, {hook_s / plain:.2%} of the plain prefill"
-        part.row(f"{policy} over plain, {tokens} tokens", whole / plain, "times", at_most=wanted, note=note)
+        part.row(f"{policy} over plain, {tokens} tokens", whole / plain, "times", at_most=goal, note=note)
 
 
 def _whole(part: Part, subject: Subject, ids: list[int], policy: str) -> Cost:
