@@ -72,13 +72,13 @@ def no_gaps(references: Sequence[str], _: Sequence[str]) -> str | None:
 
 
 def _meteor(answer: str, reference: str, alike: Callable[[str], Collection[str]] | None = None) -> float:
-    both = [list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference)]
-    counts = [len(words) for words in both]
-    pairs = _pairs(*both)
-    both = [[(place, stem(word)) for place, word in words] for words in both]
-    pairs += _pairs(*both)
+    words, right = (list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference))
+    counts = len(words), len(right)
+    pairs = _pairs(words, right)
+    words, right = ([(place, stem(word)) for place, word in places] for places in (words, right))
+    pairs += _pairs(words, right)
     if alike is not None:
-        pairs += _pairs(*both, alike)
+        pairs += _pairs(words, right, alike)
     if not pairs:
         return 0.0
     pairs.sort()
