@@ -24,8 +24,8 @@ def processes(
     started: dict[Connection, BaseProcess] = {}
     with ExitStack() as stack:
         for own_arguments in arguments:
-            here, far_end = context.Pipe()
-            started[here] = process = context.Process(target=target, args=(far_end, *own_arguments), daemon=True)
+            near_end, far_end = context.Pipe()
+            started[near_end] = process = context.Process(target=target, args=(far_end, *own_arguments), daemon=True)
             process.start()
             far_end.close()
             stack.callback(process.join)

@@ -103,7 +103,7 @@ def batch(
     written: Outputs,
     fields: Annotated[dict[str, Any], _forms.DEFAULTS],
     run: BatchPace,
-    here: _options.Hosting,
+    hosting: _options.Hosting,
     url: _Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -115,7 +115,7 @@ def batch(
     """
     with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
-        fields["model"] = _only(here.model) if remote else None
+        fields["model"] = _only(hosting.model) if remote else None
         chosen = {name: value for name, value in fields.items() if value is not None}
         job = BatchJob(input, *written.places(), chosen, run.options, as_json)
         if remote:
@@ -126,7 +126,7 @@ def batch(
                 "--priority is among the batches of a service, and this command runs the batch itself; leave it out",
                 param="--priority",
             )
-        raise typer.Exit(job.run(**here.settings))
+        raise typer.Exit(job.run(**hosting.settings))
 
 
 @dataclass(frozen=True)

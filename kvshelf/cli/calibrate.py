@@ -168,8 +168,8 @@ def _reading(engine: Engine) -> list[str]:
     from pydoc_data.topics import topics
 
     chapters = sorted(topics.values(), key=len, reverse=True)
-    both = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
-    return [text for pair in both for text in pair]
+    pairs = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
+    return [text for pair in pairs for text in pair]
 
 
 def _prose(engine: Engine, texts: int) -> list[str]:

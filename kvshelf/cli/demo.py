@@ -158,9 +158,9 @@ def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
                 status.update(f"on the shelf: {title}")
                 shelves[title] = fill(client, path, way, scene)
             status.update("prefilling the document again, for comparison")
-            mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
-            again_s = [prefill_again(engine, mine, scene.document, question) for question in scene.questions[:AGAIN]]
-            in_process = in_own_process(engine, mine, scene)
+            cache = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
+            again_s = [prefill_again(engine, cache, scene.document, question) for question in scene.questions[:AGAIN]]
+            in_process = in_own_process(engine, cache, scene)
     tokens = shelves["full"].cache.tokens.document
     out.print(
         f"[bold]{scene.model}[/] in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}: {tokens:,} tokens "

@@ -94,9 +94,9 @@ def doctor(
     for finding in _findings(checks, model, device, dtype):
         failed = failed or not finding.ok
         if as_json:
-            say_json({"check": finding.check, "ok": finding.ok, "finding": finding.said})
+            say_json({"check": finding.check, "ok": finding.ok, "finding": finding.message})
         else:
-            say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.said}")
+            say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.message}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -126,7 +126,9 @@ def _run(checks: Sequence[Check]) -> Iterator[Finding]:
     for name, check in checks:
         with nullcontext() if name in _WITH_PROGRESS else common.notes.status(f"checking {name} ..."):
             finding = _attempt(name, check)
-            yield from [finding._replace(said=line) for line in finding.said.splitlines()] if finding.ok else [finding]
+            yield from (
+                [finding._replace(message=line) for line in finding.message.splitlines()] if finding.ok else [finding]
+            )
 
 
 def _attempt(name: str, check: Callable[[], str]) -> Finding:

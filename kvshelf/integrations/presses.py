@@ -115,18 +115,18 @@ class Pressed(Policy):
             raise PolicyUnsupported(
                 f"policy {self.name!r} cannot compress this: {type(error).__name__}: {error}", param="policy"
             ) from error
-        left = past.layers[layer.layer_idx]
+        pressed = past.layers[layer.layer_idx]
         mask = torch.ones(layer.kv_heads, layer.num_tokens, dtype=torch.bool, device=keys.device)
-        mask[:, first:] = self._mask_of_kept((keys[0], values[0]), (left.keys[0], left.values[0]))
+        mask[:, first:] = self._mask_of_kept((keys[0], values[0]), (pressed.keys[0], pressed.values[0]))
         if (hidden := getattr(module, "masked_key_indices", None)) is not None:
             _, heads, columns = hidden
             mask[heads, columns + first] = False
         return keep(layer, mask)
 
-    def _mask_of_kept(self, of_all: tuple[Tensor, Tensor], left: tuple[Tensor, Tensor]) -> Tensor:
+    def _mask_of_kept(self, of_all: tuple[Tensor, Tensor], of_kept: tuple[Tensor, Tensor]) -> Tensor:
         """Which entries of each head are left, `[kv_heads, n]` bool, by the bits of their keys and values."""
         mask = torch.zeros(of_all[0].shape[:2], dtype=torch.bool)
-        for head, (every, some) in enumerate(zip(_rows(*of_all), _rows(*left), strict=True)):
+        for head, (every, some) in enumerate(zip(_rows(*of_all), _rows(*of_kept), strict=True)):
             places: dict[bytes, list[int]] = {}
             for place, row in enumerate(every):
                 places.setdefault(row, []).append(place)

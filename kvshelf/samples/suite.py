@@ -216,10 +216,10 @@ def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTok
     """A number of list items within `num_tokens`, whichever words of `pool` are listed."""
     widest = max(count_tokens(f" {word}") for word in pool)
     items = number = 0
-    left = num_tokens
-    while left >= 0:
+    room = num_tokens
+    while room >= 0:
         items, number = number, number + 1
-        left -= count_tokens(f" {number}.") + widest
+        room -= count_tokens(f" {number}.") + widest
     return items
 
 

@@ -151,11 +151,11 @@ def spread(
     Raises ValueError when the sentences alone are longer than `num_tokens`.
     """
     placed = [" " + sentence for sentence in sentences]
-    left = num_tokens - sum(map(count_tokens, placed))
+    room = num_tokens - sum(map(count_tokens, placed))
     hay: list[str] = []
     for piece in pieces:
-        left -= count_tokens(piece)
-        if left < 0:
+        room -= count_tokens(piece)
+        if room < 0:
             break
         hay.append(piece)
     gaps = _gaps(rng, len(placed), len(hay))

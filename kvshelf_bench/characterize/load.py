@@ -288,8 +288,8 @@ def winners_table(cells: Sequence[LoadCell]) -> Table:
     table.title = f"which wins where: the best, and those within {EVEN:.0%} of it"
     shares = sorted({cell.share for cell in cells if cell.system != "full"}, reverse=True) or [1.0]
     for model, rate in dict.fromkeys((cell.model, cell.rate) for cell in cells):
-        here = [cell for cell in cells if (cell.model, cell.rate) == (model, rate)]
+        of_rate = [cell for cell in cells if (cell.model, cell.rate) == (model, rate)]
         for share in shares:
-            compared = [cell for cell in here if cell.system == "full" or cell.share == share]
+            compared = [cell for cell in of_rate if cell.system == "full" or cell.share == share]
             table.add_row(model, f"{rate:g}/s", f"{share:g}", *(measure.winners(compared) for measure in MEASURES))
     return table

@@ -248,7 +248,7 @@ def quantizing(layer: Layer) -> list[Case]:
     rows, size = layer.shape.kv_heads * layer.tokens, 1.0 * layer.shape.kv_heads * layer.tokens * layer.shape.head_dim
     nbytes = layer.kv_bytes + layer.int4_bytes(rows)
 
-    def both(axis: Axis) -> list[Case]:
+    def of_axis(axis: Axis) -> list[Case]:
         store = partial(quantize, bits=_BITS, group=_GROUP, axis=axis)
 
         def restore(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def quantizing(layer: Layer) -> list[Case]:
             Case(f"dequantize_{axis}", lambda: store(layer.packed(rows)), restore, nbytes, 2 * size),
         ]
 
-    return [*both("tokens"), *both("channels")]
+    return [*of_axis("tokens"), *of_axis("channels")]
 
 
 def attending(layer: Layer) -> list[Case]:

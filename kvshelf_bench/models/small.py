@@ -47,7 +47,7 @@ _LATENT: Final[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": None}
 
 _ROPES: Final = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 
-_OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere_compass_text": {"rope_parameters": _ROPES},
@@ -99,7 +99,7 @@ class NotBuilt(Exception):
 def small_model(model_type: str) -> PreTrainedModel:
     """A random model of this type, in fp32 on the CPU, the same in each call. Raises `NotBuilt`, and whatever the
     type's configuration or model raises where it cannot be as small."""
-    config = _small(CONFIG_MAPPING[model_type](), _OWN.get(model_type, {}))
+    config = _small(CONFIG_MAPPING[model_type](), _FIELDS.get(model_type, {}))
     with torch.device("meta"):  # where a model that turns out large takes no memory
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST_PARAMETERS:
@@ -123,7 +123,7 @@ def _small(usual: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedC
     for name in usual.sub_configs:
         part = getattr(usual, name, None)
         if part is not None and name not in overrides:
-            sizes[name] = _small(part, _OWN.get(part.model_type, {})).to_dict()
+            sizes[name] = _small(part, _FIELDS.get(part.model_type, {})).to_dict()
     config = type(usual)(**sizes)
     kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
     if kinds == ["full_attention"] and "sliding_window" in known:

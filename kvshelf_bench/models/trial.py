@@ -80,23 +80,23 @@ class _PlainReading:
     """A document, what is asked behind it, and the logits of these tokens without kvshelf, `[tokens, vocabulary]`."""
 
     document: list[int]
-    behind: list[int]
+    following: list[int]
     logits: Tensor
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _PlainReading:
         """Raises `NotBuilt` where the logits are the same behind another document: they would show nothing."""
-        document, behind = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
-        logits, others = (_read(model, ids, behind) for ids in (document, _ids(_DOCUMENT, 3)))
-        if not _relative(others, logits) > TELLING:
+        document, following = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
+        logits, other_logits = (_read(model, ids, following) for ids in (document, _ids(_DOCUMENT, 3)))
+        if not _relative(other_logits, logits) > TELLING:
             raise NotBuilt("its small model says the same behind every document")
-        return cls(document, behind, logits)
+        return cls(document, following, logits)
 
 
-def _read(model: PreTrainedModel, document: list[int], behind: list[int]) -> Tensor:
+def _read(model: PreTrainedModel, document: list[int], following: list[int]) -> Tensor:
     """Logits of the tokens behind a document that is read with them."""
     with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([document + behind]), use_cache=False).logits
+        logits: Tensor = model(input_ids=torch.tensor([document + following]), use_cache=False).logits
     return logits[0, len(document) :]
 
 
@@ -107,12 +107,14 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 def _difference(engine: Engine, plain: _PlainReading) -> float:
     """How far what the model says behind the stored document is from what it says itself: the larger of both ways."""
     stored = CompressedCache.from_bytes(engine.compress(plain.document, policy="full").to_bytes())
-    return max(_relative(_logits(engine, stored, plain.behind), plain.logits), _answers_differ(engine, stored, plain))
+    return max(
+        _relative(_logits(engine, stored, plain.following), plain.logits), _answers_differ(engine, stored, plain)
+    )
 
 
-def _logits(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
+def _logits(engine: Engine, cache: CompressedCache, following: list[int]) -> Tensor:
     """Logits of a question in one call where the model takes it so, and of further tokens one at a time."""
-    parts = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
+    parts = torch.split(torch.tensor([following]), [_QUESTION] + [1] * _ANSWER, dim=1)
     with torch.no_grad(), engine.attached(cache) as past:
         pieces = [piece for part in parts for piece in past.pieces(part)]
         return torch.cat([engine.model(input_ids=piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in pieces])
@@ -120,7 +122,7 @@ def _logits(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor
 
 def _answers_differ(engine: Engine, cache: CompressedCache, plain: _PlainReading) -> float:
     """By how much the tokens that two answers of one batch are made of miss the best ones, as `_relative`."""
-    questions = [plain.behind[:_QUESTION], plain.behind[_QUESTION:]]
+    questions = [plain.following[:_QUESTION], plain.following[_QUESTION:]]
     answers = engine.answer_all([(cache, question) for question in questions], max_new_tokens=4)
     missed = [0.0]
     for question, answer in zip(questions, answers, strict=True):
@@ -167,9 +169,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, late)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.setitimer(signal.ITIMER_REAL, remaining_s)
         signal.signal(signal.SIGALRM, handler)

@@ -35,7 +35,7 @@ _Seconds = Mapping[tuple[str, str, int], list[float]]
 
 _THREADS: Final = (1, 2)
 _ENCODED: Final[tuple[str, ...]] = ("int8", "int4", "lossless", "klt")
-_ASKED: Final[tuple[str, ...]] = ("none", "int4", "klt")
+_STORED: Final[tuple[str, ...]] = ("none", "int4", "klt")
 """Codecs under which a question is asked from a shelf."""
 
 _ZSTD_LEVEL: Final = 3
@@ -102,7 +102,7 @@ def codec_costs(subject: Subject, store: Store, tokens: int, rounds: int) -> Cod
     cache = engine.compress(ids, policy="full")
     ways = codec_ways(engine, cache)
     cache_ids = {
-        codec: store.put(engine.encoded(cache, codec)).id for codec in _ASKED if codec in ways or codec == "none"
+        codec: store.put(engine.encoded(cache, codec)).id for codec in _STORED if codec in ways or codec == "none"
     }
     shelved = {codec: partial(store.get, cache_id) for codec, cache_id in cache_ids.items()}
     seconds = _measured(subject, ways, shelved, ids, rounds)

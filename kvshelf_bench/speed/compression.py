@@ -105,21 +105,21 @@ def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) ->
 
 
 def _row(
-    policy: str, tokens: int, removed: float, plain: list[Hooked], ours: list[Hooked], theirs: list[Hooked] | None
+    policy: str, tokens: int, removed: float, plain: list[Hooked], hooked: list[Hooked], peer: list[Hooked] | None
 ) -> CompressionCost:
-    plain_s, hook_s = _totals(plain), [run.hook_s for run in ours]
-    peer_s = [run.hook_s for run in theirs] if theirs is not None else None
+    plain_s, hook_s = _totals(plain), [run.hook_s for run in hooked]
+    peer_s = [run.hook_s for run in peer] if peer is not None else None
     return CompressionCost(
         policy=policy,
         tokens=tokens,
         removed=removed,
         plain_s=Spread.of(plain_s),
         hook_s=Spread.of(hook_s),
-        share=_share(ours),
-        whole=ratios(_totals(ours), plain_s),
-        whole_wall=ratios([run.total.wall_s for run in ours], [run.total.wall_s for run in plain]),
+        share=_share(hooked),
+        whole=ratios(_totals(hooked), plain_s),
+        whole_wall=ratios([run.total.wall_s for run in hooked], [run.total.wall_s for run in plain]),
         peer_s=Spread.of(peer_s) if peer_s is not None else None,
-        peer_share=_share(theirs) if theirs is not None else None,
+        peer_share=_share(peer) if peer is not None else None,
         beside_peer=ratios(hook_s, peer_s) if peer_s is not None else None,
     )
 

@@ -107,8 +107,8 @@ def _measure(
         runs = interleaved(ways, rounds)
     together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
     walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
-    both = zip(runs["together"], runs["first"], strict=True)
-    steps = [(run.cost.seconds - first.cost.seconds) / (new_tokens - 1) for run, first in both]
+    pairs = zip(runs["together"], runs["first"], strict=True)
+    steps = [(run.cost.seconds - first.cost.seconds) / (new_tokens - 1) for run, first in pairs]
     needed = step_bytes(subject, caches[:documents], len(caches), new_tokens)
     return Decoding(
         way="",

@@ -29,7 +29,7 @@ from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Only the number of kept entries matters here."""
 
-_ASKED = 5
+_QUESTIONS = 5
 """Questions that each way asks in its turn, after one that does not count."""
 
 _AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
@@ -130,7 +130,7 @@ def _tier(costs: list[Cost], again_s: list[float]) -> Tier:
 def settled(ask: Callable[[], Cost]) -> Cost:
     """The median of five calls in a row, after one that does not count."""
     ask()
-    return sorted((ask() for _ in range(_ASKED)), key=lambda spent: spent.seconds)[_ASKED // 2]
+    return sorted((ask() for _ in range(_QUESTIONS)), key=lambda spent: spent.seconds)[_QUESTIONS // 2]
 
 
 def ways_to_ask(

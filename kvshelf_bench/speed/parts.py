@@ -171,8 +171,8 @@ def sharing_table(rows: Sequence[Sharing]) -> Table:
     for row in rows:
         shared = ", ".join(f"{nbytes / 1e6:,.0f} MB" for nbytes in row.held_bytes["shared"])
         of_one = f"{row.held_bytes['one'][0] / 1e6:,.0f} MB, and {shared}"
-        both = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
-        for work, seconds, faster, memory in both:
+        works = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
+        for work, seconds, faster, memory in works:
             table.add_row(
                 f"{row.tokens:,}",
                 work,

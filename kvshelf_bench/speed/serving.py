@@ -118,7 +118,7 @@ def serving(
             if not all(run.measure_again(work, number) or work is not run.works[0] for work in run.works):
                 break  # without its document, questions would be on the one before
     missing = [f"{name}: {_ABSENT[name]}" for name, peer in peers.items() if peer is None]
-    rows = [run.row(work) for work in run.works if run.taken[work.name]]
+    rows = [run.row(work) for work in run.works if run.costs[work.name]]
     return Serving([*ways], rows, [*missing, *run.missing(pace.rounds)], versions)
 
 
@@ -130,7 +130,7 @@ class ServingRun:
     ends: float
     turn: Callable[[str], None]
     rest_s: float = REST_S
-    taken: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
+    costs: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
     _prefilled: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Of each way, the tokens and seconds of its last prefill."""
 
@@ -143,7 +143,7 @@ class ServingRun:
     _seed: int = 0
 
     def __post_init__(self) -> None:
-        self.taken = {work.name: {} for work in self.works}
+        self.costs = {work.name: {} for work in self.works}
 
     def warm(self) -> None:
         """Nothing is made for the first time where it is measured; the second time tells what the first work takes."""
@@ -160,16 +160,16 @@ class ServingRun:
         document, questions = self._draw(work)
         for name in self.ways:
             expected = self._expected(name, work)
-            asked_of_nothing = not work.document and name not in self.taken[self.works[0].name]
+            asked_of_nothing = not work.document and name not in self.costs[self.works[0].name]
             if asked_of_nothing or time.monotonic() + expected > self.ends:
                 self._left_out[work.name, name] = expected
             else:
                 self._take_turn(name, work, document, questions, 0)
-        return bool(self.taken[work.name])
+        return bool(self.costs[work.name])
 
     def measure_again(self, work: Work, number: int) -> bool:
         """Give a work to all ways that were measured before, or to none. Whether they had time for it."""
-        ways = [*self.taken[work.name]]
+        ways = [*self.costs[work.name]]
         if not ways or time.monotonic() + sum(self._expected(name, work) for name in ways) > self.ends:
             return False
         document, questions = self._draw(work)
@@ -192,10 +192,10 @@ class ServingRun:
             cost = way.answered(questions, work.new_tokens)
             if work.new_tokens >= _WARM_ANSWER:  # of fewer the question is most
                 self._token_s[name] = cost.wall_s / (work.answers * work.new_tokens)
-        self.taken[work.name].setdefault(name, []).append(cost)
+        self.costs[work.name].setdefault(name, []).append(cost)
 
     def _expected(self, name: str, work: Work) -> float:
-        if known := self.taken[work.name].get(name):
+        if known := self.costs[work.name].get(name):
             return known[-1].wall_s
         if not work.document:
             return self._token_s[name] * work.answers * max(work.new_tokens, _WARM_ANSWER)
@@ -207,7 +207,7 @@ class ServingRun:
         return self.subject.tokens(count, seed=self._seed)
 
     def row(self, work: Work) -> ServingRow:
-        costs_by_way = self.taken[work.name]
+        costs_by_way = self.costs[work.name]
         wall = {name: [cost.wall_s for cost in costs] for name, costs in costs_by_way.items()}
         processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in costs_by_way.items()}
         beside = {
@@ -220,7 +220,7 @@ class ServingRun:
         """What the budget left out, one line each."""
         lines = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
         for work in self.works:
-            measured = max(map(len, self.taken[work.name].values()), default=rounds)
+            measured = max(map(len, self.costs[work.name].values()), default=rounds)
             if measured < rounds:
                 lines.append(f"{work.name}: {measured} of {rounds} rounds")
         return lines

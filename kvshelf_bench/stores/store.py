@@ -135,7 +135,7 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
 class PutSteps:
     def __init__(self) -> None:
         self._last = 0.0
-        self.taken: dict[str, list[float]] = {}
+        self.seconds: dict[str, list[float]] = {}
 
     def begin(self) -> None:
         self._last = time.perf_counter()
@@ -143,12 +143,12 @@ class PutSteps:
     def __call__(self, step: str) -> None:
         if step in STEPS:
             now = time.perf_counter()
-            self.taken.setdefault(STEPS[step], []).append(now - self._last)
+            self.seconds.setdefault(STEPS[step], []).append(now - self._last)
             self._last = now
 
     def spreads(self, rounds: int) -> dict[str, Spread]:
         """Of the last `rounds` puts."""
-        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self.taken.items()}
+        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self.seconds.items()}
 
 
 def timed_put(store: Store, cache: CompressedCache, steps: PutSteps) -> Cost:

@@ -106,7 +106,7 @@ class Party:
         headers = {"authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         self.tenant = ""
-        self.made: list[str] = []
+        self.created: list[str] = []
 
     def send(self, method: str, path: str, body: Any = None) -> tuple[httpx.Response, float]:
         """An answer, and the seconds that it took. A tenant that asked too much waits."""
@@ -129,24 +129,24 @@ class Party:
     def make(self, path: str, body: Any) -> dict[str, Any]:
         """What a creation answers; it is removed in the end."""
         created: dict[str, Any] = self.post(path, body)
-        self.made.append(f"{path}/{created['id']}")
+        self.created.append(f"{path}/{created['id']}")
         return created
 
     def ids(self) -> list[str]:
-        return [path.rpartition("/")[2] for path in self.made]
+        return [path.rpartition("/")[2] for path in self.created]
 
     def clean(self) -> list[str]:
         """Remove what was made, the last first; returns what is left, which is all the rest once nobody answers."""
         import httpx
 
-        left: list[str] = []
+        not_removed: list[str] = []
         try:
-            while self.made:
-                if self.send("DELETE", self.made[-1])[0].status_code not in (200, 404):
-                    left.append(self.made[-1])
-                self.made.pop()
+            while self.created:
+                if self.send("DELETE", self.created[-1])[0].status_code not in (200, 404):
+                    not_removed.append(self.created[-1])
+                self.created.pop()
         except httpx.HTTPError as error:
-            left += [f"{path} ({error})" for path in reversed(self.made)]
+            not_removed += [f"{path} ({error})" for path in reversed(self.created)]
         return left
 
 
@@ -184,12 +184,12 @@ def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
     except httpx.HTTPError as error:
         raise NoWorker(f"{url} does not answer: {error}") from error
     finally:
-        left: list[str] = []
+        not_removed: list[str] = []
         for party in (one, other):
-            left += party.clean()
+            not_removed += party.clean()
             party.http.close()
-        if left:
-            raise NoWorker(f"not removed: {', '.join(left)}")
+        if not_removed:
+            raise NoWorker(f"not removed: {', '.join(not_removed)}")
 
 
 _WORDS: Final = ["harbour", "tide", "lantern", "granite", "orchard", "meadow", "violin", "copper", "saffron", "glacier"]
@@ -246,12 +246,12 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
     file_id = _require_success(uploaded).json()["id"]
-    owner.made.append(f"/v1/files/{file_id}")
+    owner.created.append(f"/v1/files/{file_id}")
     batch_id = owner.post("/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/caches", "model": model})["id"]
     ended = _await(owner, f"/v1/batches/{batch_id}")
     results = (ended["output_file_id"], ended["error_file_id"])
-    owner.made += [f"/v1/files/{result}" for result in results if result is not None]
-    owner.made += [
+    owner.created += [f"/v1/files/{result}" for result in results if result is not None]
+    owner.created += [
         f"/v1/caches/{cache_of_row['id']}" for cache_of_row in owner.get(f"/v1/caches?label.mark={row}")["data"]
     ]
     yield Lookup("file", "GET", "/v1/files/{}", file_id)
@@ -274,13 +274,13 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
 def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[Lookup]:
     """As `lookups`, of what the owner keeps under a name: a certificate, and a workflow that asks a cache."""
     owner.post("/v1/certificates", _certificate(owner, model, mark))
-    owner.made.append(f"/v1/certificates/{mark}")
+    owner.created.append(f"/v1/certificates/{mark}")
     yield Lookup("certificate", "GET", "/v1/certificates/{}", mark)
     yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", mark, timed=False)
     under = {"document": "It is.", "model": model, "certificate": "{}"}
     yield Lookup("creation under a certificate", "POST", "/v1/caches", mark, under, timed=False)
 
-    owner.made.append(f"/v1/workflows/{mark}")
+    owner.created.append(f"/v1/workflows/{mark}")
     _require_success(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
     steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
     yield Lookup("workflow", "GET", "/v1/workflows/{}", mark)
@@ -386,7 +386,7 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
                     finding.differences = [f"status {answer.status_code}, existing {created['existing']}"]
                 times[document == known].append(took_s)
                 stranger.send("DELETE", f"/v1/caches/{created['id']}")
-            owner.send("DELETE", owner.made.pop())
+            owner.send("DELETE", owner.created.pop())
         finding.ms = 1e3 * median(times[False])
         finding.aucs.append(auc(times[True], times[False]))
         if finding.differences or not is_beyond(finding.aucs[-1], pairs):
@@ -401,9 +401,9 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
     something that was made could not be removed.
     """
     findings: list[LookupProbe] = []
-    with parties(url.rstrip("/"), keys) as both:
-        model = both[0].get("/v1/models")["data"][0]["id"]
-        for owner, stranger in (both, both[::-1]):
+    with parties(url.rstrip("/"), keys) as pair:
+        model = pair[0].get("/v1/models")["data"][0]["id"]
+        for owner, stranger in (pair, pair[::-1]):
             show(f"listings of tenant {stranger.tenant}")
             before = listings(stranger)
             tried = list(lookups(owner, model))

@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
     check: str
     ok: bool
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)

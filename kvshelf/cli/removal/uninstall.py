@@ -72,9 +72,9 @@ def uninstall(
     remark stays: servers and buckets, key files, units of systemd and their settings, and what other programs may use.
     Stop the services first.
     """
-    left = list(dict.fromkeys(remainders(os.environ, store)))
-    _show(left)
-    removable = [remainder for remainder in left if not remainder.remedy]
+    remnants = list(dict.fromkeys(remainders(os.environ, store)))
+    _show(remnants)
+    removable = [remainder for remainder in remnants if not remainder.remedy]
     if dry_run or not removable:
         return
     if running := running_in([remainder.place for remainder in removable]):
@@ -87,9 +87,10 @@ def uninstall(
     common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
-def _show(left: list[Remainder]) -> None:
+def _show(remnants: list[Remainder]) -> None:
     rows = [
-        [remainder.what, remainder.place, common.megabytes(remainder.nbytes), remainder.remedy] for remainder in left
+        [remainder.what, remainder.place, common.megabytes(remainder.nbytes), remainder.remedy]
+        for remainder in remnants
     ]
     if rows:
         common.print_table(common.table(["WHAT", "PLACE", "SIZE", ""], rows, numbers=[2]))
@@ -215,10 +216,10 @@ def _size(path: Path) -> int:
     return total
 
 
-def _remove(left: Remainder) -> None:
+def _remove(remainder: Remainder) -> None:
     """Remove a thing; of a home its own parts alone, and the folder if nothing else is in it."""
-    place = Path(left.place)
-    of_home = left.what in ("home", "tier")
+    place = Path(remainder.place)
+    of_home = remainder.what in ("home", "tier")
     try:
         for path in [place / name for name in _IN_A_HOME] if of_home else [place]:
             if path.is_dir() and not path.is_symlink():

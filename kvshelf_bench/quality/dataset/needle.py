@@ -143,8 +143,8 @@ def _hide(form: TextFormat, hay: list[int], needle: Needle, tokens: int, depth: 
         raise InvalidRequest(f"{tokens} tokens have no room for the needle", param="lengths")
     hay = hay[:room]
     at = len(hay) * depth // 100
-    before, behind = form.decode(hay[:at]), form.decode(hay[at:])
+    before, after = form.decode(hay[:at]), form.decode(hay[at:])
     if depth < 100:
         cut = max((before.rfind(end) + len(end) for end in _SENTENCE_ENDS if end in before), default=0)
-        before, behind = before[:cut], before[cut:] + behind
-    return f"{before.rstrip()} {needle.sentence} {behind.lstrip()}".strip()
+        before, after = before[:cut], before[cut:] + after
+    return f"{before.rstrip()} {needle.sentence} {after.lstrip()}".strip()

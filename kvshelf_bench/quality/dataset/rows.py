@@ -204,11 +204,11 @@ def _prompted(row: FileRow, reading: RowRules, name: str, fields: Mapping[str, A
         if not _is_text(fields["input"]):
             raise bad(f"{row.where}: input is empty, as where a task's prompt asks: give --prompts, a file of prompts")
         return context, fields["input"]
-    before, place, behind = prompt.partition(PLACE)
+    before, place, after = prompt.partition(PLACE)
     try:
         if not place:
             raise KeyError("context")
-        written = before.format_map(fields) + context, behind.format_map(fields)
+        written = before.format_map(fields) + context, after.format_map(fields)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise bad(f"{row.where}: the prompt of {name} does not fit: {error}") from error
     if not written[1].strip():

@@ -58,11 +58,11 @@ class WayScore:
         """`outcomes` and those of the full cache in the order of `documents`."""
         paired = list(zip(documents, outcomes, full, strict=True))
         accepted = [one for one in outcomes if one.refused is None]
-        both = [(one, plain) for _, one, plain in paired if one.refused is None and plain.refused is None]
-        pairs = [pair for one, plain in both for pair in zip(plain.exact, one.exact, strict=True)]
-        changes = [[b - a for a, b in zip(plain.partial, one.partial, strict=True)] for one, plain in both]
+        compared = [(one, plain) for _, one, plain in paired if one.refused is None and plain.refused is None]
+        pairs = [pair for one, plain in compared for pair in zip(plain.exact, one.exact, strict=True)]
+        changes = [[b - a for a, b in zip(plain.partial, one.partial, strict=True)] for one, plain in compared]
         change, error = clustered_mean(changes) if changes and outcomes is not full else (None, None)
-        firsts = [a == b for one, plain in both for a, b in zip(plain.first_tokens, one.first_tokens, strict=False)]
+        firsts = [a == b for one, plain in compared for a, b in zip(plain.first_tokens, one.first_tokens, strict=False)]
         low, high = interval(accepted)
         return cls(
             name=name,

@@ -110,8 +110,8 @@ class Compared:
 
 def compare(report: Mapping[str, Any], other: Mapping[str, Any]) -> list[Compared]:
     """The ways of both reports, in the order of the first; those of one alone have no question."""
-    ours, theirs = _ways(report), _ways(other)
-    return [_compared(name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+    ways, earlier = _ways(report), _ways(other)
+    return [_compared(name, ways.get(name), earlier.get(name)) for name in dict.fromkeys([*ways, *earlier])]
 
 
 def compare_table(rows: list[Compared], title: str) -> Table:
@@ -144,19 +144,19 @@ def _scores(outcomes: list[dict[str, Any]], texts_of: Mapping[str, list[str]]) -
     return scores
 
 
-def _compared(name: str, ours: tuple[Scores, float] | None, theirs: tuple[Scores, float] | None) -> Compared:
+def _compared(name: str, way: tuple[Scores, float] | None, earlier: tuple[Scores, float] | None) -> Compared:
     nothing = Compared(name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if ours is None or theirs is None:
+    if way is None or earlier is None:
         return nothing
-    pairs = [
+    pairs_of = [
         [(score, before[key]) for key, score in after.items() if key in before]
-        for document, after in ours[0].items()
-        if (before := theirs[0].get(document))
+        for document, after in way[0].items()
+        if (before := earlier[0].get(document))
     ]
-    pairs = [both for both in pairs if both]
-    if not pairs:
+    pairs_of = [pairs for pairs in pairs_of if pairs]
+    if not pairs_of:
         return nothing
-    change, error = clustered_mean([[score - was for score, was in both] for both in pairs])
-    flat = [pair for both in pairs for pair in both]
-    score, other = fmean(score for score, _ in flat), fmean(was for _, was in flat)
-    return Compared(name, len(flat), score, other, change, error, ours[1], theirs[1])
+    change, error = clustered_mean([[after - before for after, before in pairs] for pairs in pairs_of])
+    flat = [pair for pairs in pairs_of for pair in pairs]
+    score, other = (fmean(scores) for scores in zip(*flat, strict=True))
+    return Compared(name, len(flat), score, other, change, error, way[1], earlier[1])

@@ -65,14 +65,14 @@ class HeadPages:
         layers, heads = self.lengths.shape
         full = self.lengths // self.page
         first = (full.flatten().cumsum(0) - full.flatten()).view(layers, heads)[of]
-        own = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)[of]
+        own_pages = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)[of]
         full, layer = full[of], torch.arange(layers)[of, None, None]
-        column = torch.arange(int((full + own).max()))
+        column = torch.arange(int((full + own_pages).max()))
         number = first[..., None] + column
         shared = column < full[..., None]
-        behind = (self.full + column - full[..., None]).clamp(max=self.full + int(own.max()) - 1)
+        own_number = (self.full + column - full[..., None]).clamp(max=self.full + int(own_pages.max()) - 1)
         return Spread(
-            torch.where(shared, number // (layers * heads), behind),
+            torch.where(shared, number // (layers * heads), own_number),
             torch.where(shared, number // heads % layers, layer),
             torch.where(shared, number % heads, torch.arange(heads)[:, None]),
         )
