@@ -147,7 +147,7 @@ class Party:
                 self.created.pop()
         except httpx.HTTPError as error:
             not_removed += [f"{path} ({error})" for path in reversed(self.created)]
-        return left
+        return not_removed
 
 
 def _require_success(answer: httpx.Response) -> httpx.Response:
