@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
+from kvshelf_bench.growth.options import Documents
 from kvshelf_bench.options import Device, Dtype, Loading, Model, Reporting, Threads, counted, numbers, publish
 
 
@@ -54,17 +55,6 @@ class _Caches:
     )
     removed: Annotated[float, typer.Option(help="Fraction that the policies remove.")] = 0.5
     codec: Annotated[str, typer.Option(help="Of every cache.")] = "none"
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents that grow by appends, and what is asked about each."""
-
-    tokens: Annotated[int, typer.Option(min=300, help="Tokens of each document.")] = 4096
-    appends: Annotated[int, typer.Option(min=1, help="Appends, behind a beginning of one more part.")] = 8
-    documents: Annotated[int, typer.Option(min=1, help="Documents.")] = 5
-    questions: Annotated[int, typer.Option(min=1, max=48, help="Questions about a document.")] = 16
-    seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0
 
 
 def growing(loading: Loading, caches: _Caches, documents: Documents, reporting: Reporting) -> None:

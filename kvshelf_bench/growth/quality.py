@@ -11,7 +11,7 @@ from typing import Any
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.engine import Engine
 from kvshelf.samples.tasks import MULTIKEY_FACTS, SHORT_VALUE_DIGITS, Question, make_facts, write_document
-from kvshelf_bench.growth.cli import Documents
+from kvshelf_bench.growth.options import Documents
 from kvshelf_bench.measure import wilson
 from kvshelf_bench.quality.retrieval import counter
 

@@ -19,12 +19,12 @@ from kvshelf.store.url import open_store
 from kvshelf_bench.measure import ResultT, Spread
 from kvshelf_bench.options import milliseconds, ratio, split
 from kvshelf_bench.quality.grid import PLAIN, Row
-from kvshelf_bench.speed.cli import SpeedOptions
 from kvshelf_bench.speed.codecs import CodecCosts, codec_costs
 from kvshelf_bench.speed.cold import Cold, colds
 from kvshelf_bench.speed.compression import ONE_PASS, CompressionCosts, compression_costs
 from kvshelf_bench.speed.decode import DOCUMENT_TOKENS, Decodings, decodings
 from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
+from kvshelf_bench.speed.options import SpeedOptions
 from kvshelf_bench.speed.ranks import Sharing, sharings
 from kvshelf_bench.speed.selecting import SELECTORS, Selecting, selectings
 from kvshelf_bench.speed.serving import LENGTHS, Serving, ServingPace, ServingRow, serving
