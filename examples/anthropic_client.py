@@ -30,12 +30,12 @@ def main() -> None:
         question = f"What is the access code of the {NAMES[turn % len(NAMES)]}?"
         # Marked, the question and its answer are kept behind the document; an earlier turn needs no mark.
         block = {"type": "text", "text": question, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-        said = client.messages.create(
+        reply = client.messages.create(
             model=model, max_tokens=16, system=system, messages=[*messages, {"role": "user", "content": [block]}]
         )
-        answer = said.content[0].text
+        answer = reply.content[0].text
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        used = said.usage
+        used = reply.usage
         tokens = (used.cache_read_input_tokens, used.cache_creation_input_tokens, used.input_tokens)
         print(turn + 1, *tokens, answer, sep=" | ")
 

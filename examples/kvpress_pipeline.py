@@ -27,14 +27,14 @@ def answers(
     **how: Any,
 ) -> list[str]:
     """What kvpress answers to each question behind a cache. how: `max_new_tokens`."""
-    said = []
+    texts = []
     for question in questions:
         ids = torch.tensor([engine.encode_query(cache, question)])
         # its own copy for each question: the loop appends to it
         past = engine.export(cache, positions="absolute")
         with torch.no_grad():
-            said.append(pipeline.generate_answer(ids, past, context_length=cache.next_position, **how))
-    return said
+            texts.append(pipeline.generate_answer(ids, past, context_length=cache.next_position, **how))
+    return texts
 
 
 def main(name: str) -> None:

@@ -50,7 +50,7 @@ class ShelfChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return result_of(self.client.caches.query(self.cache_id, **self._asked(messages, stop, kwargs)))
+        return result_of(self.client.caches.query(self.cache_id, **self._request(messages, stop, kwargs)))
 
     async def _agenerate(
         self,
@@ -59,7 +59,7 @@ class ShelfChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return result_of(await self.async_client.caches.query(self.cache_id, **self._asked(messages, stop, kwargs)))
+        return result_of(await self.async_client.caches.query(self.cache_id, **self._request(messages, stop, kwargs)))
 
     def _stream(
         self,
@@ -68,7 +68,7 @@ class ShelfChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with self.client.caches.stream(self.cache_id, **self._asked(messages, stop, kwargs)) as stream:
+        with self.client.caches.stream(self.cache_id, **self._request(messages, stop, kwargs)) as stream:
             for text in stream:
                 yield chunk_of(text)
             yield last_chunk(stream.answer)
@@ -81,17 +81,17 @@ class ShelfChat(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         async with await self.async_client.caches.stream(
-            self.cache_id, **self._asked(messages, stop, kwargs)
+            self.cache_id, **self._request(messages, stop, kwargs)
         ) as stream:
             async for text in stream:
                 yield chunk_of(text)
             yield last_chunk(await stream.final())
 
-    def _asked(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
         """options: of one call, such as `chat.bind(max_tokens=16)`."""
         limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        said = convert_to_openai_messages(messages, text_format="string")
-        return {**limits, **options, "messages": said, "stop": stop}
+        turns = convert_to_openai_messages(messages, text_format="string")
+        return {**limits, **options, "messages": turns, "stop": stop}
 
 
 class ShelfRetriever(BaseRetriever):
@@ -112,9 +112,9 @@ class ShelfRetriever(BaseRetriever):
         return documents_of(await self.async_client.caches.search(query, labels=self.labels, limit=self.k))
 
 
-def documents_of(found: SearchList) -> list[Document]:
+def documents_of(hits: SearchList) -> list[Document]:
     return [
-        Document(page_content=hit.name, metadata={"cache_id": hit.cache_id, "score": hit.score}) for hit in found.data
+        Document(page_content=hit.name, metadata={"cache_id": hit.cache_id, "score": hit.score}) for hit in hits.data
     ]
 
 
@@ -169,9 +169,9 @@ def main() -> None:
         question = f"What is the access code of the {animal}?"
         (best,) = retriever.invoke(question)
         chat = ShelfChat(cache_id=best.metadata["cache_id"], max_tokens=16)
-        said = chat.invoke(question)
-        print(f"{best.page_content}: {said.text.strip()}")
-        print("usage:", said.usage_metadata)
+        reply = chat.invoke(question)
+        print(f"{best.page_content}: {reply.text.strip()}")
+        print("usage:", reply.usage_metadata)
         print("streamed:", asyncio.run(streamed(chat, question)).strip())
 
 

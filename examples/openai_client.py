@@ -21,19 +21,19 @@ def main() -> None:
         cache = shelf.caches.create(document=DOCUMENT, policy="full")
 
     client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
-    asked = {
+    request = {
         "model": cache.model,
         "messages": [{"role": "user", "content": "What is the access code of the amber falcon?"}],
         "max_tokens": 16,
         "extra_body": {"cache_id": cache.id},
     }
-    said = client.chat.completions.create(**asked)
-    print("answer:", said.choices[0].message.content)
-    print("tokens from the shelf:", said.usage.prompt_tokens_details.cached_tokens)
-    print("tokens read for the question:", said.usage.prompt_tokens - said.usage.prompt_tokens_details.cached_tokens)
+    reply = client.chat.completions.create(**request)
+    print("answer:", reply.choices[0].message.content)
+    print("tokens from the shelf:", reply.usage.prompt_tokens_details.cached_tokens)
+    print("tokens read for the question:", reply.usage.prompt_tokens - reply.usage.prompt_tokens_details.cached_tokens)
 
     print("streamed:", end=" ")
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()
 

@@ -22,29 +22,8 @@ app = typer.Typer(help="Measure models, policies and speed on this machine.", no
 def _register() -> None:
     from kvshelf.cli._commands import GroupedCommand, command  # the package mounts `app`, which has to be there first
 
-    for function in (
-        quality,
-        needle,
-        memory,
-        speed,
-        column_sums,
-        kernels,
-        store,
-        rates,
-        batch,
-        retrieval,
-        search,
-        together,
-        append,
-        growing,
-        turns,
-        models,
-        retention,
-        perplexity,
-        certify,
-        characterize,
-        heads,
-    ):
+    functions = (quality, needle, memory, speed, column_sums, kernels, store, rates, batch, retrieval, search, together)
+    for function in (*functions, append, growing, turns, models, retention, perplexity, certify, characterize, heads):
         command(app, function, cls=GroupedCommand)
 
 

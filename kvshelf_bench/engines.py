@@ -10,6 +10,7 @@ import transformers
 
 from kvshelf.engine.engine import Engine
 from kvshelf.errors import InvalidRequest
+from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf_bench.measure import use_threads
 
 
@@ -44,6 +45,18 @@ def endless_answers(engine: Engine) -> Iterator[None]:
         yield
     finally:
         config.eos_token_id, facts.endless = before, False
+
+
+@contextmanager
+def scheduled(engine: Engine, limits: SchedulerLimits) -> Iterator[Scheduler]:
+    """A replica's scheduler that runs inside the block; no token ends an answer there."""
+    scheduler = Scheduler(engine, limits)
+    scheduler.start()
+    try:
+        with endless_answers(engine):
+            yield scheduler
+    finally:
+        scheduler.stop()
 
 
 def require_room(engine: Engine, document: int, question: int, answer: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvshelf.kernels.dispatch import cpu_form
+from kvshelf.kernels.rates import Cost, cost
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ResultT = TypeVar("ResultT")
@@ -124,6 +125,13 @@ def interleaved(variants: Mapping[KeyT, Callable[[], ResultT]], rounds: int) -> 
             if counted:
                 results[name].append(value)
     return results
+
+
+def timed(run: Callable[[], ResultT], device: torch.device) -> tuple[ResultT, Cost]:
+    """The result of one call, and what it cost."""
+    results: list[ResultT] = []
+    spent = cost(lambda: results.append(run()), device)
+    return results[0], spent
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> Spread:

@@ -120,18 +120,18 @@ def choices(text: str, known: tuple[Any, ...], option: str) -> list[Any]:
 
 def numbers(text: str, option: str = "--lengths") -> list[int]:
     """Whole numbers from 1 on, separated by commas."""
-    found = _parsed(int, text, option)
-    if min(found) < 1:
+    values = _parsed(int, text, option)
+    if min(values) < 1:
         raise InvalidRequest(f"{option} {text}: each number must be at least 1", param=option.removeprefix("--"))
-    return found
+    return values
 
 
 def decimals(text: str, option: str, low: float, high: float) -> list[float]:
     """Numbers from `low` to `high`, separated by commas."""
-    found = _parsed(float, text, option)
-    if not all(low <= number <= high for number in found):
+    values = _parsed(float, text, option)
+    if not all(low <= number <= high for number in values):
         raise typer.BadParameter(f"{text!r} has a number outside {low:g} to {high:g}", param_hint=option)
-    return found
+    return values
 
 
 def _parsed(kind: Callable[[str], NumberT], text: str, option: str) -> list[NumberT]:
@@ -144,6 +144,12 @@ def _parsed(kind: Callable[[str], NumberT], text: str, option: str) -> list[Numb
 def ratio(spread: Spread) -> str:
     """A median with its range."""
     return f"{spread.median:.2f} ({spread.low:.2f} - {spread.high:.2f})"
+
+
+def milliseconds(spread: Spread) -> str:
+    """A median of seconds."""
+    number = spread.median * 1e3
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.2f} ms"
 
 
 @contextmanager

@@ -21,16 +21,16 @@ def processes(
     A pipe closes when the process at its other end ends, even if that process is killed.
     """
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    found: dict[Connection, BaseProcess] = {}
+    started: dict[Connection, BaseProcess] = {}
     with ExitStack() as stack:
-        for given in arguments:
-            ours, theirs = context.Pipe()
-            found[ours] = process = context.Process(target=target, args=(theirs, *given), daemon=True)
+        for own_arguments in arguments:
+            near_end, far_end = context.Pipe()
+            started[near_end] = process = context.Process(target=target, args=(far_end, *own_arguments), daemon=True)
             process.start()
-            theirs.close()
+            far_end.close()
             stack.callback(process.join)
             stack.callback(process.terminate)  # runs first; its results have been received, or another process has died
-        yield found
+        yield started
 
 
 def arriving(busy: dict[Connection, BaseProcess], advice: str = "") -> Iterator[tuple[Connection, Any]]:
@@ -43,9 +43,9 @@ def arriving(busy: dict[Connection, BaseProcess], advice: str = "") -> Iterator[
             assert isinstance(connection, Connection)
             process = busy.pop(connection)
             try:
-                found = connection.recv()
+                result = connection.recv()
             except (EOFError, ConnectionResetError) as error:
                 process.join()
-                said = f"a process of the bench ended with exit code {process.exitcode}; its own message stands above"
-                raise WorkerCrashed(said + advice) from error
-            yield connection, found
+                reason = f"a process of the bench ended with exit code {process.exitcode}; its own message stands above"
+                raise WorkerCrashed(reason + advice) from error
+            yield connection, result

@@ -231,8 +231,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), dict(kwargs or {})
-        taken = tree_leaves((args, kwargs))
-        cards = _cards(taken)
+        tensors = tree_leaves((args, kwargs))
+        cards = _cards(tensors)
         if len(cards) > 1 and name not in ("_to_copy", "copy_"):
             raise RuntimeError(f"{func} was given tensors of {' and '.join(sorted(map(str, cards)))}")
         on_card = bool(cards)
@@ -261,7 +261,7 @@ class _Operations(TorchDispatchMode):
             if wait:
                 self._order.wait(wait, self._order.current(card).seen)
             if func._schema.is_mutable:  # it returns what it changed
-                same = zip(tree_leaves((own_args, own_kwargs)), taken, strict=True)
+                same = zip(tree_leaves((own_args, own_kwargs)), tensors, strict=True)
                 changed = [leaf for own, leaf in same if own is result]
                 return changed[0] if changed else result
         if pinned:
@@ -270,13 +270,13 @@ class _Operations(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, result: Any, card: torch.device, *, queued: bool, to_card: bool) -> None:
         """Tell the order what was done. queued: it is a copy that nobody waited for."""
-        there = [leaf.host for leaf in tree_leaves(args) if isinstance(leaf, _OnCard)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if there or to_card:
-            memory = {tensor.untyped_storage().data_ptr() for tensor in there}
-            changed = [leaf for leaf in made if any(leaf is own for own in there)]
-            new = [leaf for leaf in made if to_card and leaf.untyped_storage().data_ptr() not in memory]
-            self._order.done(card, there, changed if func._schema.is_mutable else new)
+        inputs = [leaf.host for leaf in tree_leaves(args) if isinstance(leaf, _OnCard)]
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if inputs or to_card:
+            memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+            changed = [leaf for leaf in results if any(leaf is own for own in inputs)]
+            new = [leaf for leaf in results if to_card and leaf.untyped_storage().data_ptr() not in memory]
+            self._order.done(card, inputs, changed if func._schema.is_mutable else new)
         if not queued:
             return
         source = args[0][1] if func._schema.is_mutable else args[0][0]

@@ -90,10 +90,10 @@ class Order:
         """The stream of a card that this thread gives work to."""
         with self._turn:
             default = self._defaults.setdefault(device, Stream(self, device))
-        return self._own.get(device, default)
+        return self._streams.get(device, default)
 
     @property
-    def _own(self) -> dict[torch.device, Stream]:
+    def _streams(self) -> dict[torch.device, Stream]:
         """Those of this thread that are not the cards' own."""
         own: dict[torch.device, Stream] = vars(self._local).setdefault("streams", {})
         return own
@@ -102,11 +102,11 @@ class Order:
     def on(self, stream: Stream) -> Iterator[None]:
         """Work of this thread is given to a stream."""
         before = self.current(stream.device)
-        self._own[stream.device] = stream
+        self._streams[stream.device] = stream
         try:
             yield
         finally:
-            self._own[stream.device] = before
+            self._streams[stream.device] = before
 
     def wait(self, name: str, seen: dict[Stream, int]) -> None:
         """The host waits for these ticks: what was queued has arrived."""

@@ -33,7 +33,9 @@ FACTS: Final = 30
 
 def licences(rng: random.Random) -> str:
     """A licence of an installed package."""
-    files = [file for found in distributions() for file in found.files or () if "LICENSE" in file.name.upper()]
+    files = [
+        file for distribution in distributions() for file in distribution.files or () if "LICENSE" in file.name.upper()
+    ]
     paths = sorted({path for file in files if (path := Path(str(file.locate()))).is_file()})
     return rng.choice([path for path in paths if path.stat().st_size > 5_000]).read_text(errors="replace")
 
@@ -105,14 +107,14 @@ def measured(engine: Engine, kind: str, number: int, tokens: int) -> dict[str, l
     """Bytes per document token of each candidate, and 1 if it reaches the floor."""
     text = make(kind, tokens, SEED + number, counter(engine))
     selection, target = auto(engine, text), SizeTarget(MIN_QUALITY)
-    found = {}
+    figures = {}
     for level, compression in zip(selection.levels, engine.run_levels(selection.levels), strict=True):
         assert compression.quality is not None
         good = level.keeps_all or target.good(compression.quality)
         ratio = level.job.budget.compression_ratio
         name = f"{level.job.policy.name} {ratio:g} {level.codec}"
-        found[name] = [compression.cache.pack().nbytes / level.job.num_tokens, float(good)]
-    return found
+        figures[name] = [compression.cache.pack().nbytes / level.job.num_tokens, float(good)]
+    return figures
 
 
 def main() -> None:
@@ -121,27 +123,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--documents", type=int, default=6, help="of each kind")
     parser.add_argument("--output", type=Path, required=True, help="every measurement, a line of JSON for a document")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    engine = Engine.load(given.model)
-    with given.output.open("a") as out:
-        for number in range(given.documents):
+    engine = Engine.load(options.model)
+    with options.output.open("a") as out:
+        for number in range(options.documents):
             for kind in (*TEXTS, *BENCH):
-                found = measured(engine, kind, number, given.tokens)
-                out.write(json.dumps({"kind": kind, "number": number, "found": found}) + "\n")
+                figures = measured(engine, kind, number, options.tokens)
+                out.write(json.dumps({"kind": kind, "number": number, "found": figures}) + "\n")
                 out.flush()
-    show([json.loads(line)["found"] for line in given.output.read_text().splitlines()])
+    show([json.loads(line)["found"] for line in options.output.read_text().splitlines()])
 
 
 def show(documents: list[dict[str, list[float]]]) -> None:
     chosen, sizes = Counter[str](), []
     every: dict[str, list[list[float]]] = defaultdict(list)
-    for found in documents:
-        name, (size, _) = min(((n, one) for n, one in found.items() if one[1]), key=lambda pair: pair[1][0])
+    for document in documents:
+        name, (size, _) = min(((n, one) for n, one in document.items() if one[1]), key=lambda pair: pair[1][0])
         chosen[name] += 1
         sizes.append(size)
-        for each, one in found.items():
-            every[each].append(one)
+        for policy, one in document.items():
+            every[policy].append(one)
     print(f"auto: {fmean(sizes):.0f} B a token over {len(documents)} documents; it chose")
     for name, count in chosen.most_common():
         print(f"  {count:3d}  {name}")

@@ -66,13 +66,13 @@ def make_conversation(topics: int, num_tokens: int, seed: int, count_tokens: Cou
     ]
     sentences = [(fact, fact.sentence(rng)) for fact in facts]
     left = num_tokens - sum(count_tokens(" " + sentence) for _, sentence in sentences)
-    said: list[tuple[_Topic, str]] = []
+    utterances: list[tuple[_Topic, str]] = []
     for topic in cycle(about):
         for _ in range(rng.randint(*_STRETCH)):
-            said.append((topic, topic.utterance(rng)))
-            left -= count_tokens("\n\n" + said[-1][1])
+            utterances.append((topic, topic.utterance(rng)))
+            left -= count_tokens("\n\n" + utterances[-1][1])
             if left < 0:
-                return _told(rng, said[:-1], sentences)
+                return _conversation(rng, utterances[:-1], sentences)
     raise AssertionError("topics never end")
 
 
@@ -81,7 +81,7 @@ def _own_words(rng: random.Random) -> dict[str, Sequence[str]]:
     return {name: rng.sample(choices, min(_WORDS, len(choices))) for name, choices in words.SLOTS.items()}
 
 
-def _told(
+def _conversation(
     rng: random.Random, said: Sequence[tuple[_Topic, str]], sentences: Sequence[tuple[Fact, str]]
 ) -> Conversation:
     """Each fact at the end of an utterance of its topic, no two at one."""

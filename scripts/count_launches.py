@@ -70,9 +70,9 @@ def _launches() -> None:
             slots = [Slots(CPU, _graph if way == ", recorded" else None) if way else None for _ in subjects]
             fewer, more = map(_step, subjects, [selector] * 2, slots)
             launches = Counter({name: (count - fewer.launches[name]) // 2 for name, count in more.launches.items()})
-            own, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
-            name, beside = f"{selector or 'all entries'}{way}", fewer.total - own
-            print(f"{name}: {own} launches and {nbytes} bytes a layer, {beside} beside")
+            count, nbytes = launches.total(), (more.nbytes - fewer.nbytes) // 2
+            name, beside = f"{selector or 'all entries'}{way}", fewer.total - count
+            print(f"{name}: {count} launches and {nbytes} bytes a layer, {beside} beside")
             for counts in (launches, fewer.launches - launches):
                 print("   ", ", ".join(f"{name} {count}" for name, count in counts.most_common() if count))
 

@@ -64,28 +64,28 @@ _GRACE_S = 3.0
 
 
 def main() -> int:
-    given = _arguments()
+    options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is killed, too
-    if given.record:
+    if options.record:
         return subprocess.call(
             [sys.executable, "-m", "scripts.gpu_parts.recording"], cwd=ROOT, env=environment_of(None, ())
         )
-    out: Path = given.out
+    out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     for old in ("rows.jsonl", "gpu.log", "profile.txt"):
         (out / old).unlink(missing_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvshelf-gpu-") as folder:
-        site = unpacked(given.wheels, Path(folder))
-        report: dict[str, Any] = {"toy": given.toy, "machine": _machine(site, given), "parts": []}
-        chosen = [task for task in TASKS if not given.parts or task.name in given.parts]
+        site = unpacked(options.wheels, Path(folder))
+        report: dict[str, Any] = {"toy": options.toy, "machine": _machine(site, options), "parts": []}
+        chosen = [task for task in TASKS if not options.parts or task.name in options.parts]
         for place, task in enumerate(chosen):
-            later = sum(_TOY_SECONDS if given.toy else each.seconds for each in chosen[place + 1 :])
-            left = given.budget - (time.monotonic() - started) - _GRACE_S
-            own = _TOY_SECONDS if given.toy else task.seconds
+            later = sum(_TOY_SECONDS if options.toy else task.seconds for task in chosen[place + 1 :])
+            left = options.budget - (time.monotonic() - started) - _GRACE_S
+            own = _TOY_SECONDS if options.toy else task.seconds
             # What earlier parts have left is this one's; where time is short, each gives way in proportion.
             seconds = left - later if left >= later + own else left * own / (later + own)
-            report["parts"].append(ran(task, out, site, seconds, given))
+            report["parts"].append(ran(task, out, site, seconds, options))
             report["seconds"] = time.monotonic() - started
             write(out, report)
     print((out / "gpu.md").read_text())
@@ -102,14 +102,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default=None, help="cuda:0 unless given")
     parser.add_argument("--commit", default=os.environ.get("KVSHELF_COMMIT", ""), help="where the checkout has no git")
     parser.add_argument("--record", action="store_true", help="record the CPU's results for the part answers")
-    given = parser.parse_args()
-    given.out = given.out.resolve()
-    unknown = set(given.parts or ()) - {task.name for task in TASKS}
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    unknown = set(options.parts or ()) - {task.name for task in TASKS}
     if unknown:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; there are {', '.join(t.name for t in TASKS)}")
-    given.budget = given.budget or (_TOY_SECONDS * len(TASKS) if given.toy else _BUDGET_S)
-    given.device = given.device or ("cpu" if given.toy else "cuda:0")
-    return given
+    options.budget = options.budget or (_TOY_SECONDS * len(TASKS) if options.toy else _BUDGET_S)
+    options.device = options.device or ("cpu" if options.toy else "cuda:0")
+    return options
 
 
 # Processes
@@ -133,11 +133,11 @@ def environment_of(site: Path | None, more: Sequence[tuple[str, str]]) -> dict[s
     return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, path)), **dict(more)}
 
 
-def ran(task: Task, out: Path, site: Path | None, seconds: float, given: argparse.Namespace) -> dict[str, Any]:
+def ran(task: Task, out: Path, site: Path | None, seconds: float, options: argparse.Namespace) -> dict[str, Any]:
     """Run one part and tell how it ended. It is killed with all its children when its time is over."""
     words = [sys.executable, "-m", "scripts.gpu_parts", task.name, "--out", str(out), "--seconds", f"{seconds:.1f}"]
-    words += ["--device", given.device, *(["--toy"] if given.toy else [])]
-    environment = environment_of(site, task.toy_environment if given.toy else ())
+    words += ["--device", options.device, *(["--toy"] if options.toy else [])]
+    environment = environment_of(site, task.toy_environment if options.toy else ())
     started = time.monotonic()
     print(f"{task.name}: at most {seconds:.0f} s ...", flush=True)
     with (out / "gpu.log").open("a") as log:
@@ -170,7 +170,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 # The machine
 
 
-def _machine(site: Path | None, given: argparse.Namespace) -> dict[str, Any]:
+def _machine(site: Path | None, options: argparse.Namespace) -> dict[str, Any]:
     """The card, the versions and the commit. Nothing here may fail: each is asked by itself."""
     about = (
         "import json, torch\n"
@@ -185,16 +185,16 @@ def _machine(site: Path | None, given: argparse.Namespace) -> dict[str, Any]:
         "             'multiprocessors': card.multi_processor_count, 'capability': [card.major, card.minor]}\n"
         "print(json.dumps(told))\n"
     )
-    told = _output([sys.executable, "-c", about], environment_of(site, ()))
-    machine = json.loads(told.splitlines()[-1]) if told else {}
+    facts = _output([sys.executable, "-c", about], environment_of(site, ()))
+    machine = json.loads(facts.splitlines()[-1]) if facts else {}
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], None)
     return {
         "card": None, **machine,
         "driver": driver.splitlines()[0] if driver else None,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "wheels": sorted(path.name for path in given.wheels.glob("*.whl")),
-        "commit": given.commit or _output(["git", "-c", "safe.directory=*", "rev-parse", "HEAD"], None) or None,
+        "wheels": sorted(path.name for path in options.wheels.glob("*.whl")),
+        "commit": options.commit or _output(["git", "-c", "safe.directory=*", "rev-parse", "HEAD"], None) or None,
         "sources": _sources(),
     }  # fmt: skip
 
@@ -263,9 +263,9 @@ def _markdown(report: dict[str, Any]) -> str:
     lines += [f"- {part['name']}: {part['state']} after {part['seconds']:.0f} s" for part in unfinished]
     lines += [f"- {row['part']}, {row['name']}: {row['error']}" for row in errors]
     for part in report["parts"]:
-        own = [row for row in rows if row["part"] == part["name"] and "error" not in row]
+        of_part = [row for row in rows if row["part"] == part["name"] and "error" not in row]
         lines += ["", f"## {part['name']}", "", f"Goal: {part['goal']}. {part['state'].capitalize()}.", ""]
-        lines += _table(own, with_part=False) if own else ["No row."]
+        lines += _table(of_part, with_part=False) if of_part else ["No row."]
     return "\n".join(lines)
 
 

@@ -73,9 +73,9 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, name: str, tensors: Any) -> None:
         self.launches[name] += 1
-        own = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         self.nbytes += sum(
-            {(leaf.data_ptr(), leaf.numel()): leaf.numel() * leaf.element_size() for leaf in own}.values()
+            {(leaf.data_ptr(), leaf.numel()): leaf.numel() * leaf.element_size() for leaf in leaves}.values()
         )
 
 

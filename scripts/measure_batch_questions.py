@@ -33,12 +33,12 @@ def begun(client: Client, cache_id: str) -> BatchObject:
 
 def asked_s(client: Client, cache_id: str) -> list[float]:
     """The seconds of each of some questions, one after the other."""
-    found = []
+    seconds = []
     for number in range(FEW):
         began = time.monotonic()
         client.caches.query(cache_id, messages=body(cache_id, number)["messages"], max_tokens=16)
-        found.append(time.monotonic() - began)
-    return found
+        seconds.append(time.monotonic() - began)
+    return seconds
 
 
 def main(url: str) -> None:

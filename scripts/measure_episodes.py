@@ -39,82 +39,99 @@ ALONE: dict[str, dict[str, Any]] = {
 Vector = NDArray[np.float64]
 
 
-def right(engine: Engine, each: Conversation, asked: Sequence[CompressedCache]) -> list[bool]:
+def right(engine: Engine, conversation: Conversation, caches: Sequence[CompressedCache]) -> list[bool]:
     """Whether each question of a conversation is answered by its cache."""
-    questions = [question for _, question in each.questions]
-    pairs = [(cache, question.text) for cache, question in zip(asked, questions, strict=True)]
+    questions = [question for _, question in conversation.questions]
+    pairs = [(cache, question.text) for cache, question in zip(caches, questions, strict=True)]
     longest = max(len(question.answer) for question in questions) + 8
     answers = engine.answer_all(pairs, max_new_tokens=longest)
     return [answer.text.strip() == question.answer for answer, question in zip(answers, questions, strict=True)]
 
 
-def told(name: str, hits: Sequence[Sequence[bool]], nbytes: Sequence[int]) -> None:
-    every = [hit for each in hits for hit in each]
+def print_row(name: str, hits: Sequence[Sequence[bool]], nbytes: Sequence[int]) -> None:
+    every = [hit for of_conversation in hits for hit in of_conversation]
     low, high = wilson(sum(every), len(every))
     mean = sum(nbytes) / len(nbytes) / 1e6
     print(f"  {name}: {sum(every)} of {len(every)} ({low:.0%} to {high:.0%}), {mean:.2f} MB", flush=True)
 
 
-def quality(engine: Engine, made: Sequence[Conversation], removed: float) -> None:
+def quality(engine: Engine, conversations: Sequence[Conversation], removed: float) -> None:
     """One cache, then episodes that take as many bytes together."""
     print(f"{removed:.0%} removed by one cache:", flush=True)
     for name, options in ALONE.items():
         ratio = None if name == "full" else removed
-        caches = [engine.compress(each.text, compression_ratio=ratio, **options) for each in made]
-        hits = [right(engine, each, [cache] * len(each.questions)) for each, cache in zip(made, caches, strict=True)]
-        told(name, hits, [cache.nbytes for cache in caches])
+        caches = [
+            engine.compress(conversation.text, compression_ratio=ratio, **options) for conversation in conversations
+        ]
+        hits = [
+            right(engine, conversation, [cache] * len(conversation.questions))
+            for conversation, cache in zip(conversations, caches, strict=True)
+        ]
+        print_row(name, hits, [cache.nbytes for cache in caches])
     for count in (1, TOPICS):
         share = 1 - (1 - removed) / count
-        sets = [engine.episodes(each.text, count, compression_ratio=share, chunk=CHUNK) for each in made]
+        sets = [
+            engine.episodes(conversation.text, count, compression_ratio=share, chunk=CHUNK)
+            for conversation in conversations
+        ]
         nbytes = [sum(cache.nbytes for cache in caches) for caches in sets]
         routed, known = [], []
-        for each, caches in zip(made, sets, strict=True):
+        for conversation, caches in zip(conversations, sets, strict=True):
             params = [cache.identity.policy_params for cache in caches]
-            places = [engine.asker.nearest(params, asked.text) if count > 1 else 0 for _, asked in each.questions]
-            routed.append(right(engine, each, [caches[place] for place in places]))
-            known.append(right(engine, each, [caches[own(engine, each, at, count)] for at, _ in each.questions]))
-        told(f"{count} episodes, routed", routed, nbytes)
+            places = [
+                engine.asker.nearest(params, question.text) if count > 1 else 0
+                for _, question in conversation.questions
+            ]
+            routed.append(right(engine, conversation, [caches[place] for place in places]))
+            known.append(
+                right(
+                    engine,
+                    conversation,
+                    [caches[own_episodes(engine, conversation, at, count)] for at, _ in conversation.questions],
+                )
+            )
+        print_row(f"{count} episodes, routed", routed, nbytes)
         if count > 1:
-            told(f"{count} episodes, always the one that has the fact", known, nbytes)
+            print_row(f"{count} episodes, always the one that has the fact", known, nbytes)
 
 
-def own(engine: Engine, each: Conversation, at: int, count: int) -> int:
+def own_episodes(engine: Engine, conversation: Conversation, at: int, count: int) -> int:
     """The episode whose windows hold utterance `at`."""
-    found = engine.compressor.episodes(each.text, count)
-    return next(number for number, one in enumerate(found) if at // UTTERANCES in one.windows)
+    episodes = engine.compressor.episodes(conversation.text, count)
+    return next(number for number, one in enumerate(episodes) if at // UTTERANCES in one.windows)
 
 
 def routes(engine: Engine, topics: int, tokens: int, conversations: int) -> None:
-    words, embedded, hidden, asked = 0, 0, 0, 0
+    words, embedded, hidden, questions = 0, 0, 0, 0
     for seed in range(conversations):
-        each = make_conversation(topics, tokens, seed, counter(engine))
-        params = [{"centroid": one.centroid} for one in engine.compressor.episodes(each.text, topics)]
-        for at, question in each.questions:
-            words += engine.asker.nearest(params, question.text) == own(engine, each, at, topics)
-        embedded += by_vectors(each, topics, embeddings(engine, each))
-        hidden += by_vectors(each, topics, lambda text: mean_hidden(engine, text))
-        asked += len(each.questions)
+        conversation = make_conversation(topics, tokens, seed, counter(engine))
+        params = [{"centroid": one.centroid} for one in engine.compressor.episodes(conversation.text, topics)]
+        for at, question in conversation.questions:
+            words += engine.asker.nearest(params, question.text) == own_episodes(engine, conversation, at, topics)
+        embedded += by_vectors(conversation, topics, embeddings(engine, conversation))
+        hidden += by_vectors(conversation, topics, lambda text: mean_hidden(engine, text))
+        questions += len(conversation.questions)
     print(
-        f"router, {topics} topics, {tokens} tokens: {words / asked:.0%} of {asked} by words, {embedded / asked:.0%} by "
-        f"input embeddings, {hidden / asked:.0%} by last hidden states",
+        f"router, {topics} topics, {tokens} tokens: {words / questions:.0%} of {questions} by words, "
+        f"{embedded / questions:.0%} by input embeddings, {hidden / questions:.0%} by last hidden states",
         flush=True,
     )
 
 
-def by_vectors(each: Conversation, topics: int, vector: Callable[[str], Vector]) -> int:
+def by_vectors(conversation: Conversation, topics: int, vector: Callable[[str], Vector]) -> int:
     """Questions whose episode is found by these vectors, those of windows less their mean."""
-    points = np.stack([vector(window) for window in windows_of(each.utterances)])
+    points = np.stack([vector(window) for window in windows_of(conversation.utterances)])
     points = points - points.mean(axis=0)
-    found = kmeans(points / np.linalg.norm(points, axis=1, keepdims=True), topics)
-    scores = [found.centroids @ vector(question.text) for _, question in each.questions]
-    places = [at // UTTERANCES for at, _ in each.questions]
-    return sum(place in found.members[int(of.argmax())] for place, of in zip(places, scores, strict=True))
+    clusters = kmeans(points / np.linalg.norm(points, axis=1, keepdims=True), topics)
+    scores = [clusters.centroids @ vector(question.text) for _, question in conversation.questions]
+    places = [at // UTTERANCES for at, _ in conversation.questions]
+    return sum(place in clusters.members[int(of.argmax())] for place, of in zip(places, scores, strict=True))
 
 
-def embeddings(engine: Engine, each: Conversation) -> Callable[[str], Vector]:
+def embeddings(engine: Engine, conversation: Conversation) -> Callable[[str], Vector]:
     """Sums of the input embeddings of distinct tokens, weighed as `episodes` weighs them; of tokens that no window has,
     by nothing."""
-    encode, windows = engine.encoder.require_text("text").encode, windows_of(each.utterances)
+    encode, windows = engine.encoder.require_text("text").encode, windows_of(conversation.utterances)
     having = Counter(token for window in windows for token in set(encode(window)))
     with torch.no_grad():
         table = engine.model.get_input_embeddings()(torch.arange(engine.model.config.vocab_size)).double().numpy()

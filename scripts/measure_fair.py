@@ -62,62 +62,68 @@ def parts(seed: int) -> Made:
 
 def listed(seed: int) -> Made:
     rng = random.Random(f"fair/list/{seed}")
-    own = facts(rng, LISTED)
-    sentences = [fact.sentence(rng) for fact in own]
+    listed_facts = facts(rng, LISTED)
+    sentences = [fact.sentence(rng) for fact in listed_facts]
     lines = [f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1)]
     prose = "".join(islice(haystack_pieces(rng, "prose"), PROSE)).strip()
-    return Made("\n".join([*lines, "", "## Text", prose]), sentences, [fact.question(rng) for fact in own])
+    return Made("\n".join([*lines, "", "## Text", prose]), sentences, [fact.question(rng) for fact in listed_facts])
 
 
 def conversation(engine: Engine, seed: int) -> Made:
     """That of the table of `protect`: the system message is one section, and the rest the other."""
     count = counter(engine)
-    made = make_document("needle", "prose", SYSTEM_TOKENS, 90_000 + seed, count)
+    document = make_document("needle", "prose", SYSTEM_TOKENS, 90_000 + seed, count)
     prose = make_document("needle", "prose", PAGE_TOKENS, 91_000 + seed, count).text
-    turns = [{"role": "system", "content": made.text}, {"role": "user", "content": prose}]
+    turns = [{"role": "system", "content": document.text}, {"role": "user", "content": prose}]
     end = engine.encode_document(turns, protect=["system"]).protect[0][1]
-    return Made(turns, [made.text], made.questions, f"tokens:0-{end}")
+    return Made(turns, [document.text], document.questions, f"tokens:0-{end}")
 
 
-def obeyed(engine: Engine, each: Made, cache: CompressedCache) -> list[bool]:
-    asked = [(cache, question.text) for question in each.questions]
-    longest = max(len(question.answer) for question in each.questions) + 8
-    answers = engine.answer_all(asked, max_new_tokens=longest)
-    return [answer.text.strip() == one.answer for answer, one in zip(answers, each.questions, strict=True)]
+def obeyed(engine: Engine, document: Made, cache: CompressedCache) -> list[bool]:
+    asks = [(cache, question.text) for question in document.questions]
+    longest = max(len(question.answer) for question in document.questions) + 8
+    answers = engine.answer_all(asks, max_new_tokens=longest)
+    return [answer.text.strip() == one.answer for answer, one in zip(answers, document.questions, strict=True)]
 
 
-def least(engine: Engine, each: Made, cache: CompressedCache) -> float:
+def least(engine: Engine, document: Made, cache: CompressedCache) -> float:
     """The share of the entries that stay of the instruction that has fewest."""
     shares = []
     heads = [set(head.tolist()) for layer in cache.reduced for head in layer.positions]
-    for sentence in each.sentences:
-        spans = engine.encode_document(each.document, protect=[f"text:{sentence}"]).protect
+    for sentence in document.sentences:
+        spans = engine.encode_document(document.document, protect=[f"text:{sentence}"]).protect
         places = {at for first, end in spans for at in range(first, end)}
         shares.append(sum(len(places & head) for head in heads) / (len(places) * len(heads)))
     return min(shares)
 
 
-def row(engine: Engine, made: Sequence[Made], policy: str, removed: float) -> str:
+def row(engine: Engine, documents: Sequence[Made], policy: str, removed: float) -> str:
     hits: list[tuple[bool, bool]] = []
     fewest = [0.0, 0.0]
-    for each in made:
-        ways: list[dict[str, Any]] = [{"policy": policy}, {"policy": "fair", "base": policy, "by": each.by}]
-        caches = [engine.compress(each.document, compression_ratio=removed, **way) for way in ways]
-        hits += zip(*(obeyed(engine, each, cache) for cache in caches), strict=True)
-        fewest = [sum_ + least(engine, each, cache) / len(made) for sum_, cache in zip(fewest, caches, strict=True)]
+    for document in documents:
+        ways: list[dict[str, Any]] = [{"policy": policy}, {"policy": "fair", "base": policy, "by": document.by}]
+        caches = [engine.compress(document.document, compression_ratio=removed, **way) for way in ways]
+        hits += zip(*(obeyed(engine, document, cache) for cache in caches), strict=True)
+        fewest = [
+            sum_ + least(engine, document, cache) / len(documents) for sum_, cache in zip(fewest, caches, strict=True)
+        ]
     alone, fair = (sum(column) / len(hits) for column in zip(*hits, strict=True))
     only = [sum(hit == one for hit in hits) for one in ((False, True), (True, False))]
     return f"{alone:.0%} | {fair:.0%} | {only[0]}, {only[1]} | {fewest[0]:.0%} | {fewest[1]:.0%}"
 
 
-def table(engine: Engine, name: str, made: Sequence[Made]) -> None:
-    full = [hit for each in made for hit in obeyed(engine, each, engine.compress(each.document, policy="full"))]
-    tokens = [engine.prepare(each.document, policy="full").num_tokens for each in made]
-    print(f"\n{name}: {len(made)} of {min(tokens)} to {max(tokens)} tokens; full obeys {sum(full)} of {len(full)}")
+def table(engine: Engine, name: str, documents: Sequence[Made]) -> None:
+    full = [
+        hit
+        for document in documents
+        for hit in obeyed(engine, document, engine.compress(document.document, policy="full"))
+    ]
+    tokens = [engine.prepare(document.document, policy="full").num_tokens for document in documents]
+    print(f"\n{name}: {len(documents)} of {min(tokens)} to {max(tokens)} tokens; full obeys {sum(full)} of {len(full)}")
     print("| removed | policy | obeyed | with fair | only one | fewest kept | with fair |\n" + "|---" * 7 + "|")
     for removed in REMOVED:
         for policy in POLICIES:
-            print(f"| {removed:.0%} | `{policy}` | {row(engine, made, policy, removed)} |", flush=True)
+            print(f"| {removed:.0%} | `{policy}` | {row(engine, documents, policy, removed)} |", flush=True)
 
 
 def main() -> None:

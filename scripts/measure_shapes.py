@@ -38,16 +38,16 @@ def of_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-def together(engine: Engine, asked: list[tuple[CompressedCache, str, Mapping[str, Any]]], tokens: int) -> list[Answer]:
+def together(engine: Engine, asks: list[tuple[CompressedCache, str, Mapping[str, Any]]], tokens: int) -> list[Answer]:
     """One batch of answers, each in its shape."""
     batch, rows = engine.batch(), []
-    for cache, question, shape in asked:
+    for cache, question, shape in asks:
         sampling = Sampling(tokens, grammar=Grammar.of(shape))
         rows.append(engine.start(cache, engine.encode_query(cache, question), sampling))
     while open_ones := [row for row in rows if not row.finished]:
-        for told in batch.step(open_ones):
-            if isinstance(told, Exception):
-                raise told
+        for output in batch.step(open_ones):
+            if isinstance(output, Exception):
+                raise output
     return [row.answer() for row in rows]
 
 
@@ -71,15 +71,15 @@ def extractions(engine: Engine) -> None:
             assert chosen.text in values["choices"]
             valid += inside.finish_reason == number.finish_reason == "stop"
             same += plain.text == single.text
-            given = plain.text, json.loads(inside.text)["value"], number.text, chosen.text
-            for how, text in zip(right, given, strict=True):
+            texts = plain.text, json.loads(inside.text)["value"], number.text, chosen.text
+            for how, text in zip(right, texts, strict=True):
                 right[how] += score(ask, text).exact
-    asked = sum(len(case.asks) for case in cases)
+    questions = sum(len(case.asks) for case in cases)
     print(
-        f"{asked} extractions in batches of {len(shapes) * QUESTIONS}: {valid} valid JSON in both shapes, "
+        f"{questions} extractions in batches of {len(shapes) * QUESTIONS}: {valid} valid JSON in both shapes, "
         f"{same} rows without a shape unchanged"
     )
-    print("right values:", ", ".join(f"{count / asked:.1%} {how}" for how, count in right.items()))
+    print("right values:", ", ".join(f"{count / questions:.1%} {how}" for how, count in right.items()))
 
 
 def costs(subject: Subject, rows: int) -> None:

@@ -41,23 +41,23 @@ def main(url: str, home: Path) -> None:
         for tokens in (512, 1024, 1900):
             document = make_document("multikey", "prose", tokens, 1, text.count_tokens).text
             for form in (True, "tokens"):
-                made = client.caches.create(document=document, policy="kvzip", codec="int4", keep_source=form)  # type: ignore[arg-type]
-                assert made.source is not None
+                cache = client.caches.create(document=document, policy="kvzip", codec="int4", keep_source=form)  # type: ignore[arg-type]
+                assert cache.source is not None
                 hits, remade = [], []
                 for _ in range(REPEATS):
-                    evict(home, made.id)
-                    took, why = asked_ms(client, made.id)
+                    evict(home, cache.id)
+                    took, why = asked_ms(client, cache.id)
                     assert why == "evicted"
                     remade.append(took)
-                    took, why = asked_ms(client, made.id)
+                    took, why = asked_ms(client, cache.id)
                     assert why is None
                     hits.append(took)
-                read = made.tokens.document
+                read = cache.tokens.document
                 print(
-                    f"{read} tokens, {made.source.form}: {made.source.bytes / read:.2f} bytes per token, cache "
-                    f"{made.bytes.stored / read:.0f}; hit {median(hits):.1f} ms, made again {median(remade):.0f} ms"
+                    f"{read} tokens, {cache.source.form}: {cache.source.bytes / read:.2f} bytes per token, cache "
+                    f"{cache.bytes.stored / read:.0f}; hit {median(hits):.1f} ms, made again {median(remade):.0f} ms"
                 )
-                client.caches.delete(made.id)
+                client.caches.delete(cache.id)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def templates() -> dict[str, str]:
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the templates are those of trl; run: pip install --no-deps 'trl>=1.16,<2'")
     folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
-    found = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
-    return {name: text for name, text in found.items() if not name.endswith("_training")}
+    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
+    return {name: text for name, text in texts.items() if not name.endswith("_training")}
 
 
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
@@ -145,14 +145,16 @@ class Subject:
         """What transformers makes of a whole conversation."""
         if getattr(self, "parts", False):
             messages = [
-                dict(each, content=[{"type": "text", "text": each["content"]}]) if "content" in each else each
-                for each in messages
+                dict(message, content=[{"type": "text", "text": message["content"]}])
+                if "content" in message
+                else message
+                for message in messages
             ]
-        found = self.tokenizer.apply_chat_template(
+        prompt = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=opening, **options
         )
-        assert isinstance(found, str)
-        return found
+        assert isinstance(prompt, str)
+        return prompt
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -172,11 +174,11 @@ class Subject:
         if ran != list(expected):
             same = next((at for at, pair in enumerate(zip(ran, expected, strict=False)) if pair[0] != pair[1]), None)
             at = min(len(ran), len(expected)) if same is None else same
-            said = "" if not self.tokens else (
+            place = "" if not self.tokens else (
                 f" (expected {self.tokenizer.decode(expected[at : at + 30])!r}, "
                 f"ran {self.tokenizer.decode(ran[at : at + 30])!r})"
             )  # fmt: skip
-            raise Wrong(f"{what}: other tokens{said}")
+            raise Wrong(f"{what}: other tokens{place}")
 
     def _stored(self, manifest: Any) -> list[int]:
         return self.turn_tokens[manifest.id] if manifest.parent_id else self.engine.documents[
@@ -231,7 +233,9 @@ class Subject:
     def _switches_behind(self) -> bool:
         """Whether the template says behind the document alone that thinking is off."""
         question = [{"role": "user", "content": "KVMARK"}]
-        on, off = (self.plain(question, **told).partition("KVMARK")[0] for told in ({}, {"enable_thinking": False}))
+        on, off = (
+            self.plain(question, **variables).partition("KVMARK")[0] for variables in ({}, {"enable_thinking": False})
+        )
         return on == off
 
     def answer(self, number: int) -> dict[str, Any]:
@@ -282,11 +286,11 @@ class Subject:
         at = cache.id
         kwargs = self.quiet.get("chat_template_kwargs", {})
         for number in range(TURNS):
-            asked = {"role": "user", "content": f"Question {number}?"}
-            messages.append(asked)
+            question = {"role": "user", "content": f"Question {number}?"}
+            messages.append(question)
             expected = self.whole(messages, **kwargs)
             self._note_turns(cache.id, expected)
-            reply = await self.ask(at, [asked], store=True, **self.answer(number))
+            reply = await self.ask(at, [question], store=True, **self.answer(number))
             self.require_ran(reply.served.cache_id, expected, f"turn {number + 1}")
             read.append(reply.usage.cache_read_tokens > cache.num_tokens)
             messages.append({"role": "assistant", "content": reply.text})
@@ -356,10 +360,10 @@ class Subject:
         end = re.search("|".join(map(re.escape, _TURN_ENDS)), text)
         return text if end is None else text[: end.start()]
 
-    def _require_calls(self, what: str, reply: Any, wanted: Sequence[Mapping[str, Any]]) -> None:
-        found = [json.loads(call.function.arguments) for call in reply.tool_calls]
-        if found != list(wanted):
-            raise Wrong(f"{what}: calls {found} in {reply.text[:60]!r}")
+    def _require_calls(self, what: str, reply: Any, calls: Sequence[Mapping[str, Any]]) -> None:
+        arguments = [json.loads(call.function.arguments) for call in reply.tool_calls]
+        if arguments != list(calls):
+            raise Wrong(f"{what}: calls {arguments} in {reply.text[:60]!r}")
 
     def _require_tail(self, what: str, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> None:
         """What ran behind the question is what the template writes there."""
@@ -367,8 +371,8 @@ class Subject:
         tail = self.ids(whole[whole.rfind("Is it dry in Kiel?") + len("Is it dry in Kiel?") :])
         _, query = self.engine.asked[-1]
         if query[-len(tail) :] != tail:
-            said = f" (expected {self.tokenizer.decode(tail)!r}, ran {self.tokenizer.decode(query[-len(tail) :])!r})"
-            raise Wrong(f"{what}: other tokens{said if self.tokens else ''}")
+            note = f" (expected {self.tokenizer.decode(tail)!r}, ran {self.tokenizer.decode(query[-len(tail) :])!r})"
+            raise Wrong(f"{what}: other tokens{note if self.tokens else ''}")
 
     async def thinking(self) -> str:
         question = {"role": "user", "content": "Where is the book?"}
@@ -401,33 +405,33 @@ class Subject:
 
     async def variables(self) -> str:
         """Documents that are put with each variable alone: what runs is the whole conversation with it."""
-        question, told = [{"role": "user", "content": "Where?"}], 0
+        question, count = [{"role": "user", "content": "Where?"}], 0
         usual = (await self.put()).id
         for name, value in VARIABLES:
             if name not in self.engine.encoder.require_text("messages").template.variables:
                 continue
-            given = {name: value}
-            expected = self.whole(question, **given)
-            made = (await self.replica.create(
-                CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=given), caller=Caller("default")
+            variables = {name: value}
+            expected = self.whole(question, **variables)
+            manifest = (await self.replica.create(
+                CreateCache(document=DOCUMENT, policy="full", chat_template_kwargs=variables), caller=Caller("default")
             )).manifest  # fmt: skip
-            before, behind = (self.plain([{"role": "user", "content": "KVMARK"}], **each).partition("KVMARK")[::2]
-                              for each in ({}, given))  # fmt: skip
-            if (made.id == usual) != (before[0] == behind[0]):
+            mark = [{"role": "user", "content": "KVMARK"}]
+            before, behind = (self.plain(mark, **extra).partition("KVMARK")[::2] for extra in ({}, variables))
+            if (manifest.id == usual) != (before[0] == behind[0]):
                 raise Wrong(f"{name}: the id does not follow what is before the document")
-            if made.identity.get("variables", {}) != ({} if made.id == usual else given):
-                raise Wrong(f"{name}: the cache keeps {made.identity.get('variables')}")
-            again = {} if made.id != usual else {"chat_template_kwargs": given}
-            reply = await self.ask(made.id, question, max_tokens=2, **again)
+            if manifest.identity.get("variables", {}) != ({} if manifest.id == usual else variables):
+                raise Wrong(f"{name}: the cache keeps {manifest.identity.get('variables')}")
+            again = {} if manifest.id != usual else {"chat_template_kwargs": variables}
+            reply = await self.ask(manifest.id, question, max_tokens=2, **again)
             self.require_ran(reply.served.cache_id, expected, f"{name} {value}")
-            if made.id != usual:
-                self._require_refused(await self._tried(usual, question, given), name)
-            told += 1
-        return "yes" if told else "none"
+            if manifest.id != usual:
+                self._require_refused(await self._tried(usual, question, variables), name)
+            count += 1
+        return "yes" if count else "none"
 
-    async def _tried(self, cache_id: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
+    async def _tried(self, cache_id: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            await self.ask(cache_id, messages, max_tokens=2, chat_template_kwargs=given)
+            await self.ask(cache_id, messages, max_tokens=2, chat_template_kwargs=variables)
         except KvshelfError as error:
             return error.message
         return ""
@@ -440,14 +444,14 @@ class Subject:
     async def date(self) -> str:
         if "strftime_now" not in self.template:
             return "none"
-        made = []
+        manifests = []
         for day in (datetime.date(2031, 3, 7), datetime.date(2031, 3, 8)):
             with on_day(day):
                 created = await self.replica.create(CreateCache(document=DOCUMENT), caller=Caller("default"))
-                made.append(created.manifest.id)
-                reply = await self.ask(made[0], [{"role": "user", "content": "Where?"}], max_tokens=2)
+                manifests.append(created.manifest.id)
+                reply = await self.ask(manifests[0], [{"role": "user", "content": "Where?"}], max_tokens=2)
                 assert reply.text is not None
-        if made[0] != made[1]:
+        if manifests[0] != manifests[1]:
             raise Wrong("the id changes with the day")
         return "yes"
 
@@ -480,7 +484,7 @@ CELLS: Final[dict[str, Callable[[Subject], Any]]] = {
 
 def row(template: str, *, tokens: bool = False, cells: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
     """What each cell says of a template."""
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
 
         async def measured() -> None:
@@ -494,21 +498,21 @@ def row(template: str, *, tokens: bool = False, cells: Sequence[str] = tuple(CEL
             try:
                 for name in cells:
                     try:
-                        found[name] = await CELLS[name](subject)
+                        results[name] = await CELLS[name](subject)
                     except KvshelfError as error:
-                        found[name] = f"refused: {error.message}"
+                        results[name] = f"refused: {error.message}"
                     except Wrong as wrong:
-                        found[name] = f"**no**, {wrong}"
+                        results[name] = f"**no**, {wrong}"
                     except Exception as error:  # of transformers: the plain conversation is refused, too
-                        found[name] = f"refused by transformers: {type(error).__name__} {error}"
+                        results[name] = f"refused by transformers: {type(error).__name__} {error}"
             finally:
                 subject.replica.stop()
 
         try:
             asyncio.run(measured())
         except KvshelfError as error:
-            found = dict.fromkeys(cells, f"refused: {error.message}")
-    return found
+            results = dict.fromkeys(cells, f"refused: {error.message}")
+    return results
 
 
 def main() -> None:
@@ -524,17 +528,17 @@ def main() -> None:
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     transformers_logging.disable_progress_bar()
-    cells = [each for each in CELLS if each in chosen.cells]
-    only = {each for each in chosen.only.split(",") if each}
+    cells = [cell for cell in CELLS if cell in chosen.cells]
+    only = {name for name in chosen.only.split(",") if name}
     print("| template | " + " | ".join(cells) + " |\n|---|" + "---|" * len(cells), flush=True)
     for name, template in templates().items():
         if not only or name in only:
-            said = row(template, tokens=chosen.tokens, cells=cells)
+            cells_of_row = row(template, tokens=chosen.tokens, cells=cells)
             if chosen.short:
-                said = {cell: re.split(r"[:,(]| by ", text)[0].strip() for cell, text in said.items()} | {
-                    cell: "always on" for cell, text in said.items() if text == "yes, always on"
-                }
-            shown = [" ".join(said.get(cell, "").split())[: chosen.width].replace("|", "\\|") for cell in cells]
+                cells_of_row = {
+                    cell: re.split(r"[:,(]| by ", text)[0].strip() for cell, text in cells_of_row.items()
+                } | {cell: "always on" for cell, text in cells_of_row.items() if text == "yes, always on"}
+            shown = [" ".join(cells_of_row.get(cell, "").split())[: chosen.width].replace("|", "\\|") for cell in cells]
             print(f"| {name} | " + " | ".join(shown) + " |", flush=True)
 
 

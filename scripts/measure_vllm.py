@@ -65,8 +65,8 @@ def first_tokens(llm: LLM, engine: Engine, store: Store, draw: Draw, lengths: Se
         times: dict[str, list[tuple[float, float]]] = {}
         for _ in range(ROUNDS + 1):  # the first one warms up
             document = draw(tokens)
-            asked = [{"prompt_token_ids": document + draw(QUESTION)} for _ in range(2)]
-            first, again = (first_token_s(llm, prompt, {}) for prompt in asked)
+            prompts = [{"prompt_token_ids": document + draw(QUESTION)} for _ in range(2)]
+            first, again = (first_token_s(llm, prompt, {}) for prompt in prompts)
             times.setdefault("vLLM", []).append((first, again))
             for name, how in WAYS.items():
                 cache = stored(engine, store, document, how)
@@ -74,7 +74,7 @@ def first_tokens(llm: LLM, engine: Engine, store: Store, draw: Draw, lengths: Se
                 first, again = (first_token_s(llm, *request.offline) for request in requests)
                 times.setdefault(name, []).append((first, again))
         for name, pairs in times.items():
-            first, again = (1000 * min(each) for each in zip(*pairs[1:], strict=True))
+            first, again = (1000 * min(seconds) for seconds in zip(*pairs[1:], strict=True))
             print(f"{tokens} tokens, {name}: {first:.0f} ms, again {again:.0f} ms", flush=True)
 
 
@@ -83,7 +83,7 @@ def questions_at_once(llm: LLM, engine: Engine, store: Store, draw: Draw, count:
     the second ones find all documents there."""
     scheduler = Scheduler(engine, SchedulerLimits(max_open=count, max_waiting=count))
     scheduler.start()
-    taken: dict[str, list[tuple[float, float]]] = {}
+    seconds_by_way: dict[str, list[tuple[float, float]]] = {}
     for _ in range(ROUNDS + 1):
         documents = [draw(DOCUMENT) for _ in range(count)]
         asks: dict[str, Callable[[list[list[int]]], None]] = {"vLLM alone": by_vllm(llm, documents)}
@@ -94,20 +94,22 @@ def questions_at_once(llm: LLM, engine: Engine, store: Store, draw: Draw, count:
         for name, ask in asks.items():
             pair = []
             for _ in range(2):
-                asked = [draw(QUESTION) for _ in range(count)]
+                questions = [draw(QUESTION) for _ in range(count)]
                 started = time.perf_counter()
-                ask(asked)
+                ask(questions)
                 pair.append(time.perf_counter() - started)
-            taken.setdefault(name, []).append((pair[0], pair[1]))
+            seconds_by_way.setdefault(name, []).append((pair[0], pair[1]))
     scheduler.stop()
-    for name, pairs in taken.items():
-        first, again = (count * ANSWER / min(each) for each in zip(*pairs[1:], strict=True))
+    for name, pairs in seconds_by_way.items():
+        first, again = (count * ANSWER / min(seconds) for seconds in zip(*pairs[1:], strict=True))
         print(f"{count} questions, {name}: {first:.0f} tokens/s, again {again:.0f} tokens/s", flush=True)
 
 
 def by_vllm(llm: LLM, documents: Sequence[list[int]]) -> Callable[[list[list[int]]], None]:
     def ask(questions: list[list[int]]) -> None:
-        prompts = [{"prompt_token_ids": document + asked} for document, asked in zip(documents, questions, strict=True)]
+        prompts = [
+            {"prompt_token_ids": document + question} for document, question in zip(documents, questions, strict=True)
+        ]
         outputs = llm.generate(prompts, answers({}), use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == ANSWER for output in outputs)
 
@@ -116,8 +118,8 @@ def by_vllm(llm: LLM, documents: Sequence[list[int]]) -> Callable[[list[list[int
 
 def by_connector(llm: LLM, manifests: Sequence[Manifest]) -> Callable[[list[list[int]]], None]:
     def ask(questions: list[list[int]]) -> None:
-        asked = zip(manifests, questions, strict=True)
-        requests = [request_to(manifest, ids).offline for manifest, ids in asked]
+        pairs = zip(manifests, questions, strict=True)
+        requests = [request_to(manifest, ids).offline for manifest, ids in pairs]
         prompts, extras = zip(*requests, strict=True)
         outputs = llm.generate(list(prompts), [answers(extra) for extra in extras], use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == ANSWER for output in outputs)
@@ -130,10 +132,10 @@ def by_engine(scheduler: Scheduler, store: Store, manifests: Sequence[Manifest])
 
     def ask(questions: list[list[int]]) -> None:
         tickets = []
-        for manifest, asked in zip(manifests, questions, strict=True):
+        for manifest, question in zip(manifests, questions, strict=True):
             if manifest.id not in resident:
                 resident[manifest.id] = store.get(manifest.id)
-            tickets.append(scheduler.generate(resident[manifest.id], asked, Sampling(max_tokens=ANSWER)))
+            tickets.append(scheduler.generate(resident[manifest.id], question, Sampling(max_tokens=ANSWER)))
         assert all(len(ticket.future.result().token_ids) == ANSWER for ticket in tickets)
 
     return ask
@@ -154,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000])
     parser.add_argument("--documents", type=int, help="how many documents, and questions at once")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home, open_store(f"disk://{home}/shelf") as store:
         folder = Path(home) / "model"
         save_random_model(folder, layers=8)
@@ -167,18 +169,18 @@ def main() -> None:
             kv_role="kv_consumer",
             kv_connector_extra_config={"store": f"disk://{home}/shelf"},
         )
-        longest = max([DOCUMENT + ANSWER] if given.documents else given.tokens) + 2 * QUESTION
+        longest = max([DOCUMENT + ANSWER] if options.documents else options.tokens) + 2 * QUESTION
         llm = LLM(str(folder), dtype="float32", max_model_len=longest, kv_transfer_config=connector, seed=0)
         drawn = random.Random(0)
 
         def ids(count: int) -> list[int]:
             return [drawn.randrange(5, engine.model.config.vocab_size) for _ in range(count)]
 
-        if given.documents:
+        if options.documents:
             with endless_answers(engine):
-                questions_at_once(llm, engine, store, ids, given.documents)
+                questions_at_once(llm, engine, store, ids, options.documents)
         else:
-            first_tokens(llm, engine, store, ids, given.tokens)
+            first_tokens(llm, engine, store, ids, options.tokens)
 
 
 if __name__ == "__main__":

@@ -215,16 +215,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, help="a line of JSON for each place")
-    asked = parser.parse_args()
-    places = drawn(asked.count, asked.seed)
-    earlier = _earlier(asked.output, places) if asked.output else {}
+    options = parser.parse_args()
+    places = drawn(options.count, options.seed)
+    earlier = _earlier(options.output, places) if options.output else {}
     noticed = sum(earlier.values())
-    for mutation, seen in results([place for place in places if place not in earlier], asked.jobs):
+    for mutation, seen in results([place for place in places if place not in earlier], options.jobs):
         noticed += seen
         if not seen:
             print(f"not noticed: {mutation.file}:{mutation.line}: {mutation.old!r} -> {mutation.new!r}", flush=True)
-        if asked.output:
-            with asked.output.open("a") as lines:
+        if options.output:
+            with options.output.open("a") as lines:
                 lines.write(json.dumps(asdict(mutation) | {"noticed": seen}) + "\n")
     print(f"{noticed} of {len(places)} noticed ({noticed / max(len(places), 1):.0%})")
 
@@ -232,8 +232,8 @@ def main() -> None:
 def _earlier(output: Path, places: Sequence[Mutation]) -> dict[Mutation, bool]:
     """Those of the places that the file has, and whether they were noticed."""
     rows = map(json.loads, output.read_text().splitlines()) if output.exists() else ()
-    seen = {Mutation(**{field.name: row[field.name] for field in fields(Mutation)}): row["noticed"] for row in rows}
-    return {place: seen[place] for place in places if place in seen}
+    noticed = {Mutation(**{field.name: row[field.name] for field in fields(Mutation)}): row["noticed"] for row in rows}
+    return {place: noticed[place] for place in places if place in noticed}
 
 
 if __name__ == "__main__":

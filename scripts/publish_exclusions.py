@@ -36,8 +36,8 @@ def _matrix() -> list[str]:
     """What is asked for, by what the model has."""
     features = [feature for exclusion in EXCLUSIONS for feature in exclusion.features]
     models = [feature for feature in dict.fromkeys(features) if feature.of_model]
-    asked = [feature for feature in dict.fromkeys(features) if not feature.of_model]
-    met = [feature for feature in asked if any(_numbers(feature, model) for model in models)]
+    of_requests = [feature for feature in dict.fromkeys(features) if not feature.of_model]
+    met = [feature for feature in of_requests if any(_numbers(feature, model) for model in models)]
     lines = [f"| | {' | '.join(model.name for model in models)} |", "| --- |" + " --- |" * len(models)]
     return lines + [f"| {one.name} | {' | '.join(_numbers(one, model) for model in models)} |" for one in met]
 
@@ -57,7 +57,7 @@ def _rows() -> list[str]:
 
 def _shown(message: str) -> str:
     """A message with words in place of what a request has there."""
-    return re.sub(r"\{(?:c\.)?([\w.]+?)(?:\.name)?(?:!r)?\}", lambda found: f"*{_word(found[1])}*", message)
+    return re.sub(r"\{(?:c\.)?([\w.]+?)(?:\.name)?(?:!r)?\}", lambda match: f"*{_word(match[1])}*", message)
 
 
 def _word(path: str) -> str:

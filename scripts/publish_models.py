@@ -33,12 +33,14 @@ def table(report: dict[str, Any]) -> str:
     """The types of each outcome and reason, in the order of `SAID`; the reason that most types have first. Raises
     `ValueError` for a report of mistakes: they are mended before anything is published."""
     outcomes, rows = report["outcomes"], dict[tuple[str, str], list[str]]()
-    if wrong := [each["model_type"] for each in outcomes if each["what"] not in SAID]:
+    if wrong := [outcome["model_type"] for outcome in outcomes if outcome["what"] not in SAID]:
         raise ValueError(f"these types are neither exact nor refused: {', '.join(wrong)}")
-    for each in outcomes:
-        rows.setdefault((each["what"], each["why"]), []).append(each["model_type"])
+    for outcome in outcomes:
+        rows.setdefault((outcome["what"], outcome["why"]), []).append(outcome["model_type"])
     order = sorted(rows, key=lambda row: (list(SAID).index(row[0]), -len(rows[row]), row[1]))
-    counts = ", ".join(f"{sum(each['what'] == what for each in outcomes)} {said}" for what, said in SAID.items())
+    counts = ", ".join(
+        f"{sum(outcome['what'] == what for outcome in outcomes)} {label}" for what, label in SAID.items()
+    )
     lines = [
         f"With transformers {report['machine']['transformers']}: {counts}.",
         "",
@@ -46,7 +48,7 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     for what, why in order:
-        types = ", ".join(f"`{each}`" for each in sorted(rows[what, why]))
+        types = ", ".join(f"`{model_type}`" for model_type in sorted(rows[what, why]))
         lines.append(f"| {SAID[what]} | {why} | {types} |")
     return "\n".join(lines)
 

@@ -69,8 +69,8 @@ def written() -> dict[Path, str]:
 
 def classes(infos: Sequence[MethodInfo]) -> str:
     """What the classes of policies, selectors or suffix policies say, without what was measured; one per line."""
-    said = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
-    return "[\n" + ",\n".join(json.dumps(one) for one in said) + "\n]\n"
+    listed = [{name: value for name, value in asdict(info).items() if name != "measured"} for info in infos]
+    return "[\n" + ",\n".join(json.dumps(one) for one in listed) + "\n]\n"
 
 
 def packaged(report: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def of_selectors() -> str:
     rows: dict[str, dict[float, float]] = {}
     for label, row in measured:
         rows.setdefault(label, {})[row["share"]] = row["exact"]
-    for label, exact in sorted(rows.items(), key=lambda each: -each[1].get(_SORTED_BY, 0.0)):
+    for label, exact in sorted(rows.items(), key=lambda row: -row[1].get(_SORTED_BY, 0.0)):
         shown = [f"{100 * exact[share]:.1f}" if share in exact else "-" for share in shares]
         lines.append(f"| `{label}` | " + " | ".join(shown) + " |")
     for info in infos:
@@ -212,8 +212,8 @@ def extent(info: MethodInfo) -> tuple[str, str]:
     for start, letter in (("In part, ", "P"), ("A reconstruction", "R")):
         if info.summary.startswith(start):
             return letter, info.summary.partition(":")[0].removeprefix(start).removeprefix(", ").strip()
-    own = info.source == "the model itself" or "docs/internals" in info.source
-    return ("-" if own else "W"), ""
+    is_own = info.source == "the model itself" or "docs/internals" in info.source
+    return ("-" if is_own else "W"), ""
 
 
 def row_label(row: dict[str, Any]) -> str:

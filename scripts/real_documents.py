@@ -85,8 +85,8 @@ def row(source: Source, context: str) -> dict[str, Any]:
 
 def faults(sources: Sequence[Source]) -> Iterator[str]:
     """What is wrong with questions and answers by themselves."""
-    asked = [question for source in sources for question, *_ in source.questions]
-    yield from (f"asked twice: {question}" for question in set(asked) if asked.count(question) > 1)
+    questions = [question for source in sources for question, *_ in source.questions]
+    yield from (f"asked twice: {question}" for question in set(questions) if questions.count(question) > 1)
     for source in sources:
         for question, *answers in source.questions:
             if not answers or not all(map(words, answers)):
@@ -95,19 +95,19 @@ def faults(sources: Sequence[Source]) -> Iterator[str]:
                 yield f"{source.id}: {question}: the answer stands in the question"
 
 
-def faults_of_row(made: dict[str, Any]) -> Iterator[str]:
+def faults_of_row(document: dict[str, Any]) -> Iterator[str]:
     """What is wrong with questions and answers beside their document: an answer that is not there, and questions that
     are all about one end of it."""
     thirds = set()
-    context = made["context"]
-    for question, answers in zip(made["question"], made["answers"], strict=True):
+    context = document["context"]
+    for question, answers in zip(document["question"], document["answers"], strict=True):
         first = _first(context, answers)
         if first is None:
-            yield f"{made['id']}: {question}: no answer stands in the document"
+            yield f"{document['id']}: {question}: no answer stands in the document"
         else:
             thirds.add(min(2, int(3 * first)))
     if thirds != {0, 1, 2}:
-        yield f"{made['id']}: answers first stand in thirds {sorted(thirds)} of the document only"
+        yield f"{document['id']}: answers first stand in thirds {sorted(thirds)} of the document only"
 
 
 def _first(context: str, answers: Sequence[str]) -> float | None:
@@ -146,8 +146,8 @@ def fetched(sources: Sequence[Source], folder: Path) -> Iterator[tuple[Source, b
                 packages[key] = (_wheel if source.registry == "pypi" else _debian)(source, target)
             except Refused as refused:
                 packages[key] = refused
-        found = packages[key]
-        yield source, found if isinstance(found, Refused) else _member(source, found)
+        package = packages[key]
+        yield source, package if isinstance(package, Refused) else _member(source, package)
 
 
 def _wheel(source: Source, folder: Path) -> Path:
@@ -176,12 +176,12 @@ def _downloaded(command: list[str], folder: Path, pattern: str) -> Path:
 def _member(source: Source, package: Path) -> bytes | Refused:
     if package.suffix == ".whl":
         with zipfile.ZipFile(package) as wheel:
-            found = fnmatch.filter(wheel.namelist(), source.file)
-            return wheel.read(found[0]) if found else _absent(source, package)
+            members = fnmatch.filter(wheel.namelist(), source.file)
+            return wheel.read(members[0]) if members else _absent(source, package)
     unpacked = subprocess.run(["dpkg-deb", "--fsys-tarfile", package], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(unpacked)) as files:
-        found = fnmatch.filter(files.getnames(), f"./{source.file}")
-        member = files.extractfile(found[0]) if found else None
+        members = fnmatch.filter(files.getnames(), f"./{source.file}")
+        member = files.extractfile(members[0]) if members else None
         return member.read() if member is not None else _absent(source, package)
 
 

@@ -276,9 +276,9 @@ def questioned_document(rng: random.Random, encoder: Encoder, length: int, words
     """A document of the tasks with a question per 50 tokens of `length`, 48 at most; the answers are scored."""
     plain = rng.random() < 0.12
     haystack: Haystack = "filler" if rng.random() < 0.3 else "prose"
-    asked = max(2, min(48, length // 50))
-    document_tokens = length - 24 * asked
-    stated = rng.randint(max(1, asked // 2), 2 * asked) if rng.random() < 0.9 else 1
+    count = max(2, min(48, length // 50))
+    document_tokens = length - 24 * count
+    stated = rng.randint(max(1, count // 2), 2 * count) if rng.random() < 0.9 else 1
     stated = max(1, min(stated, document_tokens // 30))
     long_share = 0.12 if document_tokens > 200 else 0.0
     digits = [rng.randint(10, 36) if rng.random() < long_share else rng.randint(2, 9) for _ in range(stated)]
@@ -288,7 +288,7 @@ def questioned_document(rng: random.Random, encoder: Encoder, length: int, words
     document = write_document(rng, facts, haystack, document_tokens, encoder.count)
     ids = encoder.document(document.text, plain)
     labels = [IGNORED] * len(ids)
-    for i, question in enumerate(document.questions[:asked]):
+    for i, question in enumerate(document.questions[:count]):
         query, answer = encoder.question(question.text, plain, i == 0), encoder.answer(question.answer, plain)
         ids += query + answer
         labels += [IGNORED] * len(query) + answer
@@ -495,8 +495,8 @@ def evaluate(encoder: Encoder, folder: Path, count: int, lengths: list[int], tas
         for haystack in HAYSTACKS:
             cells = []
             for length in lengths:
-                asked = asked_documents(encoder, task, haystack, length, count)
-                right = sum(answer(model, encoder, text, q.text, plain) == q.answer for text, q in asked)
+                documents = asked_documents(encoder, task, haystack, length, count)
+                right = sum(answer(model, encoder, text, q.text, plain) == q.answer for text, q in documents)
                 cells.append(f"{100 * right / count:.1f} %")
             print(f"| {task}, {haystack} | " + " | ".join(cells) + " |", flush=True)
 

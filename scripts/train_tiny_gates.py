@@ -37,12 +37,12 @@ def main() -> None:
     GATES.mkdir(exist_ok=True)
     for policy in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / f"{policy}.safetensors"
+            file = Path(folder) / f"{policy}.safetensors"
             command = ["train-gates", "--model", "kvshelf-tiny", "--family", policy, "--device", "cpu"]
             subprocess.run(
-                [sys.executable, "-m", "kvshelf", *command, *SETTINGS[policy], "--out", str(made)], check=True
+                [sys.executable, "-m", "kvshelf", *command, *SETTINGS[policy], "--out", str(file)], check=True
             )
-            (GATES / made.name).write_bytes(made.read_bytes())
+            (GATES / file.name).write_bytes(file.read_bytes())
     total = sum(path.stat().st_size for path in GATES.glob("*.safetensors"))
     if total > LARGEST:
         sys.exit(f"the gates have {total:,} bytes, and {LARGEST:,} may be shipped")

@@ -61,12 +61,12 @@ def lost_answers(results: Path) -> dict[str, dict[tuple[str, float, str], tuple[
     for row in rows:
         if row["refused"] is None:
             exact.setdefault(row["document"], {})[row["policy"], row["removed"], row["codec"]] = row["exact"]
-    found = {}
+    by_document = {}
     for document, ways in exact.items():
         full = ways.pop(("full", 0.0, "none"))
         lost = {way: sum(had > has for had, has in zip(full, own, strict=True)) for way, own in ways.items()}
-        found[document] = {way: (sum(full), count) for way, count in lost.items()}
-    return found
+        by_document[document] = {way: (sum(full), count) for way, count in lost.items()}
+    return by_document
 
 
 def measured(
@@ -85,21 +85,21 @@ def measured(
     prefill_s = time.process_time() - started
     for group in shared(list(levels.values())):
         started = time.process_time()
-        made = engine.compressor.prefill(group, cues=cues)
+        prefill = engine.compressor.prefill(group, cues=cues)
         took_s = time.process_time() - started
-        assert made.reference is not None
-        probe_s = made.reference.probe_s  # wall time, as the prefill's: only their ratio counts
-        in_prefill_s = took_s * probe_s / (probe_s + made.compressions[0].prefill_s)
-        for level, compression in zip(group, made.compressions, strict=True):
+        assert prefill.reference is not None
+        probe_s = prefill.reference.probe_s  # wall time, as the prefill's: only their ratio counts
+        in_prefill_s = took_s * probe_s / (probe_s + prefill.compressions[0].prefill_s)
+        for level, compression in zip(group, prefill.compressions, strict=True):
             way = next(way for way, one in levels.items() if one is level)
             started = time.process_time()
-            found = engine.compressor.measure(compression.cache, made.reference)
+            quality = engine.compressor.measure(compression.cache, prefill.reference)
             quality_s = in_prefill_s + time.process_time() - started
             right, lost = ways[way]
             policy, removed, codec = way
             named = f"{policy} {removed:g} {codec}" if removed else f"{policy} {codec}"
             about = (engine.name, document.id, len(encoded.token_ids), named, right, lost)
-            figure = (found.agreement, found.low, found.cues, found.asked, found.kl)
+            figure = (quality.agreement, quality.low, quality.cues, quality.asked, quality.kl)
             rows.append(Measured(*about, *figure, quality_s, prefill_s))
     return rows
 
@@ -116,14 +116,14 @@ def costs(engine: Engine, documents: Sequence[Document], tokens: int, how: How) 
     level, cues = engine.compressor.level(job, DEFAULT_CODEC), cue_count(how, job.num_tokens)
     engine.run_levels([engine.compressor.level(engine.prepare(part[:2000]))], cues=1)  # records the program
     started = time.process_time()
-    made = engine.compressor.prefill([level], cues=cues)
+    prefill = engine.compressor.prefill([level], cues=cues)
     took_s = time.process_time() - started
-    assert made.reference is not None
-    share = made.reference.probe_s / (made.reference.probe_s + made.compressions[0].prefill_s)
+    assert prefill.reference is not None
+    share = prefill.reference.probe_s / (prefill.reference.probe_s + prefill.compressions[0].prefill_s)
     started = time.process_time()
-    found = engine.compressor.measure(made.compressions[0].cache, made.reference)
+    figure = engine.compressor.measure(prefill.compressions[0].cache, prefill.reference)
     quality_s, prefill_s = took_s * share + time.process_time() - started, took_s * (1 - share)
-    cells = (engine.name, job.num_tokens, how, found.asked, found.cues)
+    cells = (engine.name, job.num_tokens, how, figure.asked, figure.cues)
     seconds = (f"{number:.2f}" for number in (prefill_s, quality_s, quality_s / prefill_s))
     return f"| {' | '.join(map(str, (*cells, *seconds)))} |"
 
@@ -141,12 +141,12 @@ def _ranks(values: Sequence[float]) -> torch.Tensor:
     return below + (equal - 1) / 2.0
 
 
-def report(found: Sequence[Measured]) -> list[str]:
+def report(figures: Sequence[Measured]) -> list[str]:
     """Markdown: each way, and how well the figure orders the caches."""
     lines = ["| model | way | documents | lost of right | agreement, mean (least to most) | low, mean |"]
     lines.append("|---|---|---|---|---|---|")
-    for model, way in dict.fromkeys((one.model, one.way) for one in found):
-        rows = [one for one in found if (one.model, one.way) == (model, way)]
+    for model, way in dict.fromkeys((one.model, one.way) for one in figures):
+        rows = [one for one in figures if (one.model, one.way) == (model, way)]
         shares = [one.agreement for one in rows if one.agreement is not None]
         lows = [one.low for one in rows if one.low is not None]
         lost, right = sum(one.lost for one in rows), sum(one.right for one in rows)
@@ -154,7 +154,7 @@ def report(found: Sequence[Measured]) -> list[str]:
             f"| {model} | {way} | {len(rows)} | {lost} of {right} | {_mean(shares):.3f} ({min(shares, default=0):.2f} "
             f"to {max(shares, default=0):.2f}) | {_mean(lows):.3f} |"
         )
-    telling = [one for one in found if one.right >= LEAST_RIGHT and one.low is not None]
+    telling = [one for one in figures if one.right >= LEAST_RIGHT and one.low is not None]
     lost = [-one.lost / one.right for one in telling]
     met = [one for one in telling if (one.low or 0) >= FLOOR]
     whole = [one for one in telling if one.lost == 0]
@@ -166,8 +166,8 @@ def report(found: Sequence[Measured]) -> list[str]:
         f"{sum(one.lost / one.right > 0.05 for one in met)} lost over 5 %; of {len(whole)} that lost nothing "
         f"{sum(one in met for one in whole)} lie above.",
         "",
-        f"Measuring took {_mean([one.quality_s for one in found]):.2f} s, prefilling "
-        f"{_mean([one.prefill_s for one in found]):.2f} s (means, one processor).",
+        f"Measuring took {_mean([one.quality_s for one in figures]):.2f} s, prefilling "
+        f"{_mean([one.prefill_s for one in figures]):.2f} s (means, one processor).",
     ]
     return lines
 
@@ -176,16 +176,16 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def draw(found: Sequence[Measured], path: Path) -> None:
+def draw(figures: Sequence[Measured], path: Path) -> None:
     """The share of right answers lost over the figure, a colour for each way and a marker for each model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
-    models = list(dict.fromkeys(one.model for one in found))
-    for number, way in enumerate(dict.fromkeys(one.way for one in found)):
+    models = list(dict.fromkeys(one.model for one in figures))
+    for number, way in enumerate(dict.fromkeys(one.way for one in figures)):
         for model, marker in zip(models, "osD^v", strict=False):
-            rows = [one for one in found if (one.model, one.way) == (model, way) and one.agreement is not None]
+            rows = [one for one in figures if (one.model, one.way) == (model, way) and one.agreement is not None]
             rows = [one for one in rows if one.right >= LEAST_RIGHT]
             shares = [one.agreement for one in rows if one.agreement is not None]
             lost = [one.lost / one.right + 0.006 * number for one in rows]  # so that none hides another
@@ -207,20 +207,20 @@ def main() -> None:
     parser.add_argument("--report", type=Path, nargs="+", help="only show what these files hold")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", help="only measure what a figure takes")
-    given = parser.parse_args()
-    if given.lengths and given.dataset:
-        _costs(given.dataset, given.model, given.lengths)
+    options = parser.parse_args()
+    if options.lengths and options.dataset:
+        _costs(options.dataset, options.model, options.lengths)
         return
-    files = given.report or [given.output]
-    if given.report is None:
-        if given.results is None or given.dataset is None:
+    files = options.report or [options.output]
+    if options.report is None:
+        if options.results is None or options.dataset is None:
             parser.error("give the results and --dataset, or --report")
-        _measure(given.results, given.dataset, given.model, given.quality, given.output)
+        _measure(options.results, options.dataset, options.model, options.quality, options.output)
     rows: list[dict[str, Any]] = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    found = [Measured(**row) for row in rows]
-    print("\n".join(report(found)))
-    if given.picture is not None:
-        draw(found, given.picture)
+    measured = [Measured(**row) for row in rows]
+    print("\n".join(report(measured)))
+    if options.picture is not None:
+        draw(measured, options.picture)
 
 
 def _costs(dataset: Path, model: str, lengths: Sequence[int]) -> None:

@@ -10,26 +10,12 @@ from typing import Annotated
 import typer
 
 import kvshelf
-from kvshelf.cli import (
-    batch,
-    batches,
-    caches,
-    calibrate,
-    demo,
-    doctor,
-    keys,
-    models,
-    output,
-    plan,
-    policies,
-    serve,
-    transfer,
-)
+from kvshelf.cli import batch, batches, caches, calibrate, demo, doctor, keys, models, output, plan, policies, serve
 from kvshelf.cli._commands import command
 from kvshelf.cli.checks import certify
 from kvshelf.cli.output import common, say
 from kvshelf.cli.removal import erase, uninstall
-from kvshelf.cli.transfer import bundles
+from kvshelf.cli.transfer import bundles, export_cache, import_cache
 from kvshelf.errors import KvshelfError, StorageFull
 
 app = typer.Typer(
@@ -84,8 +70,8 @@ for run in (
 command(app, batch.batch, epilog=batch.EPILOG)
 command(app, calibrate.train_gates, "train-gates")
 command(app, serve.vllm_proxy, "vllm-proxy")
-command(app, transfer.export_cache, "export")
-command(app, transfer.import_cache, "import")
+command(app, export_cache, "export")
+command(app, import_cache, "import")
 command(app, bundles.push)
 command(app, bundles.pull)
 command(app, bundles.trust)

@@ -1,9 +1,4 @@
-"""Commands whose options are made when they run: options that belong together are one parameter of the function.
-
-A parameter that is a dataclass has the fields of the class as options. One with `FieldsOf` has those of a request of
-the API, with their descriptions as help: a field that is added there is an option here. The models of the API are
-imported by the command that is called alone, so that `kvshelf --help` starts as fast as without them.
-"""
+"""Commands whose options are made when they run, so that `kvshelf --help` imports no models of the API."""
 
 from __future__ import annotations
 
@@ -51,13 +46,13 @@ class FieldsOf:
         for form in self.by_field.values():
             yield from parameters(form)
 
-    def made(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def values(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {name: called(form, options) for name, form in self.by_field.items()}
 
 
 def parameters(function: Form) -> Iterator[inspect.Parameter]:
     """Those of a function as the command line has them: of groups their options."""
-    for parameter in _own(function):
+    for parameter in _typed_parameters(function):
         group = _group(parameter.annotation)
         if isinstance(group, FieldsOf):
             yield from group.parameters()
@@ -70,16 +65,16 @@ def parameters(function: Form) -> Iterator[inspect.Parameter]:
 def called(function: Form, options: Mapping[str, Any]) -> Any:
     """What a function returns for these options, by name, once those of its groups are put together."""
     arguments = {}
-    for parameter in _own(function):
+    for parameter in _typed_parameters(function):
         name, group = parameter.name, _group(parameter.annotation)
         if isinstance(group, FieldsOf):
-            arguments[name] = group.made(options)
+            arguments[name] = group.values(options)
         else:
             arguments[name] = options[name] if group is None else called(group, options)
     return function(**arguments)
 
 
-def _own(function: Form) -> Iterator[inspect.Parameter]:
+def _typed_parameters(function: Form) -> Iterator[inspect.Parameter]:
     """The parameters of a function or a dataclass, with their types."""
     if not is_dataclass(function):
         return iter(inspect.signature(function, eval_str=True).parameters.values())
@@ -136,18 +131,18 @@ def _kind(annotation: Any) -> tuple[Any, bool]:
 
 def _sentence(description: str) -> str:
     """A description of the API as help: a sentence, with the default as typer writes it."""
-    said, has_default, default = description.partition("default: ")
-    said = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), said.rstrip("; "))
-    if said:
-        said = (said if re.match(r"\w+: ", said) else said[0].upper() + said[1:]) + "."
-    return f"{said}  [default: {default}]" if has_default else said
+    sentence, has_default, default = description.partition("default: ")
+    sentence = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: "--" + name[0].replace("_", "-"), sentence.rstrip("; "))
+    if sentence:
+        sentence = (sentence if re.match(r"\w+: ", sentence) else sentence[0].upper() + sentence[1:]) + "."
+    return f"{sentence}  [default: {default}]" if has_default else sentence
 
 
 class GroupedCommand(TyperCommand):
     """A command that `command` has registered: its options are made when it runs or shows its help."""
 
     @cached_property
-    def _made(self) -> Any:
+    def _command(self) -> Any:
         function: Form = self._stub.function
 
         def run(**options: Any) -> Any:
@@ -163,7 +158,7 @@ class GroupedCommand(TyperCommand):
 
     @property
     def params(self) -> Any:
-        return self._made.params
+        return self._command.params
 
     @params.setter
     def params(self, _: Any) -> None:
@@ -171,7 +166,7 @@ class GroupedCommand(TyperCommand):
 
     @property
     def callback(self) -> Any:
-        return self._made.callback
+        return self._command.callback
 
     @callback.setter
     def callback(self, stub: Any) -> None:

@@ -146,17 +146,20 @@ def _or_never(text: str | None, option: str = "--ttl") -> Any:
     return text if text == NEVER else common.seconds(text, option)
 
 
-_TEMPLATE: Final = one(
+def _option(
+    name: str, kind: Any, help: str, parse: Callable[[Any], Any] = lambda value: value, *flags: str, **written: Any
+) -> Form:
+    """The form of a field that is written as one option of this type. flags: what a bool is written as."""
+    default = False if kind is bool else None
+    return one(name, Annotated[kind, typer.Option(*flags, help=help, **written)], parse, default=default)
+
+
+_TEMPLATE: Final = _option(
     "chat_template_kwarg",
-    Annotated[
-        Texts,
-        typer.Option(
-            "--chat-template-kwarg",
-            metavar="NAME=VALUE",
-            help="A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
-        ),
-    ],
+    Texts,
+    "A variable of the model's chat template, such as reasoning_effort=low. May be repeated.",
     lambda texts: common.parameters(texts, "--chat-template-kwarg") or None,
+    metavar="NAME=VALUE",
 )
 
 
@@ -168,65 +171,52 @@ def _guarantee(read: Callable[[str | None, str], Any], help: str = "") -> Form:
         lasts_s = read(text, "--guarantee")
         return time.time() + lasts_s if isinstance(lasts_s, float) else lasts_s
 
-    return one("guarantee", Annotated[Text, typer.Option(help=about)], until)
+    return _option("guarantee", Text, about, until)
 
 
 _KEPT: Final[dict[str, Form]] = {
-    "ttl_s": one("ttl", Annotated[Text, typer.Option(help="Lifetime of the cache: 90s, 15m, 2h, 7d.")], common.seconds),
-    "ttl_renew": one(
+    "ttl_s": _option("ttl", Text, "Lifetime of the cache: 90s, 15m, 2h, 7d.", common.seconds),
+    "ttl_renew": _option(
         "ttl_renew",
-        Annotated[
-            bool,
-            typer.Option("--ttl-renew", help="With --ttl: each question prolongs the lifetime to --ttl from then."),
-        ],
+        bool,
+        "With --ttl: each question prolongs the lifetime to --ttl from then.",
         lambda flag: flag or None,
-        default=False,
+        "--ttl-renew",
     ),
     "labels": one("label", _options.Labels, lambda texts: common.pairs(texts, "--label") or None),
 }
 _CREATION: Final[dict[str, Form]] = {
     **_KEPT,
-    "levels": one(
+    "levels": _option(
         "level",
-        Annotated[
-            Texts,
-            typer.Option(
-                metavar="RATIO[:CODEC]",
-                help="A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
-            ),
-        ],
+        Texts,
+        "A compression ratio, or 0.5:int4. Repeat it to make several caches from one prefill.",
         _levels,
+        metavar="RATIO[:CODEC]",
     ),
     "quality": _quality,
     "policy_params": one("param", _options.Parameters, lambda texts: common.parameters(texts) or None),
     "chat_template_kwargs": _TEMPLATE,
-    "keep_source": one(
+    "keep_source": _option(
         "keep_source",
-        Annotated[
-            Literal["text", "tokens"] | None,
-            typer.Option(help="Keep the document's text, or its token ids alone, to make a lost cache again."),
-        ],
+        Literal["text", "tokens"] | None,
+        "Keep the document's text, or its token ids alone, to make a lost cache again.",
         {None: None, "text": True, "tokens": "tokens"}.__getitem__,
     ),
-    "source_ttl_s": one(
+    "source_ttl_s": _option(
         "source_ttl",
-        Annotated[
-            Text,
-            typer.Option(help="With --keep-source: lifetime of the source.  [default: until the cache is deleted]"),
-        ],
+        Text,
+        "With --keep-source: lifetime of the source.  [default: until the cache is deleted]",
         lambda text: common.seconds(text, "--source-ttl"),
     ),
     "guaranteed_until": _guarantee(common.seconds),
     "split": _split,
-    "episodes": one(
+    "episodes": _option(
         "episodes",
-        Annotated[
-            int | None,
-            typer.Option(
-                min=1, help="Take the document for a conversation, and make a cache for each of so many episodes."
-            ),
-        ],
+        int | None,
+        "Take the document for a conversation, and make a cache for each of so many episodes.",
         lambda count: None if count is None else {"count": count},
+        min=1,
     ),
 }
 _HELP_TEXTS: Final = {
@@ -270,28 +260,23 @@ CHANGES: Final = FieldsOf(
     "UpdateCache",
     {
         **_KEPT,
-        "ttl_s": one(
-            "ttl", Annotated[Text, typer.Option(help="Lifetime from now on: 90s, 15m, 2h, 7d, or never.")], _or_never
-        ),
-        "labels": one(
+        "ttl_s": _option("ttl", Text, "Lifetime from now on: 90s, 15m, 2h, 7d, or never.", _or_never),
+        "labels": _option(
             "label",
-            Annotated[Texts, typer.Option(metavar="KEY=VALUE", help="Replaces all labels. May be repeated.")],
+            Texts,
+            "Replaces all labels. May be repeated.",
             lambda texts: common.pairs(texts, "--label") if texts else None,
+            metavar="KEY=VALUE",
         ),
         "pinned": one(
             "pin",
             Annotated[bool | None, typer.Option("--pin/--no-pin", help="Never evict it to make room on the shelf.")],
         ),
         "guaranteed_until": _guarantee(_or_never, " never takes it back."),
-        "next_use_s": one(
+        "next_use_s": _option(
             "next_use",
-            Annotated[
-                Text,
-                typer.Option(
-                    help="Time until its next question: 20s, 5m; the service has it in memory by then. never takes it "
-                    "back."
-                ),
-            ],
+            Text,
+            "Time until its next question: 20s, 5m; the service has it in memory by then. never takes it back.",
             lambda text: _or_never(text, "--next-use"),
         ),
     },
@@ -307,26 +292,22 @@ QUESTION: Final = FieldsOf(
     {
         "chat_template_kwargs": _TEMPLATE,
         "response_format": _schema,
-        "grammar": one(
+        "grammar": _option(
             "grammar",
-            Annotated[
-                Path | None, typer.Option(metavar="FILE", help="The answer fits the grammar in this file, in Lark.")
-            ],
+            Path | None,
+            "The answer fits the grammar in this file, in Lark.",
             lambda file: None if file is None else _read(file, str, "--grammar"),
+            metavar="FILE",
         ),
         "select": _select,
         "suffix": _suffix,
-        "workflow": one(
+        "workflow": _option(
             "workflow",
-            Annotated[
-                Text,
-                typer.Option(
-                    metavar="ID:STEP",
-                    help="The step of a workflow (client.workflows keeps one) that this is: the service readies the "
-                    "next. Runs at the same time need a --program each.",
-                ),
-            ],
+            Text,
+            "The step of a workflow (client.workflows keeps one) that this is: the service readies the next. Runs at "
+            "the same time need a --program each.",
             _at_step,
+            metavar="ID:STEP",
         ),
     },
     # `ask` gives the first three itself, and prints one text that nobody keeps

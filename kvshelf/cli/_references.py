@@ -1,8 +1,4 @@
-"""Which cache a person means: by its id, by the beginning of the id, or by its name.
-
-Services and stores take full ids alone. Commands look up the cache that a person means here first, and do nothing where
-it could be one of several.
-"""
+"""Looks up a cache by its id, the beginning of the id, or its name; services and stores take full ids alone."""
 
 from __future__ import annotations
 

@@ -49,8 +49,6 @@ _Url = Annotated[
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a batch writes."""
-
     output: Annotated[
         str, typer.Option(metavar="FILE", help="One line per document, as .jsonl or .parquet; a path or an s3:// URL.")
     ]
@@ -105,7 +103,7 @@ def batch(
     written: Outputs,
     fields: Annotated[dict[str, Any], _forms.DEFAULTS],
     run: BatchPace,
-    here: _options.Hosting,
+    hosting: _options.Hosting,
     url: _Url = None,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -117,7 +115,7 @@ def batch(
     """
     with needs_extra("serve", purpose="kvshelf batch"):
         remote = _is_remote(context)
-        fields["model"] = _only(here.model) if remote else None
+        fields["model"] = _only(hosting.model) if remote else None
         chosen = {name: value for name, value in fields.items() if value is not None}
         job = BatchJob(input, *written.places(), chosen, run.options, as_json)
         if remote:
@@ -128,7 +126,7 @@ def batch(
                 "--priority is among the batches of a service, and this command runs the batch itself; leave it out",
                 param="--priority",
             )
-        raise typer.Exit(job.run(**here.settings))
+        raise typer.Exit(job.run(**hosting.settings))
 
 
 @dataclass(frozen=True)
@@ -173,14 +171,12 @@ class BatchJob:
         options = {**self.options, "window": WorkHours.parse(window) if window else None}
         corpus = self.corpus()
         shards = corpus.shards()
-        about = {**self._about(), "dtype": loaded.dtype}
-        if loaded.weights != "plain":  # older journals have none
-            about["weights"] = loaded.weights
+        about = {**self._about(), "dtype": loaded.dtype, "weights": loaded.weights}
         # The run's id depends on the models' fingerprints, and the store holds its job table.
         models = [*loaded.models, *loaded.adapters]
         with journal_of(self.output, {**about, "models": models, "store": without_secret(loaded.store)}) as journal:
             if loaded.address is None:
-                tell_of_a_service(loaded.port)
+                mention_service(loaded.port)
             # Ray prints events of its nodes to standard output, which is for results.
             with redirect_stdout(sys.stderr), progress.shown(quiet=self.as_json) as show:
                 summary = run_standalone(
@@ -225,8 +221,7 @@ class BatchJob:
         return {"input": where, "output": output, "fields": self.fields}
 
     def _defaults(self) -> CreateCache:
-        """The creation fields that rows start from. Raises `InvalidRequest` for options that no row could use, and for
-        files that cannot be written."""
+        """The creation fields that rows start from. Raises `InvalidRequest` for bad options and files."""
         from kvshelf.corpus.input.defaults import require_defaults
         from kvshelf.corpus.output.files import require_format
         from kvshelf.corpus.output.report import require_report
@@ -257,13 +252,15 @@ class BatchJob:
             say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:
             say(self.output)
-            common.notes.print(ending_told(summary), soft_wrap=True, style="red" if summary.state == "failed" else None)
+            common.notes.print(
+                describe_end(summary), soft_wrap=True, style="red" if summary.state == "failed" else None
+            )
         if summary.state == "cancelled":
             return common.INTERRUPTED if summary.reason == INTERRUPTED else STOPPED
         return 1 if summary.failed or summary.state == "failed" else 0
 
 
-def tell_of_a_service(port: int) -> None:
+def mention_service(port: int) -> None:
     """Say so if a service of this machine could take the batch, instead of a second model beside its own."""
     from kvshelf.client import Client, Retries, Timeouts
 
@@ -283,7 +280,7 @@ def tell_of_a_service(port: int) -> None:
     )
 
 
-def ending_told(summary: Summary) -> str:
+def describe_end(summary: Summary) -> str:
     rows = f"{summary.done:,} documents on the shelf, {summary.reused:,} of them before; {summary.failed:,} failed"
     match summary.state:
         case "cancelled":
@@ -313,7 +310,6 @@ def _is_remote(context: typer.Context) -> bool:
 
 
 def _only(models: list[str] | None) -> str | None:
-    """The model of rows that name no model."""
     if models is not None and len(models) > 1:
         raise InvalidRequest(
             f"--model is given {len(models)} times, and a service's batch has one; rows may name others",

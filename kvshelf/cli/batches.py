@@ -13,6 +13,8 @@ from kvshelf.cli._commands import command
 from kvshelf.cli.output import common, say, say_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvshelf.api.batches import BatchObject
 
 app = typer.Typer(help="List, show and cancel the batches of a running service.", no_args_is_help=True)
@@ -28,12 +30,12 @@ def list_batches(
     """List your batches, those that have ended within 30 days included."""
     with common.connected(url) as client:
         batches = list(itertools.islice(client.batches.list(limit=min(limit, 100)), limit))
-        if as_json:
-            for batch in batches:
-                say_json(batch)
-            return
-        headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
-        common.print_table(common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5]))
+        common.print_objects(batches, lambda: _table(batches), as_json=as_json)
+
+
+def _table(batches: list[BatchObject]) -> Table:
+    headings = ["ID", "STATUS", "DONE", "FAILED", "OF", "AGE", "MODEL"]
+    return common.table(headings, map(_row, batches), numbers=[2, 3, 4, 5])
 
 
 def _row(batch: BatchObject) -> tuple[str, ...]:
@@ -46,21 +48,7 @@ def _row(batch: BatchObject) -> tuple[str, ...]:
 def show(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
     """Show a batch: its state, what it waits for, its counts and its files."""
     with common.connected(url) as client:
-        _shown(client.batches.retrieve(id), as_json=as_json)
-
-
-def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
-    """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
-    with common.connected(url) as client:
-        batch = client.batches.cancel(id)
-        if as_json:
-            say_json(batch)
-        else:
-            say(batch.id)
-            common.notes.print(f"{batch.id}: {batch.status}", style="dim")
-
-
-def _shown(batch: BatchObject, *, as_json: bool) -> None:
+        batch = client.batches.retrieve(id)
     if as_json:
         say_json(batch)
         return
@@ -82,6 +70,17 @@ def _shown(batch: BatchObject, *, as_json: bool) -> None:
         **({"problems": "; ".join(problems)} if problems else {}),
     }
     common.table_console().print(common.details(rows))
+
+
+def cancel(id: Id, url: _options.Url = None, as_json: _options.AsJson = False) -> None:
+    """Cancel a batch. Running rows stop after their layer; what is finished stays, and is in the result files."""
+    with common.connected(url) as client:
+        batch = client.batches.cancel(id)
+    if as_json:
+        say_json(batch)
+    else:
+        say(batch.id)
+        common.notes.print(f"{batch.id}: {batch.status}", style="dim")
 
 
 command(app, list_batches, "list")

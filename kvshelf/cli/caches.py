@@ -80,9 +80,12 @@ def put(
     with connected(url) as client:
         for file in files:
             with failures.reported(of=_named(file)):
-                own = fields | {"name": name or ("" if file == STDIN else told(file.name))}
+                creation = fields | {"name": name or ("" if file == STDIN else told(file.name))}
                 _put_one(
-                    client, file, own | (_pages(file, dpi or 150) if pages_as_images else _seen(file, image)), as_json
+                    client,
+                    file,
+                    creation | (_pages(file, dpi or 150) if pages_as_images else _with_images(file, image)),
+                    as_json,
                 )
     raise typer.Exit(failures.exit_code)
 
@@ -102,19 +105,19 @@ def append(
     """
     document = {"document": common.standard_input()} if file == STDIN else {"file": file}
     with connected(url) as client:
-        made = client.caches.append(_references.id_at(client, cache), **document, **fields)
+        appended = client.caches.append(_references.id_at(client, cache), **document, **fields)
         if as_json:
-            say_json(made)
+            say_json(appended)
             return
-        say(made.id)
-        _tell(_named(file), made, "already on the shelf" if made.existing else _seconds(made))
+        say(appended.id)
+        _tell(_named(file), appended, "already on the shelf" if appended.existing else _seconds(appended))
 
 
 def _named(file: Path) -> str:
     return "standard input" if file == STDIN else told(file)
 
 
-def _seen(file: Path, images: Sequence[Path]) -> dict[str, Any]:
+def _with_images(file: Path, images: Sequence[Path]) -> dict[str, Any]:
     """The fields of a document with images behind its text; none without."""
     if not images:
         return {}
@@ -160,7 +163,7 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
     document: dict[str, Any] = {}
     if "document" not in fields:
         document = {"document": common.standard_input()} if file == STDIN else {"file": file}
-    made: CacheObject | list[CacheObject] = []
+    result: CacheObject | list[CacheObject] = []
     watched: Any = {**document, **fields}
     spent = Spent()
     with put_shown(_named(file)) as show:
@@ -169,14 +172,14 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
                 show(event)
                 spent.add(event)
             else:
-                made = event
-    caches = made if isinstance(made, list) else [made]
+                result = event
+    caches = result if isinstance(result, list) else [result]
     for cache in caches:
         if as_json:
             say_json(cache)
         else:
             say(cache.id)
-            done = "already on the shelf" if cache.existing else spent.told(_number(cache)) or _seconds(cache)
+            done = "already on the shelf" if cache.existing else spent.describe(_number(cache)) or _seconds(cache)
             if len(caches) > 1 and not cache.existing and _number(cache) is None:
                 done = f"all together {done}"
             _tell(f"{_named(file)}{_part(cache)}", cache, done)
@@ -191,18 +194,16 @@ def _put_one(client: Client, file: Path, fields: Mapping[str, Any], as_json: boo
 
 def _tell(what: str, cache: CacheObject, done: str) -> None:
     """done: what it took."""
-    common.notes.print(f"{what}: {_summary(cache, done)}", style="dim", soft_wrap=True)
+    agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
+    common.notes.print(
+        f"{what}: {cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
+        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full cache in "
+        f"16 bits){agreement}, {done}",
+        style="dim",
+        soft_wrap=True,
+    )
     for warning in cache.warnings:
         common.notes.print(f"{what}: {warning}", style="yellow", soft_wrap=True)
-
-
-def _summary(cache: CacheObject, done: str) -> str:
-    agreement = "" if cache.quality is None else f", agreement {cache.quality.told}"
-    return (
-        f"{cache.tokens.document} tokens, {cache.tokens.kept} kept by {cache.policy}, "
-        f"{common.megabytes(cache.bytes.stored)} ({cache.entries_told}, {cache.bytes.share:.1%} of the full "
-        f"cache in 16 bits){agreement}, {done}"
-    )
 
 
 def _part(cache: CacheObject) -> str:
@@ -385,8 +386,7 @@ _PASSAGES = 5
 
 
 def _print_passages(client: Client, answer: Answered, references: Mapping[str, str] | None = None) -> None:
-    """The passages that an answer read most, with their text where the source of the cache is kept. references: of
-    several documents, by cache id."""
+    """Print the passages that an answer read most. references: of several documents, by cache id."""
     every = ((read.cache_id, run) for read in answer.passages or () for run in read.most_read(_PASSAGES))
     best = sorted(every, key=lambda pair: -pair[1].share)[:_PASSAGES]
     tokens = {cache_id: _tokens(client, cache_id) for cache_id in {cache_id for cache_id, _ in best}}
@@ -413,17 +413,17 @@ def _cost(answer: Answered) -> str:
     usage = answer.usage
     ran = usage.prefill_tokens + usage.completion_tokens - 1  # the last token never runs
     bounded = usage.suffix_tokens is not None and usage.suffix_tokens < ran
-    said = (
+    text = (
         f"{usage.cache_read_tokens} tokens from the shelf (loaded in {answer.load_ms:.1f} ms), "
         f"{usage.read_tokens} entries read, {usage.prefill_tokens} prefilled, {usage.completion_tokens} generated"
     )
-    said += f", {usage.suffix_tokens} entries of these kept" if bounded else ""
+    text += f", {usage.suffix_tokens} entries of these kept" if bounded else ""
     if answer.finish_reason == "length":
-        said = f"cut off after {usage.completion_tokens} tokens (--max-tokens allows more); {said}"
+        text = f"cut off after {usage.completion_tokens} tokens (--max-tokens allows more); {text}"
     cost, saved = usage.prefill_token_equivalents, usage.prefill_token_equivalents_saved
     if cost is None or saved is None:
-        return said
-    return f"{said}; as much work as {cost:,.0f} tokens of a prefill, and {cost + saved:,.0f} without the shelf"
+        return text
+    return f"{text}; as much work as {cost:,.0f} tokens of a prefill, and {cost + saved:,.0f} without the shelf"
 
 
 def _ask_parts(
@@ -467,7 +467,7 @@ def _parts(client: Client, labels: Mapping[str, str]) -> list[CacheObject]:
     if len(complete) > 1:
         raise InvalidRequest(
             f"{len(complete)} documents have the label {label}; add one of "
-            + ", ".join(f"--label split={parts[0].labels['split']} ({_told(parts[0])})" for parts in complete),
+            + ", ".join(f"--label split={parts[0].labels['split']} ({_describe(parts[0])})" for parts in complete),
             param="--label",
         )
     if not complete:
@@ -486,7 +486,7 @@ def _ordered(parts: Mapping[str, CacheObject]) -> list[CacheObject] | None:
     return [parts[name] for name in names] if set(names) == set(parts) else None
 
 
-def _told(part: CacheObject) -> str:
+def _describe(part: CacheObject) -> str:
     when = common.local_time(part.created_at, "minutes")
     return f"{part.name or 'without a name'}, {part.policy}, {part.compression_ratio:.0%} removed, made {when}"
 
@@ -546,7 +546,6 @@ def narrow_columns(models: Collection[str]) -> Sequence[str]:
 
 
 def _columns(columns: str | None, wide: bool) -> Sequence[str] | None:
-    """The chosen columns; None: the default ones."""
     if columns is None:
         return tuple(_CELLS) if wide else None
     if wide:
@@ -737,12 +736,12 @@ def remake(
         for cache in old:
             end = "not made"
             with failures.reported(of=cache.id):
-                made = client.caches.remake(cache.id, model=model)
-                if made.id == cache.id:
+                successor = client.caches.remake(cache.id, model=model)
+                if successor.id == cache.id:
                     end = "already of this generation"
                 else:
-                    end = "there" if made.existing else "new"
-                    say_json(made) if as_json else say(cache.id, made.id)
+                    end = "there" if successor.existing else "new"
+                    say_json(successor) if as_json else say(cache.id, successor.id)
             counts[end] += 1
     common.notes.print(", ".join(f"{count} {end}" for end, count in counts.items() if count) or "no caches")
     raise typer.Exit(failures.exit_code)

@@ -29,8 +29,6 @@ TEXTS, TEXT_TOKENS = 10, 2048
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a model is measured on."""
-
     documents: Annotated[int, typer.Option(min=1, help="Number of test documents, each hides one sentence.")] = 60
     # at least two blocks of kvshelf.training.key_search: in one, no key can change
     tokens: Annotated[int, typer.Option(min=260, help="Length of each test document, in tokens.")] = 1024
@@ -78,20 +76,17 @@ def calibrate(
         engine.encoder.require_text("model")
         paths = calibration.paths(engine.identity.weights, output)
         calibration.require_writable(paths.heads)
-        made = []
-        if only in (None, "transforms"):
-            _transforms(engine, paths.transforms, samples.text or [])
-            made.append(paths.transforms)
-        if only in (None, "chunks"):
-            _chunks(engine, paths.chunks, samples.text or [])
-            made.append(paths.chunks)
-        if only in (None, "skews"):
-            _skews(engine, paths.skews, samples.text or [])
-            made.append(paths.skews)
-        if only in (None, "heads"):
-            _heads(engine, paths.heads, samples.documents, samples.tokens)
-            made.append(paths.heads)
-    for path in made:
+        texts = samples.text or []
+        parts: dict[str, tuple[Path, Callable[[Path], None]]] = {
+            "transforms": (paths.transforms, lambda path: _transforms(engine, path, texts)),
+            "chunks": (paths.chunks, lambda path: _chunks(engine, path, texts)),
+            "skews": (paths.skews, lambda path: _skews(engine, path, texts)),
+            "heads": (paths.heads, lambda path: _heads(engine, path, samples.documents, samples.tokens)),
+        }
+        chosen = list(parts.values()) if only is None else [parts[only]]
+        for path, measure in chosen:
+            measure(path)
+    for path, _ in chosen:
         say(path)
 
 
@@ -152,8 +147,7 @@ def _skews(engine: Engine, path: Path, texts: list[Path]) -> None:
 
 
 def served_model(name: str) -> str:
-    """What a model is loaded from: the folder or file that a service of this user serves under this name, else the name
-    itself."""
+    """The folder or file that a service of this user serves under this name, else the name itself."""
     from kvshelf.model import calibration
 
     source = calibration.served(name)
@@ -174,8 +168,8 @@ def _reading(engine: Engine) -> list[str]:
     from pydoc_data.topics import topics
 
     chapters = sorted(topics.values(), key=len, reverse=True)
-    both = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
-    return [text for pair in both for text in pair]
+    pairs = zip(chapters, _prose(engine, TEXTS // 2), strict=False)
+    return [text for pair in pairs for text in pair]
 
 
 def _prose(engine: Engine, texts: int) -> list[str]:
@@ -198,8 +192,6 @@ def _longest(engine: Engine) -> int:
 
 @dataclass(frozen=True)
 class _Lessons:
-    """What gates are trained on, and for how long."""
-
     steps: Annotated[int, typer.Option(min=1, help="Most steps, of one document each.")] = 600
     length: Annotated[int, typer.Option(min=512, help="Length of the documents, in tokens.")] = 1024
     seed: Annotated[int, typer.Option(min=0, help="Which documents, and where the gates begin.")] = 0
@@ -252,7 +244,7 @@ def train_gates(
         path = gates.out or gate_path(engine.identity.weights, policy.name)
         calibration.require_writable(path)
         settings = TrainingSettings(by.steps, by.length, by.seed)
-        made, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
+        goal, lesson = objective(policy, engine, gates.width), lessons(engine, by.length, by.seed)
         with searching(f"{policy.name} of {engine.name}") as show:
 
             def read(number: int) -> Lesson:
@@ -265,7 +257,7 @@ def train_gates(
                     f"step {line['step']}: loss {line['loss']:.4g}, held out {line['held_out']:.3f}", highlight=False
                 )
 
-            Trainer(engine, made, read, settings, Checkpoint(path), report).run(resume=gates.resume)
+            Trainer(engine, goal, read, settings, Checkpoint(path), report).run(resume=gates.resume)
     say(path)
 
 

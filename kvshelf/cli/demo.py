@@ -1,10 +1,4 @@
-"""demo: one document on the shelf in three ways, the same questions to each, and what it saves. sample: its document.
-
-Twice: with SmolLM2 on a handbook, where its wheel is installed, and with kvshelf-tiny on a document with planted facts.
-The demo starts a service of its own on a free port, with its shelf in a temporary folder, and removes both at the end.
-Answers are marked by the facts of the document. The time of a query that prefills the document again is measured in the
-same run, with plain transformers in this process: the same model, weights and threads, and no HTTP in between.
-"""
+"""demo: a document on a shelf in three ways, the same questions to each, and what it saves; sample: the document."""
 
 from __future__ import annotations
 
@@ -72,24 +66,16 @@ class Scene:
 def handbook() -> Scene:
     """A handbook in plain English, with the questions that SmolLM2 answers from the whole of it."""
     folder = files("kvshelf") / "model" / "bundled" / "handbook"
-    questions = [
-        Question(row["question"], row["answer"]) for row in json.loads((folder / "questions.json").read_text())
-    ]
+    rows = json.loads((folder / "questions.json").read_text())
+    questions = [Question(row["question"], row["answer"]) for row in rows]
     ways = {
         "full": ("full", None, "none"),
         "full, codec int8": ("full", None, "int8"),
         "kvzip, 50 % removed": ("kvzip", 0.5, "int8"),
     }
     text = (folder / "handbook.md").read_text(encoding="utf-8")
-    return Scene(
-        "smollm2",
-        "a handbook, and questions that so small a model can answer",
-        text,
-        questions,
-        ways,
-        max_tokens=24,
-        exact=False,
-    )
+    title = "a handbook, and questions that so small a model can answer"
+    return Scene("smollm2", title, text, questions, ways, max_tokens=24, exact=False)
 
 
 def planted() -> Scene:
@@ -114,8 +100,6 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class DemoShelf:
-    """One cache of the document, and what it answered."""
-
     cache: CacheObject
     put_s: float
     answers: list[DemoAnswer]
@@ -174,16 +158,16 @@ def show(scene: Scene, folder: Path, out: HarmlessConsole) -> None:
                 status.update(f"on the shelf: {title}")
                 shelves[title] = fill(client, path, way, scene)
             status.update("prefilling the document again, for comparison")
-            mine = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
-            again_s = [prefill_again(engine, mine, scene.document, question) for question in scene.questions[:AGAIN]]
-            own = in_own_process(engine, mine, scene)
+            cache = CompressedCache.from_bytes(client.caches.download(shelves["full"].cache.id))
+            again_s = [prefill_again(engine, cache, scene.document, question) for question in scene.questions[:AGAIN]]
+            in_process = in_own_process(engine, cache, scene)
     tokens = shelves["full"].cache.tokens.document
     out.print(
         f"[bold]{scene.model}[/] in {str(engine.model.dtype).removeprefix('torch.')}, {hardware()}: {tokens:,} tokens "
         f"of {scene.title}."
     )
     out.print(f"A service was started (in {started_s:.0f} s) and put it on its shelf three times.")
-    for part in (sizes(shelves), answers(shelves, scene), times(shelves, again_s), own):
+    for part in (sizes(shelves), answers(shelves, scene), times(shelves, again_s), in_process):
         out.print()
         out.print(part)
     out.print()
@@ -280,27 +264,27 @@ def prefill_again(engine: Engine, cache: CompressedCache, text: str, question: Q
 
 
 def table(*headings: str) -> Table:
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
     for heading in headings:
-        made.add_column(heading, no_wrap=True, overflow="ellipsis")
-    return made
+        grid.add_column(heading, no_wrap=True, overflow="ellipsis")
+    return grid
 
 
 def sizes(shelves: dict[str, DemoShelf]) -> Table:
-    made = table("", *shelves)
+    grid = table("", *shelves)
     caches = [shelf.cache for shelf in shelves.values()]
-    made.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
+    grid.add_row("entries kept", *(f"{cache.tokens.kept:,} of {cache.tokens.document:,}" for cache in caches))
     full = caches[0].bytes
-    made.add_row(
+    grid.add_row(
         f"size (of {full.full_16bit / 1e6:.2f} MB in 16 bits)",
         *(f"{cache.bytes.stored / 1e6:.2f} MB ({cache.bytes.share:.0%})" for cache in caches),
     )
-    made.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
-    return made
+    grid.add_row("time to put it there", *(f"{shelf.put_s:.2f} s" for shelf in shelves.values()))
+    return grid
 
 
 def answers(shelves: dict[str, DemoShelf], scene: Scene) -> Table:
-    made = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
+    grid = table("question", "value", *(title.partition(" removed")[0] for title in shelves))
     right = dict.fromkeys(shelves, 0)
     for index, question in enumerate(scene.questions):
         marks = []
@@ -308,9 +292,9 @@ def answers(shelves: dict[str, DemoShelf], scene: Scene) -> Table:
             text = shelf.answers[index].text
             right[title] += scene.right(text, question)
             marks.append(mark(text, right=scene.right(text, question)))
-        made.add_row(shortened(question.text, 40), question.answer, *marks)
-    made.add_row("[bold]right answers", "", *(f"[bold]{count} of {len(scene.questions)}" for count in right.values()))
-    return made
+        grid.add_row(shortened(question.text, 40), question.answer, *marks)
+    grid.add_row("[bold]right answers", "", *(f"[bold]{count} of {len(scene.questions)}" for count in right.values()))
+    return grid
 
 
 def mark(text: str, *, right: bool) -> Text:
@@ -326,14 +310,14 @@ def shortened(text: str, width: int) -> str:
 def times(shelves: dict[str, DemoShelf], again_s: Sequence[float]) -> Table:
     again = statistics.median(again_s)
     tokens = shelves["full"].cache.tokens.document + shelves["full"].answers[0].prefill_tokens
-    made = table("time to the first token, median of the questions", "", "prefilled", "")
-    made.add_row("document prefilled again: plain transformers, no HTTP", f"{again * 1e3:.0f} ms", f"{tokens:,}")
+    grid = table("time to the first token, median of the questions", "", "prefilled", "")
+    grid.add_row("document prefilled again: plain transformers, no HTTP", f"{again * 1e3:.0f} ms", f"{tokens:,}")
     for title, shelf in shelves.items():
         first = statistics.median(answer.first_token_s for answer in shelf.answers)
         prefilled = str(shelf.answers[0].prefill_tokens)
         faster = f"{again / first:.0f} times faster"
-        made.add_row(f"from the shelf over HTTP: {title}", f"{first * 1e3:.0f} ms", prefilled, faster)
-    return made
+        grid.add_row(f"from the shelf over HTTP: {title}", f"{first * 1e3:.0f} ms", prefilled, faster)
+    return grid
 
 
 def in_own_process(engine: Engine, cache: CompressedCache, scene: Scene) -> str:

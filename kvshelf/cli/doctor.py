@@ -32,8 +32,6 @@ Check = tuple[str, Callable[[], str]]
 
 @dataclass(frozen=True)
 class _Shelf:
-    """A store to check."""
-
     store: _options.Store = None
     encryption_key_file: _options.KeyFile = None
     scrub: Annotated[bool, typer.Option("--scrub", help="Read every cache of --store and set corrupt ones aside.")] = (
@@ -96,9 +94,9 @@ def doctor(
     for finding in _findings(checks, model, device, dtype):
         failed = failed or not finding.ok
         if as_json:
-            say_json({"check": finding.check, "ok": finding.ok, "finding": finding.said})
+            say_json({"check": finding.check, "ok": finding.ok, "finding": finding.message})
         else:
-            say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.said}")
+            say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:<13} {finding.message}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -128,7 +126,9 @@ def _run(checks: Sequence[Check]) -> Iterator[Finding]:
     for name, check in checks:
         with nullcontext() if name in _WITH_PROGRESS else common.notes.status(f"checking {name} ..."):
             finding = _attempt(name, check)
-            yield from [finding._replace(said=line) for line in finding.said.splitlines()] if finding.ok else [finding]
+            yield from (
+                [finding._replace(message=line) for line in finding.message.splitlines()] if finding.ok else [finding]
+            )
 
 
 def _attempt(name: str, check: Callable[[], str]) -> Finding:
@@ -243,8 +243,10 @@ def _isolated(url: str, keys: Sequence[str], pairs: int, *, as_json: bool) -> No
         rows = [_probe(probe) for probe in probes]
         common.print_table(common.table(["", "WHAT", "OF", "TIME", "AUC", "DIFFERENCES"], rows, numbers=[3]))
         leaks = sum(probe.leaks for probe in probes)
-        said = f"{leaks} of {len(probes)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
-        common.notes.print(f"{said}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
+        summary = (
+            f"{leaks} of {len(probes)} probes tell the tenants apart" if leaks else "nothing of each other is seen"
+        )
+        common.notes.print(f"{summary}: {pairs} pairs of look-ups, AUC at most {isolation.MOST_AUC}")
     raise typer.Exit(1 if any(probe.leaks for probe in probes) else 0)
 
 

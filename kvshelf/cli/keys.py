@@ -144,7 +144,7 @@ def _print(report: UsageReport) -> None:
     if report.labels:
         _print_labels(report.labels, money)
     for use in report.ttls:
-        if line := _told(use, money or ""):
+        if line := _advise(use, money or ""):
             common.notes.print(line, style="yellow", soft_wrap=True)
 
 
@@ -167,18 +167,18 @@ def _print_labels(labels: Sequence[LabelUse], money: str | None) -> None:
     _table(headings, rows, 2)
 
 
-def _told(use: TtlUse, money: str) -> str:
+def _advise(use: TtlUse, money: str) -> str:
     """What a lifetime says to who chose it; nothing where most of its caches paid back."""
     if 2 * use.paid_back >= use.caches:
         return ""
-    said = f"ttl {common.duration(use.ttl_s)}: {use.caches - use.paid_back} of {use.caches} caches did not pay back"
-    said += f" ({use.lost:,.2f} {money} lost)"
+    text = f"ttl {common.duration(use.ttl_s)}: {use.caches - use.paid_back} of {use.caches} caches did not pay back"
+    text += f" ({use.lost:,.2f} {money} lost)"
     if use.within_s is None:
-        return f"{said}; none was asked: compress such documents when they are asked"
+        return f"{text}; none was asked: compress such documents when they are asked"
     if use.within_s <= use.ttl_s / 2:
-        wanted = common.duration(max(use.within_s, 60.0))
-        return f"{said}; of those that were asked, 95 of 100 had their last question within {wanted}: shorten it"
-    return f"{said}; {use.unused} were never asked"
+        lifetime = common.duration(max(use.within_s, 60.0))
+        return f"{text}; of those that were asked, 95 of 100 had their last question within {lifetime}: shorten it"
+    return f"{text}; {use.unused} were never asked"
 
 
 def _money(cost: MoneyCost | None, money: str | None) -> list[str]:

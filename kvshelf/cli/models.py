@@ -15,7 +15,7 @@ import typer
 from kvshelf._extras import needs_extra
 from kvshelf.cli import _options
 from kvshelf.cli._commands import command
-from kvshelf.cli.output import common, say, say_json
+from kvshelf.cli.output import common, say
 from kvshelf.errors import InvalidRequest, ModelMismatch
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ Asker = Annotated[str, typer.Argument(metavar="ASKED", help="The GGUF file that 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How services load the two models."""
-
     dtype: _options.Dtype = "auto"
     asked_dtype: Annotated[str, typer.Option(help="As --dtype, of ASKED.")] = "auto"
     chat_template: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="As of `serve`, of both models.")] = (
@@ -95,7 +93,7 @@ def link(
                 )
             measured = _measured(making, asking, *agreement)
             shelf.links.keep(measured)
-    _print([measured], as_json=as_json)
+    common.print_objects([measured], lambda: _table([measured]), as_json=as_json)
 
 
 def _require_rope(making: Engine, asking: Engine) -> None:
@@ -129,7 +127,7 @@ def links(
                 shelf.links.remove(one)
                 say(f"{one.maker.name} {one.asker.name}")
             return
-    _print(links, as_json=as_json)
+    common.print_objects(links, lambda: _table(links), as_json=as_json)
 
 
 @contextmanager
@@ -157,8 +155,10 @@ def _own_texts(maker: Engine) -> list[str]:
 
     form = maker.encoder.require_text("MADE")
     tokens = min(_MADE_TOKENS, maker.max_tokens // 2)
-    made = [make_document("multikey", "prose", tokens, seed, form.count_tokens).text for seed in range(_MADE_DOCUMENTS)]
-    return [handbook().document, *made] if maker.max_tokens > 4 * _MADE_TOKENS else made
+    texts = [
+        make_document("multikey", "prose", tokens, seed, form.count_tokens).text for seed in range(_MADE_DOCUMENTS)
+    ]
+    return [handbook().document, *texts] if maker.max_tokens > 4 * _MADE_TOKENS else texts
 
 
 def _measured(maker: Engine, asker: Engine, share: float, low: float, cues: int, documents: int) -> ModelLink:
@@ -195,14 +195,6 @@ def _side(engine: Engine) -> LinkedModel:
         tokenizer=identity.tokenizer,
         template=identity.template,
     )
-
-
-def _print(links: list[ModelLink], *, as_json: bool) -> None:
-    if as_json:
-        for one in links:
-            say_json(one)
-        return
-    common.print_table(_table(links))
 
 
 def _table(links: list[ModelLink]) -> Table:

@@ -79,8 +79,6 @@ _QUALITY = "Least share of the full cache's exact answers that is good enough."
 
 @dataclass(frozen=True)
 class _Corpus:
-    """How many documents, and how long they are."""
-
     documents: Annotated[int | None, typer.Option(min=1, help="How many.  [default: 1000000, or by --lengths]")] = None
     tokens: Annotated[int, typer.Option(min=1, help="Length of each document.")] = 4096
     lengths: Annotated[Path | None, typer.Option(help="A file: a length, or a length and a count, per line.")] = None
@@ -88,17 +86,13 @@ class _Corpus:
     def read(self) -> Any:
         from kvshelf.corpus.plan import read_lengths
 
-        return (
-            read_lengths(self.lengths, self.documents)
-            if self.lengths
-            else ((self.tokens, self.documents or 1_000_000),)
-        )
+        if self.lengths:
+            return read_lengths(self.lengths, self.documents)
+        return ((self.tokens, self.documents or 1_000_000),)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What is done with each document."""
-
     size: Annotated[dict[str, Any], _forms.SIZE]
     policy: Annotated[str | None, typer.Option(help="As in `kvshelf put`.")] = None
     codec: Annotated[str | None, typer.Option(help="As in `kvshelf put`: none, int8, int4, int2 ...")] = None
@@ -163,8 +157,6 @@ class _Demand:
 
 @dataclass(frozen=True)
 class _Machines:
-    """The machines of a simulated run."""
-
     servers: Annotated[int, typer.Option(min=1, help="Redis servers.")] = 1
     server_memory_gb: Annotated[float, typer.Option(min=0.1, help="Memory for caches of one Redis server.")] = 512.0
     server_gbit: Annotated[float, typer.Option(min=0.1, help="Network of one Redis server.")] = 25.0

@@ -1,5 +1,4 @@
-"""policies, selectors, suffixes: what a cache keeps, what a question reads of it, what stays of an answer; when to
-choose each, and how they measured."""
+"""policies, selectors, suffixes: what each method does, when to choose it, and how it measured."""
 
 from __future__ import annotations
 
@@ -20,6 +19,11 @@ if TYPE_CHECKING:
 
     from kvshelf.api import PolicyObject, SelectorObject, SuffixPolicyObject
 
+    Method = PolicyObject | SelectorObject | SuffixPolicyObject
+
+Numbers = Mapping[str, Callable[[list[dict[str, Any]]], str]]
+"""Columns of figures by their headings, each made of the measured rows of a method."""
+
 _REMOVED = (0.5, 0.75, 0.875, 0.9375)
 
 
@@ -34,7 +38,7 @@ def policies(
 
     Lists the policies of this version, or with --url those of a service. With NAME, shows one policy in full.
     """
-    methods = _named(_found(url, "policies"), name, "policy", "policies")
+    methods = _named(_listed(url, "policies"), name, "policy", "policies")
     numbers = {f"{100 * removed:.4g} %": partial(_exact, removed=removed) for removed in _REMOVED}
     _print(methods, name, ("POLICY", "WHAT IT KEEPS"), numbers, _LEGEND, as_json=as_json)
 
@@ -50,7 +54,7 @@ def selectors(
 
     Lists the selectors of this version, or with --url those of a service. With NAME, shows one selector in full.
     """
-    methods = _named(_found(url, "selectors"), name, "selector", "selectors")
+    methods = _named(_listed(url, "selectors"), name, "selector", "selectors")
     numbers = {f"1/{round(1 / share)}": partial(_read, share=share) for share in _SHARES}
     _print(methods, name, ("SELECTOR", "WHAT IT READS"), numbers, _SELECTORS_LEGEND, as_json=as_json)
 
@@ -66,7 +70,7 @@ def suffixes(
 
     Lists those of this version, or with --url those of a service. With NAME, shows one in full.
     """
-    methods = _named(_found(url, "suffix_policies"), name, "suffix policy", "suffixes")
+    methods = _named(_listed(url, "suffix_policies"), name, "suffix policy", "suffixes")
     _print(methods, name, ("POLICY", "WHAT STAYS"), {}, _SUFFIXES_LEGEND, as_json=as_json)
 
 
@@ -81,15 +85,15 @@ def _named(methods: list[Any], name: str | None, kind: str, command: str) -> lis
 
 
 def _print(
-    methods: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
+    methods: Sequence[Method],
     name: str | None,
     headings: tuple[str, str],
-    numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
+    numbers: Numbers,
     legend: str,
     *,
     as_json: bool,
 ) -> None:
-    """A table with a column for each of `numbers`, which are made of measured rows; or one object in full."""
+    """A table, or one method in full."""
     if as_json:
         for method in methods:
             say_json(method)
@@ -124,7 +128,7 @@ _LEGEND = (
 )
 
 
-def _found(url: str | None, group: str) -> list[Any]:
+def _listed(url: str | None, group: str) -> list[Any]:
     """Those of a service, or else of this version. group: the client's name for them."""
     if url is not None:
         with common.connected(url) as client:
@@ -143,11 +147,7 @@ def _found(url: str | None, group: str) -> list[Any]:
         return [listed.model_validate(info.to_dict()) for info in catalog(kind)]
 
 
-def _table(
-    methods: Sequence[PolicyObject | SelectorObject | SuffixPolicyObject],
-    headings: tuple[str, str],
-    numbers: Mapping[str, Callable[[list[dict[str, Any]]], str]],
-) -> Table:
+def _table(methods: Sequence[Method], headings: tuple[str, str], numbers: Numbers) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column(headings[0], no_wrap=True)
     for heading in (headings[1], "CHOOSE IT"):
@@ -155,13 +155,12 @@ def _table(
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     for method in methods:
-        table.add_row(
-            method.id, method.summary, method.advice or "-", *(number(_rows(method)) for number in numbers.values())
-        )
+        figures = (number(_rows(method)) for number in numbers.values())
+        table.add_row(method.id, method.summary, method.advice or "-", *figures)
     return table
 
 
-def _rows(method: PolicyObject | SelectorObject | SuffixPolicyObject) -> list[dict[str, Any]]:
+def _rows(method: Method) -> list[dict[str, Any]]:
     """What the quality bench measured; of suffix policies it measures nothing."""
     return getattr(method, "measured", [])
 
@@ -171,7 +170,7 @@ def _exact(measured: list[dict[str, Any]], removed: float) -> str:
     return f"{100 * rows[0]['exact']:.0f}" if rows else "-"
 
 
-def _show(policy: PolicyObject | SelectorObject | SuffixPolicyObject) -> None:
+def _show(policy: Method) -> None:
     console = common.table_console()
     console.print(f"{policy.id}: {policy.summary}", style="bold")
     for line in (f"Choose it: {policy.advice}" if policy.advice else "", f"Source: {policy.source}"):

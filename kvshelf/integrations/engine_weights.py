@@ -1,7 +1,4 @@
-"""Whether the weights that another engine runs are those of an exported cache, quantized or not.
-
-No quantization touches the weights of norms, and none changes the vocabulary: both are compared.
-"""
+"""Whether another engine's weights are those of an exported cache: by norms and vocabulary, quantized or not."""
 
 from __future__ import annotations
 
@@ -37,12 +34,12 @@ def require_weights(about: Mapping[str, Any], path: Path) -> None:
         raise _differs(about, path, f"rope_theta is {weights.rope_theta or 'not there'}, and the cache's {rotation}")
     if norms_digest(weights.norms, model["dtype"]) != model["norms"]:
         raise _differs(about, path, "the weights of its norms differ, which no quantization changes")
-    wanted = model.get("vocabulary")
-    if wanted and weights.vocabulary is not None:
-        tokens = weights.vocabulary[: wanted["size"]]
-        if vocabulary_digest(tokens) != wanted["digest"]:
+    vocabulary = model.get("vocabulary")
+    if vocabulary and weights.vocabulary is not None:
+        tokens = weights.vocabulary[: vocabulary["size"]]
+        if vocabulary_digest(tokens) != vocabulary["digest"]:
             raise _differs(
-                about, path, f"its {len(weights.vocabulary)} tokens are not the {wanted['size']} of the model"
+                about, path, f"its {len(weights.vocabulary)} tokens are not the {vocabulary['size']} of the model"
             )
 
 
@@ -79,12 +76,12 @@ def _of_gguf(path: Path, layers: int) -> _Weights:
 
 def _of_folder(path: Path, layers: int) -> _Weights:
     names = [f"model.layers.{i}.{part}_layernorm.weight" for i in range(layers) for part in ("input", "post_attention")]
-    wanted = {*names, "model.norm.weight"}
+    tensors = {*names, "model.norm.weight"}
     norms: dict[str, np.ndarray] = {}
     try:
         for file in sorted(path.glob("model*.safetensors")):
             with safe_open(file, "pt") as opened:
-                norms |= {name: opened.get_tensor(name).float().numpy() for name in wanted & {*opened.keys()}}
+                norms |= {name: opened.get_tensor(name).float().numpy() for name in tensors & {*opened.keys()}}
         config = json.loads((path / "config.json").read_text())
         return _Weights([norms[name] for name in (*names, "model.norm.weight")], None, config.get("rope_theta"))
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -1,8 +1,4 @@
-"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them.
-
-It needs the client alone. Over stdio it belongs to one user, whose key is in KVSHELF_API_KEY. Over HTTP it has no key:
-each request brings that of its caller, so that tenants and scopes are those of the service.
-"""
+"""A server of the Model Context Protocol: assistants keep documents on the shelf of a kvshelf service, and ask them."""
 
 from __future__ import annotations
 
@@ -141,8 +137,7 @@ def build(url: str | None, *, over_http: bool = False, files: Path | None = None
 
 
 def _named_errors(tool: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """The tool, with an error of kvshelf as its result: the text names the code, and structured content is the `error`
-    object of the HTTP API."""
+    """The tool, with an error of kvshelf as its result: its text and the `error` object of the HTTP API."""
 
     @wraps(tool)
     async def named(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -216,14 +211,14 @@ class _Tools:
         It sees these documents and this question, nothing of your conversation. `sources` says how much each counted.
         """
         async with self._client(ctx) as client:
-            said = await client.caches.query(cache_ids, question, max_tokens=max_tokens)
+            answer = await client.caches.query(cache_ids, question, max_tokens=max_tokens)
         return ToolAnswer(
-            text=said.text,
-            finish_reason=said.finish_reason,
-            sources=said.sources,
-            exact=said.exact,
-            cached_tokens=said.usage.cache_read_tokens,
-            answer_tokens=said.usage.completion_tokens,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            sources=answer.sources,
+            exact=answer.exact,
+            cached_tokens=answer.usage.cache_read_tokens,
+            answer_tokens=answer.usage.completion_tokens,
         )
 
     @_named_errors
@@ -276,7 +271,7 @@ class _Tools:
 
     async def _put(self, ctx: Context[Any, Any], **fields: Any) -> ShelvedDocument:
         """Store a document, and tell the caller how far it is."""
-        made: CacheObject | list[CacheObject] | None = None
+        result: CacheObject | list[CacheObject] | None = None
         async with self._client(ctx) as client:
             reported = 0
             async for event in client.caches.create_events(**fields):
@@ -284,9 +279,9 @@ class _Tools:
                     reported += 1  # of all phases: progress must never fall
                     await ctx.report_progress(reported, message=f"{event.phase} {event.done} of {event.total}")
                 else:
-                    made = event
-        assert isinstance(made, CacheObject)  # one document at one level
-        return ShelvedDocument.of(made)
+                    result = event
+        assert isinstance(result, CacheObject)  # one document at one level
+        return ShelvedDocument.of(result)
 
     async def only_allowed(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
         """Middleware of the server: a caller is told only of the tools that its key may use, or of all where the

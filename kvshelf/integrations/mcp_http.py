@@ -41,8 +41,7 @@ class ServiceKeys:
     _known: dict[str, tuple[float, KeyCaller]] = field(default_factory=dict)
 
     async def identified(self, headers: Headers) -> KeyCaller:
-        """The caller who sent these headers. Raises `Unauthorized`, `Forbidden`, and `NoWorker` where no service
-        answers."""
+        """The caller who sent these headers. Raises `Unauthorized`, `Forbidden`, and `NoWorker` without a service."""
         if self.local:
             require_local(headers, ())
         key = bearer(headers)

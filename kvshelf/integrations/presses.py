@@ -1,9 +1,4 @@
-"""Presses of kvpress as policies: `press:criticalkv` is `CriticalKVPress`, where the package kvpress is installed.
-
-A press is any class of kvpress that scores entries (`ScorerPress`), or that is made around one that does. Its own
-forward hook runs on a cache with one layer; what is left of the layer says which entries the press keeps, and kvshelf
-keeps the same of its own. So nothing of kvpress is written here once more, and none of it runs at the question.
-"""
+"""Presses of kvpress as policies: `press:criticalkv` is `CriticalKVPress`, where the package kvpress is installed."""
 
 from __future__ import annotations
 
@@ -40,8 +35,9 @@ _SET_ELSEWHERE = ("self", "compression_ratio", "press")
 
 @dataclass(frozen=True)
 class Pressed(Policy):
-    """The policy of one press. A press that is made around another one has a parameter `base`, and those of its base
-    are given beside its own.
+    """The policy of one press: any class of kvpress that scores entries (`ScorerPress`), or is made around one that
+    does, which then has a parameter `base`, and those of its base beside its own. The press's forward hook runs on a
+    cache with one layer; kvshelf keeps those of its own entries that are left there.
 
     What the chat template writes before the document stays, and the press sees what follows. It may keep other numbers
     of entries than the budget, as it does in kvpress. Random numbers are those of a fixed seed for each layer. A cache
@@ -57,13 +53,13 @@ class Pressed(Policy):
 
     @classmethod
     def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:
-        own = {f.name for f in parameter_fields(cls)}
-        around = "base" in own
-        policy = super().build({k: v for k, v in given.items() if k in own or not around}, known)
+        names = {f.name for f in parameter_fields(cls)}
+        around = "base" in names
+        policy = super().build({k: v for k, v in given.items() if k in names or not around}, known)
         if around:
             base = presses()[policy.parameters()["base"]]
-            policy = replace(policy, inner=base.build({k: v for k, v in given.items() if k not in own}, known))
-        policy._made()  # refuses values that the press does not take
+            policy = replace(policy, inner=base.build({k: v for k, v in given.items() if k not in names}, known))
+        policy._make()  # refuses values that the press does not take
         return policy
 
     def parameters(self) -> dict[str, Any]:
@@ -83,7 +79,7 @@ class Pressed(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
-        press, first = self._made(), document.protected_prefix
+        press, first = self._make(), document.protected_prefix
         if self.takes_budget:
             press.compression_ratio = _ratio(
                 document.num_tokens - first, budget.tokens - first, budget.compression_ratio
@@ -119,18 +115,18 @@ class Pressed(Policy):
             raise PolicyUnsupported(
                 f"policy {self.name!r} cannot compress this: {type(error).__name__}: {error}", param="policy"
             ) from error
-        left = past.layers[layer.layer_idx]
+        pressed = past.layers[layer.layer_idx]
         mask = torch.ones(layer.kv_heads, layer.num_tokens, dtype=torch.bool, device=keys.device)
-        mask[:, first:] = self._found((keys[0], values[0]), (left.keys[0], left.values[0]))
+        mask[:, first:] = self._mask_of_kept((keys[0], values[0]), (pressed.keys[0], pressed.values[0]))
         if (hidden := getattr(module, "masked_key_indices", None)) is not None:
             _, heads, columns = hidden
             mask[heads, columns + first] = False
         return keep(layer, mask)
 
-    def _found(self, of_all: tuple[Tensor, Tensor], left: tuple[Tensor, Tensor]) -> Tensor:
+    def _mask_of_kept(self, of_all: tuple[Tensor, Tensor], of_kept: tuple[Tensor, Tensor]) -> Tensor:
         """Which entries of each head are left, `[kv_heads, n]` bool, by the bits of their keys and values."""
         mask = torch.zeros(of_all[0].shape[:2], dtype=torch.bool)
-        for head, (every, some) in enumerate(zip(_rows(*of_all), _rows(*left), strict=True)):
+        for head, (every, some) in enumerate(zip(_rows(*of_all), _rows(*of_kept), strict=True)):
             places: dict[bytes, list[int]] = {}
             for place, row in enumerate(every):
                 places.setdefault(row, []).append(place)
@@ -144,11 +140,10 @@ class Pressed(Policy):
                 mask[head, places[row].pop(0)] = True
         return mask.to(of_all[0].device)
 
-    def _made(self) -> Any:
-        """A press with these parameters."""
+    def _make(self) -> Any:
         parameters = {f.name: getattr(self, f.name) for f in parameter_fields(type(self)) if f.name != "base"}
         if self.inner is not None:
-            parameters["press"] = self.inner._made()
+            parameters["press"] = self.inner._make()
         try:
             return self.press_class(**parameters)
         except Exception as error:  # another package's code may raise anything
@@ -236,8 +231,8 @@ def _fits(cls: type, scorer: type) -> bool:
 def _takes_ratio(cls: type, base: type) -> bool:
     """Whether a press, made around `base` where it is made around another one, removes a given part."""
     try:
-        made: Any = cls(press=base()) if _wraps(cls) else cls()
-        made.compression_ratio = 0.5
+        press: Any = cls(press=base()) if _wraps(cls) else cls()
+        press.compression_ratio = 0.5
     except AttributeError:
         return False
     return True

@@ -1,8 +1,4 @@
-"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has.
-
-A page's key is a hash of all tokens up to its end, so SGLang asks for what stands in the prompt. Only a cache with
-every entry of its document has these pages: policy `full`, under any codec, with its token ids kept.
-"""
+"""The class that SGLang loads as a dynamic backend of HiCache: it gives pages of documents that the shelf has."""
 
 from __future__ import annotations
 
@@ -82,19 +78,20 @@ class SglangSettings:
         `interface_v1`, under which it calls other methods."""
         if config.get("interface_v1"):
             raise InvalidRequest("kvshelf's backend has no interface_v1; leave it out", param="interface_v1")
-        own = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
-        own.setdefault("store", os.environ.get("KVSHELF_STORE"))
+        fields = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
+        fields.setdefault("store", os.environ.get("KVSHELF_STORE"))
         for name, about in (("model", "the folder of the model"), ("store", "the URL of the shelf")):
-            if not isinstance(own.get(name), str):
+            if not isinstance(fields.get(name), str):
                 raise InvalidRequest(f"hicache-storage-backend-extra-config needs {name}, {about}", param=name)
-        if type(own.get("refresh_s", 0)) not in (int, float):
-            raise InvalidRequest(f"refresh_s is {own['refresh_s']!r:.80}; give seconds", param="refresh_s")
-        return cls(**own)
+        if type(fields.get("refresh_s", 0)) not in (int, float):
+            raise InvalidRequest(f"refresh_s is {fields['refresh_s']!r:.80}; give seconds", param="refresh_s")
+        return cls(**fields)
 
 
 class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its type is unknown
-    """Pages of stored documents for SGLang's prefetch. What SGLang computes itself is not kept: a write does nothing
-    and says that it is done, because SGLang would log each one that is not.
+    """Pages of stored documents for SGLang's prefetch: of caches that have every entry of their document (policy
+    `full`, under any codec) and its token ids. What SGLang computes itself is not kept: a write does nothing and says
+    that it is done, because SGLang would log each one that is not.
 
     Raises `InvalidRequest` and `PolicyUnsupported` where SGLang's settings are not for it. Identities are compared
     before a page is given, and digests checked; a cache that is refused or damaged is no hit, and the log says why.
@@ -106,7 +103,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
             "pipeline parallelism": storage_config.pp_size > 1,
             "context parallelism": storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1,
         }
-        if refused := [what for what, there in conflicts.items() if there]:
+        if refused := [what for what, holds in conflicts.items() if holds]:
             raise PolicyUnsupported(f"kvshelf's backend does not take {', '.join(refused)}", param="model")
         if Version(version("sglang")) < Version(_SINCE):
             raise PolicyUnsupported(
@@ -134,11 +131,11 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         pool, dtype = mem_pool_host, str(mem_pool_host.dtype).removeprefix("torch.")
         self._model = ReadingModel.of(self._settings.model, dtype)
         layers = self._model.layers
-        theirs = (pool.layer_num, pool.head_num * self._ranks, pool.head_dim)
-        same = all(theirs == (len(layers), layer.kv_heads, layer.key_dim) for layer in layers)
+        pages = (pool.layer_num, pool.head_num * self._ranks, pool.head_dim)
+        same = all(pages == (len(layers), layer.kv_heads, layer.key_dim) for layer in layers)
         if pool.layout not in _LAYOUTS or not same:
             raise PolicyUnsupported(
-                f"SGLang's pages are {pool.layout} of {theirs[0]} layers with {theirs[1]} heads of {theirs[2]}, and "
+                f"SGLang's pages are {pool.layout} of {pages[0]} layers with {pages[1]} heads of {pages[2]}, and "
                 f"kvshelf fills {', '.join(_LAYOUTS)} of the {len(layers)} of {self._settings.model!r} with "
                 f"{layers[0].kv_heads} of {layers[0].key_dim}",
                 param="model",
@@ -186,8 +183,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         self._store.close()
 
     def _list(self) -> None:
-        """Learn the pages of caches that came since. A store that does not answer has none. SGLang's thread would end
-        with an error of whatever kind."""
+        """Learn the pages of new caches; a store that does not answer has none. An error would end SGLang's thread."""
         self._listed_at = time.monotonic()
         tenant, after = self._settings.tenant, None
         try:
@@ -255,8 +251,7 @@ class ShelfStorage(HiCacheStorage):  # type: ignore[misc]  # without SGLang its 
         self._listed |= self._refused
 
     def _entries(self, cache_id: str) -> Tensor:
-        """Keys and values `[2, layers, N, heads, D]` of a cache. The last one stays in memory: its pages are asked in
-        batches."""
+        """Keys and values `[2, layers, N, heads, D]` of a cache. The last one stays in memory for its next pages."""
         if self._open is None or self._open[0] != cache_id:
             self._open = None  # before the next one takes its memory
             with self._store.open_cache(cache_id, tenant=self._settings.tenant) as cache:

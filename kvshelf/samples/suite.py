@@ -111,18 +111,18 @@ def make_case(
     """
     try:
         if task == "cwe":
-            made = _common_words(random.Random(f"cwe/{num_tokens}/{seed}"), num_tokens, count_tokens)
+            case = _common_words(random.Random(f"cwe/{num_tokens}/{seed}"), num_tokens, count_tokens)
         elif haystack != "dense" and task in tasks.TASKS:
             document = tasks.make_document(task, haystack, num_tokens, seed, count_tokens)
             asks = (CaseAsk(question.text, (question.answer,), task == "digits32") for question in document.questions)
-            made = Case(document.text, tuple(asks))
+            case = Case(document.text, tuple(asks))
         else:
-            made = _drafted(task, haystack, num_tokens, seed, count_tokens)
+            case = _drafted(task, haystack, num_tokens, seed, count_tokens)
     except ValueError as error:
         raise InvalidRequest(
             f"task {task!r} at {num_tokens} tokens: {error}; ask for more tokens", param="lengths"
         ) from error
-    return Case(made.text, made.asks[:questions])
+    return Case(case.text, case.asks[:questions])
 
 
 def _drafted(task: TaskName, haystack: HaystackName, num_tokens: int, seed: int, count_tokens: CountTokens) -> Case:
@@ -216,10 +216,10 @@ def _items_that_fit(pool: Sequence[str], num_tokens: int, count_tokens: CountTok
     """A number of list items within `num_tokens`, whichever words of `pool` are listed."""
     widest = max(count_tokens(f" {word}") for word in pool)
     items = number = 0
-    left = num_tokens
-    while left >= 0:
+    room = num_tokens
+    while room >= 0:
         items, number = number, number + 1
-        left -= count_tokens(f" {number}.") + widest
+        room -= count_tokens(f" {number}.") + widest
     return items
 
 
@@ -246,13 +246,13 @@ def _groups(facts: Iterator[Fact]) -> Iterator[list[Fact]]:
 
 def _chains(rng: random.Random) -> Iterator[tuple[str, list[str]]]:
     """A value, and the names that get it in turn; no value and no name recurs."""
-    seen: set[str] = set()
+    drawn_before: set[str] = set()
 
     def fresh(draw: Callable[[], str]) -> str:
         drawn = draw()
-        while drawn in seen:
+        while drawn in drawn_before:
             drawn = draw()
-        seen.add(drawn)
+        drawn_before.add(drawn)
         return drawn
 
     while True:

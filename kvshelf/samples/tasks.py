@@ -100,8 +100,7 @@ def make_document(
 
 
 def make_facts(rng: random.Random, digits: Sequence[int]) -> list[Fact]:
-    """Draw one fact per entry of `digits`, its value having that many digits, or being two words for 0. No thing and no
-    value occurs twice."""
+    """Draw a fact per entry of `digits`: that many digits, or two words for 0. No thing and no value occurs twice."""
     return list(distinct_facts(rng, digits))
 
 
@@ -152,11 +151,11 @@ def spread(
     Raises ValueError when the sentences alone are longer than `num_tokens`.
     """
     placed = [" " + sentence for sentence in sentences]
-    left = num_tokens - sum(map(count_tokens, placed))
+    room = num_tokens - sum(map(count_tokens, placed))
     hay: list[str] = []
     for piece in pieces:
-        left -= count_tokens(piece)
-        if left < 0:
+        room -= count_tokens(piece)
+        if room < 0:
             break
         hay.append(piece)
     gaps = _gaps(rng, len(placed), len(hay))

@@ -1,15 +1,10 @@
-"""The overhead of a batch: a run through Ray against bare loops of `compress` and `put`.
-
-Both process the same documents on equally many processes, each with one thread of torch, without measuring quality,
-into fresh shelves on disk, one after the other in each round. Neither time includes the start of Ray, replicas or
-processes; a run's time includes the start of its stages. Process time is that of all processes, Ray's too.
-"""
+"""The overhead of a batch: a run through Ray beside bare loops of `compress` and `put` on one thread each."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +20,7 @@ from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.connect import ray_cluster
 from kvshelf_bench.batches.corpus import POLICY, shard_of
 from kvshelf_bench.measure import processor_s
+from kvshelf_bench.options import NumberT
 from kvshelf_bench.processes import arriving, processes
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +28,8 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class BatchCost:
-    """Wall seconds and processor seconds of all processes, for all documents; both ways process the same tokens."""
+    """For all documents: wall seconds, and processor seconds of all processes, Ray's too. Both are without the start of
+    Ray, replicas or processes; those of a run are with the start of its stages."""
 
     tokens: int
     wall_s: float
@@ -59,9 +56,9 @@ def bare_loops(corpus: Sequence[list[int]], model: str, count: int) -> BatchCost
         with processes(_loop, shares) as loops:
             list(arriving(dict(loops)))  # all are ready
             started = time.perf_counter()
-            for ours in loops:
+            for connection in loops:
                 with suppress(BrokenPipeError):  # `arriving` notices a process that has died since
-                    ours.send("begin")
+                    connection.send("begin")
             process_s = sum(seconds for _, seconds in arriving(dict(loops)))
             wall_s = time.perf_counter() - started
     return BatchCost(sum(map(len, corpus)), wall_s, process_s)
@@ -96,11 +93,11 @@ def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[B
     return cost, memory, again.wall_s
 
 
-def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal: Path) -> tuple[BatchCost, Memory]:
+def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, file: Path) -> tuple[BatchCost, Memory]:
     from kvshelf.corpus.run.run import BatchRun
 
-    with OutputJournal(FileLines(journal), {}) as kept:
-        run = BatchRun([shard_of(corpus)], engines, store, kept, RunOptions("bench", "batch_bench"))
+    with OutputJournal(FileLines(file), {}) as journal:
+        run = BatchRun([shard_of(corpus)], engines, store, journal, RunOptions("bench", "batch_bench"))
         early: tuple[int, int] | None = None
         before, started = _tree_s(), time.perf_counter()
         run.start()
@@ -115,29 +112,23 @@ def _run(corpus: Sequence[list[int]], engines: Any, store: StoreConfig, journal:
     return cost, Memory(early[0], end[0], early[1], end[1])
 
 
-def _tree() -> list[int]:
-    """This process and its descendants."""
-    found = [os.getpid()]
-    for pid in found:
+def _of_tree(read: Callable[[int], NumberT]) -> list[NumberT]:
+    """What `read` says of this process and of each descendant that has not ended meanwhile."""
+    pids, numbers = [os.getpid()], []
+    for pid in pids:
         with suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
+                pids += map(int, (task / "children").read_text().split())
+            numbers.append(read(pid))
+    return numbers
 
 
 def _tree_s() -> float:
     """Processor seconds of the tree, ended children included."""
-    total = 0.0
-    for pid in _tree():
-        with suppress(OSError):
-            total += processor_s(pid, children=True)
-    return total
+    return sum(_of_tree(lambda pid: processor_s(pid, children=True)))
 
 
 def _resident() -> tuple[int, int]:
     """Resident bytes of this process, and of its largest descendant."""
-    sizes = []
-    for pid in _tree():
-        with suppress(OSError):
-            sizes.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES)
+    sizes = _of_tree(lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES)
     return sizes[0], max(sizes[1:], default=0)

@@ -45,20 +45,22 @@ def batch(
     table = Table(*headings, title=f"{model}, {documents} documents, {sum(map(len, corpus)):,} tokens")
     with counted("rounds", len(chosen) * rounds) as step:
         for count in chosen:
-            found = []
+            measured = []
             for _ in range(rounds):
                 bare = bare_loops(corpus, model, count)
                 run, memory, again_s = batch_run(corpus, model, count)
-                found.append({"bare": asdict(bare), "run": asdict(run), "memory": asdict(memory), "again_s": again_s})
+                measured.append(
+                    {"bare": asdict(bare), "run": asdict(run), "memory": asdict(memory), "again_s": again_s}
+                )
                 step()
-            report["runs"].append({"replicas": count, "rounds": found})
-            table.add_row(str(count), *_row(found))
+            report["runs"].append({"replicas": count, "rounds": measured})
+            table.add_row(str(count), *_row(measured))
     publish(report, [table], reporting, notes=load_warning(where))
 
 
-def _row(found: list[dict[str, Any]]) -> list[str]:
+def _row(measured: list[dict[str, Any]]) -> list[str]:
     def middle(of: Callable[[dict[str, Any]], float]) -> float:
-        return median([of(each) for each in found])
+        return median([of(round_) for round_ in measured])
 
     def megabytes(process: str) -> str:
         early = middle(lambda r: r["memory"][f"{process}_early"])

@@ -1,7 +1,4 @@
-"""The documents of the bench of batches, and how a run reads them.
-
-Separate from the bench, which needs torch: the process that reads the corpus imports this module and no model.
-"""
+"""The documents of the bench of batches, without torch: the process that reads the corpus imports no model."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ def made_corpus(documents: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Lines(Shard):
-    """JSONL that is held in memory."""
-
     data: bytes
     rows: int | None
 
@@ -48,6 +43,5 @@ class Lines(Shard):
 
 
 def shard_of(corpus: Sequence[list[int]]) -> Lines:
-    """All documents in one shard."""
     lines = [json.dumps({"custom_id": str(number), "token_ids": ids}) for number, ids in enumerate(corpus)]
     return Lines("\n".join(lines).encode(), len(lines))

@@ -54,21 +54,21 @@ def certify(
         from kvshelf_bench.certify.splits import ORDERS, outcomes
         from kvshelf_bench.measure import machine, use_threads
 
-    wanted = decimals(alphas, "--alphas", 0, 1)
+    bounds = decimals(alphas, "--alphas", 0, 1)
     use_threads(loading.threads)
     rows = graded_documents(loading.engine_options(), documents.documents, documents.dataset, documents.losses)
-    found: list[SplitResult] = []
-    with counted("splits", len(wanted) * len(ORDERS)) as advance:
-        for outcome in outcomes(rows, wanted, splits):
-            found.append(outcome)
+    results: list[SplitResult] = []
+    with counted("splits", len(bounds) * len(ORDERS)) as advance:
+        for outcome in outcomes(rows, bounds, splits):
+            results.append(outcome)
             advance()
-    report = {"bench": "certify", "machine": machine(), "documents": len(rows), "outcomes": found}
-    publish(report, [_table(found)], reporting, notes=f"{len(rows)} documents, {splits} splits")
+    report = {"bench": "certify", "machine": machine(), "documents": len(rows), "outcomes": results}
+    publish(report, [_table(results)], reporting, notes=f"{len(rows)} documents, {splits} splits")
 
 
-def _table(found: list[SplitResult]) -> Table:
+def _table(results: list[SplitResult]) -> Table:
     table = Table("alpha", "figure", "refused", "mean loss", "bytes", "pooled: loss", "bytes", "of pooled")
-    for one in found:
+    for one in results:
         cells = ("-",) * 5
         if one.loss is not None:
             numbers = f"{one.loss:.4f}", f"{one.share:.4f}", f"{one.pooled_loss:.4f}", f"{one.pooled_share:.4f}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.engine.certify.grading import GradedDocument, QuestionedDocument, default_ways, grade
 from kvshelf.samples.suite import HaystackName, TaskName, make_case
+from kvshelf.samples.tasks import CountTokens
 from kvshelf_bench.options import counted
 from kvshelf_bench.quality.dataset.documents import read_documents
 
@@ -40,11 +41,10 @@ def graded_documents(
         return rows[:count]
     engine = options.load()
     ways = default_ways(engine.coders.writes_klt)
-    asked = list(
-        _made(engine.encoder.require_text("document").count_tokens, count) if dataset is None else _read(dataset)
-    )
-    with counted("documents", len(asked)) as advance:
-        for document in asked[len(rows) :]:
+    count_tokens = engine.encoder.require_text("document").count_tokens
+    documents = list(_make_documents(count_tokens, count) if dataset is None else _read(dataset))
+    with counted("documents", len(documents)) as advance:
+        for document in documents[len(rows) :]:
             tokens = _ANSWER_TOKENS if dataset is None else 4 * _ANSWER_TOKENS
             rows.append(grade(engine, document, ways, max_new_tokens=tokens))
             if file is not None:
@@ -54,11 +54,11 @@ def graded_documents(
     return rows
 
 
-def _made(count_tokens: object, count: int) -> Iterator[QuestionedDocument]:
+def _make_documents(count_tokens: CountTokens, count: int) -> Iterator[QuestionedDocument]:
     for number in range(count):
         task, haystack = KINDS[number % len(KINDS)]
         tokens = random.Random(number).randint(*(_SIXTEEN_FACTS if task == "multikey" else _ONE_FACT))
-        case = make_case(task, haystack, tokens, _SEED + number, count_tokens, questions=_QUESTIONS)  # type: ignore[arg-type]
+        case = make_case(task, haystack, tokens, _SEED + number, count_tokens, questions=_QUESTIONS)
         yield QuestionedDocument(case.text, f"{task}/{haystack}", tuple(ask.text for ask in case.asks), None)
 
 

@@ -54,7 +54,6 @@ class SplitResult:
 
 
 def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], splits: int) -> Iterator[SplitResult]:
-    """For each alpha and figure."""
     for alpha in alphas:
         for order in ORDERS:
             yield _outcome(documents, alpha, order, splits)
@@ -62,23 +61,23 @@ def outcomes(documents: Sequence[GradedDocument], alphas: Sequence[float], split
 
 def _outcome(documents: Sequence[GradedDocument], alpha: float, order: str, splits: int) -> SplitResult:
     figure = FIGURES.get(order, figure_of)
-    own = [graded(document, figure) for document in documents]
+    graded_documents = [graded(document, figure) for document in documents]
     if order == KNOWN:
-        own = [_with_figures(document, lambda _, level: level.loss) for document in own]
-    count = int(len(own) * _CERTIFYING)
+        graded_documents = [_with_figures(document, lambda _, level: level.loss) for document in graded_documents]
+    count = int(len(graded_documents) * _CERTIFYING)
     rows = []
     for seed in range(splits):
-        mixed = random.Random(seed).sample(own, len(own))
+        mixed = random.Random(seed).sample(graded_documents, len(graded_documents))
         known, others = mixed[:count], mixed[count:]
         try:
-            rows.append((*_own(known, others, alpha, order), *_pooled(known, others, alpha)))
+            rows.append((*_certify_each(known, others, alpha, order), *_certify_pooled(known, others, alpha)))
         except InvalidRequest:
             continue
     refused = splits - len(rows)
     return SplitResult(alpha, order, refused, *(map(fmean, zip(*rows, strict=True)) if rows else ()))
 
 
-def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order: str) -> tuple[float, float]:
+def _certify_each(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order: str) -> tuple[float, float]:
     if order == LEARNT:
         third = len(known) // 3
         curves = [
@@ -94,7 +93,7 @@ def _own(known: Sequence[Graded], others: Sequence[Graded], alpha: float, order:
     return _result([document.at(limit) for document in others], others)
 
 
-def _pooled(known: Sequence[Graded], others: Sequence[Graded], alpha: float) -> tuple[float, float]:
+def _certify_pooled(known: Sequence[Graded], others: Sequence[Graded], alpha: float) -> tuple[float, float]:
     level = pooled_limit(known, alpha)
     whole = [KeptLevel(document.whole, 0.0, document.whole_loss) for document in others]
     return _result(whole if level is None else [document.levels[level] for document in others], others)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Subjects:
-    """The models, and how they are loaded."""
-
     models: Annotated[str, typer.Option(help="Comma-separated; random:8 is a Llama of 8 layers of random weights.")] = (
         "kvshelf-tiny,random:2,random:8"
     )
@@ -28,8 +26,6 @@ class _Subjects:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How documents are kept and read."""
-
     systems: Annotated[
         str, typer.Option(help="Policies and selectors: such as lagkv:lag=64,policy:snapkv,read:infllm.")
     ] = "full,infinigen,quest,h2o,kvzip"
@@ -38,8 +34,6 @@ class _Ways:
 
 @dataclass(frozen=True)
 class _Questions:
-    """How many there are, about what, and how fast they come."""
-
     rates: Annotated[str, typer.Option(help="Questions a second.")] = "8,64"
     requests: Annotated[int, typer.Option(min=2, help="Questions at each rate.")] = 32
     documents: Annotated[int, typer.Option(min=1, help="Documents that they are about.")] = 3
@@ -103,6 +97,6 @@ def heads(
             ids = [subject.tokens(tokens, seed=10 + number) for number in range(documents)]
         else:
             ids = [text.encode(prose) for prose in haystacks(documents, tokens, text.count_tokens)]
-        found = measured(subject.engine, ids)
-    report: dict[str, Any] = {"bench": "heads", "model": loading.model, "machine": where, "heads": found}
-    publish(report, [heads_table(found)], reporting)
+        rows = measured(subject.engine, ids)
+    report: dict[str, Any] = {"bench": "heads", "model": loading.model, "machine": where, "heads": rows}
+    publish(report, [heads_table(rows)], reporting)

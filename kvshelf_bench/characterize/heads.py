@@ -1,8 +1,4 @@
-"""How sparse and how redundant the heads of a model are: by what EMS (arXiv 2412.08521) weighs evicting and merging.
-
-These are the statistics of its equations 3 and 4, with the paper's constants (figure 4): a head is sparse if few tokens
-have most of the score of equation 2, and redundant if many tokens have an earlier one much like them.
-"""
+"""How sparse and how redundant the heads of a model are, by equations 3 and 4 of EMS (arXiv 2412.08521)."""
 
 from __future__ import annotations
 
@@ -51,16 +47,18 @@ class Head:
 
 def heads(engine: Engine, documents: Sequence[Sequence[int]]) -> list[Head]:
     """All heads of the layers that see a whole document, by documents given as token ids, of at least two tokens."""
-    seen: list[dict[int, Tensor]] = []
+    by_document: list[dict[int, Tensor]] = []
     for ids in documents:
-        found = HeadStatistics()
+        statistics = HeadStatistics()
         inputs = {"input_ids": torch.tensor([list(ids)]), "position_ids": torch.arange(len(ids)).unsqueeze(0)}
-        engine.passes.causal({name: each.to(engine.passes.devices.inputs) for name, each in inputs.items()}, found)
-        seen.append(found.of_layers)
+        engine.passes.causal(
+            {name: tensor.to(engine.passes.devices.inputs) for name, tensor in inputs.items()}, statistics
+        )
+        by_document.append(statistics.of_layers)
     return [
-        Head(layer, head, *(fmean(float(one[layer][number, head]) for one in seen) for number in range(3)))
-        for layer in sorted(seen[0])
-        for head in range(seen[0][layer].shape[1])
+        Head(layer, head, *(fmean(float(one[layer][number, head]) for one in by_document) for number in range(3)))
+        for layer in sorted(by_document[0])
+        for head in range(by_document[0][layer].shape[1])
     ]
 
 
@@ -85,8 +83,7 @@ class HeadStatistics(ForwardContext):
 
 
 def sparsity(scores: Tensor) -> Tensor:
-    """p of eq. 3, `[kv_heads]`: share of the tokens outside the smallest set with `MASS` of the scores, `[kv_heads,
-    N]`."""
+    """p of eq. 3, `[kv_heads]`: share of the tokens outside the smallest set with `MASS` of scores `[kv_heads, N]`."""
     ranked = scores.sort(dim=1, descending=True).values.cumsum(dim=1)
     needed = 1 + (ranked < MASS * ranked[:, -1:]).sum(dim=1)
     return 1 - needed / scores.shape[1]
@@ -97,14 +94,14 @@ def nearest_similarity(keys: Tensor, values: Tensor) -> Tensor:
     first. keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`. Keys that point apart are not similar, whatever their
     values."""
     k, v = (F.normalize(rows.float(), dim=2) for rows in (keys, values))
-    found = []
+    maxima = []
     for start in range(0, k.shape[1], _ROWS):
         rows = slice(start, start + _ROWS)
-        seen = slice(start + _ROWS)
-        alike = (k[:, rows] @ k[:, seen].mT).clamp_min(0) * (v[:, rows] @ v[:, seen].mT)  # [kv_heads, rows, seen]
+        columns = slice(start + _ROWS)
+        alike = (k[:, rows] @ k[:, columns].mT).clamp_min(0) * (v[:, rows] @ v[:, columns].mT)  # [kv_heads, rows, seen]
         earlier = torch.ones_like(alike, dtype=torch.bool).tril(start - 1)
-        found.append(alike.masked_fill(~earlier, -torch.inf).amax(dim=2))
-    nearest = torch.cat(found, dim=1)
+        maxima.append(alike.masked_fill(~earlier, -torch.inf).amax(dim=2))
+    nearest = torch.cat(maxima, dim=1)
     nearest[:, 0] = 0
     return nearest
 
@@ -117,7 +114,7 @@ def heads_table(heads: Sequence[Head]) -> Table:
         f"token; share of tokens where it is {TAU} or more"
     )
     for layer in dict.fromkeys(head.layer for head in heads):
-        own = [head for head in heads if head.layer == layer]
-        columns = ([getattr(head, name) for head in own] for name in ("sparsity", "redundancy", "mergeable"))
-        table.add_row(str(layer), str(len(own)), *(ratio(Spread.of(column)) for column in columns))
+        of_layer = [head for head in heads if head.layer == layer]
+        columns = ([getattr(head, name) for head in of_layer] for name in ("sparsity", "redundancy", "mergeable"))
+        table.add_row(str(layer), str(len(of_layer)), *(ratio(Spread.of(column)) for column in columns))
     return table

@@ -1,9 +1,5 @@
-"""Questions that arrive at a rate, whether the ones before are answered or not, and what they wait for.
-
-After the comparison of vLLM, InfiniGen and H2O over request rate, model size and sparsity (arXiv 2604.05012). Here the
-same load meets a shelf that keeps and reads everything, one of which each token of an answer reads a part, and one
-whose caches lost entries to a policy, InfiniGen's and H2O's rules among them.
-"""
+"""Questions that arrive at a rate, whether the ones before are answered or not: after the comparison of vLLM, InfiniGen
+and H2O over request rate, model size and sparsity (arXiv 2604.05012)."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from kvshelf.samples.suite import CaseAsk, make_case, score
 from kvshelf.training.skew_search import find_skews
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
 from kvshelf.workers.replica.ticket import Ticket
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import scheduled
 from kvshelf_bench.measure import with_peak
 from kvshelf_bench.quality.grid import Reading, Row, Variant
 from kvshelf_bench.quality.outcome import selecting
@@ -58,7 +54,6 @@ class System:
 
     @property
     def selects(self) -> bool:
-        """Whether the system is a selector."""
         return self.system.startswith(_READ) or self.system.partition(":")[0] not in POLICIES
 
     @property
@@ -118,8 +113,7 @@ class LoadCell:
 
 
 def characterized(subject: Subject, name: str, ways: Sequence[System], offer: Offer) -> Iterator[LoadCell]:
-    """Every rate and way of one model. Of one rate all ways run after each other, so that a neighbour who slows the
-    machine for a while slows them alike."""
+    """Every rate and way. All ways of a rate run after each other: a neighbour slows them alike."""
     engine = subject.engine
     documents, asks = _documents(subject, name, offer)
     if random_layers(name) is not None:  # nobody has calibrated it
@@ -127,22 +121,17 @@ def characterized(subject: Subject, name: str, ways: Sequence[System], offer: Of
         path.parent.mkdir()
         calibration.save(find_skews(engine, subject.tokens(offer.tokens, seed=9)), path)
     caches = {
-        way: [engine.encoded(engine.run(engine.prepare(each, **way.kept)).cache, _CODEC) for each in documents]
+        way: [engine.encoded(engine.run(engine.prepare(document, **way.kept)).cache, _CODEC) for document in documents]
         for way in ways
     }
     exact = {way: _exact(subject, caches[way], asks, way) for way in ways}
-    scheduler = Scheduler(engine, SchedulerLimits(max_waiting=offer.requests))
-    scheduler.start()
-    try:
-        with endless_answers(engine):
-            answered_at(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
-            for rate, way in product(offer.rates, ways):
-                run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)
-                served, added = with_peak(subject.device, run)
-                held = sum(engine.attach(cache).nbytes for cache in caches[way])
-                yield _cell(subject, name, rate, way, served, held + added, exact[way])
-    finally:
-        scheduler.stop()
+    with scheduled(engine, SchedulerLimits(max_waiting=offer.requests)) as scheduler:
+        answered_at(scheduler, subject, caches[ways[0]], ways[0], Offer([1e3], 4), 1e3)  # nothing is made twice
+        for rate, way in product(offer.rates, ways):
+            run = partial(answered_at, scheduler, subject, caches[way], way, offer, rate)
+            served, added = with_peak(subject.device, run)
+            documents_bytes = sum(engine.attach(cache).nbytes for cache in caches[way])
+            yield _cell(subject, name, rate, way, served, documents_bytes + added, exact[way])
 
 
 @dataclass(frozen=True)
@@ -212,13 +201,13 @@ def _documents(subject: Subject, name: str, offer: Offer) -> tuple[list[Any], li
 def _exact(
     subject: Subject, caches: Sequence[CompressedCache], asks: Sequence[Sequence[CaseAsk]], way: System
 ) -> float | None:
-    engine, found = subject.engine, []
+    engine, hits = subject.engine, []
     for cache, questions in zip(caches, asks, strict=False):
         for ask in questions:
             longest = _SPARE_TOKENS + sum(map(len, ask.references))
             answer = engine.answer(cache, ask.text, max_new_tokens=longest, **way.reading(cache))
-            found.append(score(ask, answer.text).exact)
-    return fmean(found) if found else None
+            hits.append(score(ask, answer.text).exact)
+    return fmean(hits) if hits else None
 
 
 _LEAST: Final = 128
@@ -258,13 +247,13 @@ class _Measure:
 
     def winners(self, cells: Sequence[LoadCell]) -> str:
         """The ways that are best, or even with it, the best one first with its value."""
-        found = {cell.system: value for cell in cells if (value := self.value(cell)) is not None}
-        if not found:
+        values = {cell.system: value for cell in cells if (value := self.value(cell)) is not None}
+        if not values:
             return "-"
-        ranked = sorted(found, key=found.__getitem__, reverse=self.most)
-        best = found[ranked[0]]
-        even = [name for name in ranked if abs(found[name] - best) <= EVEN * abs(best)]
-        return f"{', '.join(even)}: {self.shown(best)}" if len(even) < len(found) else f"all: {self.shown(best)}"
+        ranked = sorted(values, key=values.__getitem__, reverse=self.most)
+        best = values[ranked[0]]
+        even = [name for name in ranked if abs(values[name] - best) <= EVEN * abs(best)]
+        return f"{', '.join(even)}: {self.shown(best)}" if len(even) < len(values) else f"all: {self.shown(best)}"
 
 
 def _ms(seconds: float) -> str:
@@ -275,21 +264,20 @@ MEASURES: Final = (
     _Measure("first token", lambda cell: cell.first_s, _ms),
     _Measure("p95", lambda cell: cell.first_p95_s, _ms),
     _Measure("tokens/s", lambda cell: cell.tokens_per_s, lambda rate: f"{rate:,.0f}", most=True),
-    _Measure("memory", lambda cell: cell.memory_bytes, lambda held: f"{held / 1e6:,.1f} MB"),
+    _Measure("memory", lambda cell: cell.memory_bytes, lambda nbytes: f"{nbytes / 1e6:,.1f} MB"),
     _Measure("PTE", lambda cell: cell.equivalents, lambda cost: f"{cost:,.0f}"),
     _Measure("exact", lambda cell: cell.exact, lambda share: f"{share:.0%}", most=True),
 )
 
 
 def cells_table(cells: Sequence[LoadCell]) -> Table:
-    """One row for each model, rate and way."""
     table = Table("model", "rate", "system", "share", *(measure.title for measure in MEASURES))
     table.title = (
         "documents under int4; of the share, infinigen and quest read and h2o and kvzip keep; PTE of an answer"
     )
     for cell in cells:
-        found = ((measure, measure.value(cell)) for measure in MEASURES)
-        shown = ("-" if value is None else measure.shown(value) for measure, value in found)
+        values = ((measure, measure.value(cell)) for measure in MEASURES)
+        shown = ("-" if value is None else measure.shown(value) for measure, value in values)
         table.add_row(cell.model, f"{cell.rate:g}/s", cell.system, f"{cell.share:g}", *shown)
     return table
 
@@ -300,8 +288,8 @@ def winners_table(cells: Sequence[LoadCell]) -> Table:
     table.title = f"which wins where: the best, and those within {EVEN:.0%} of it"
     shares = sorted({cell.share for cell in cells if cell.system != "full"}, reverse=True) or [1.0]
     for model, rate in dict.fromkeys((cell.model, cell.rate) for cell in cells):
-        here = [cell for cell in cells if (cell.model, cell.rate) == (model, rate)]
+        of_rate = [cell for cell in cells if (cell.model, cell.rate) == (model, rate)]
         for share in shares:
-            compared = [cell for cell in here if cell.system == "full" or cell.share == share]
-            table.add_row(model, f"{rate:g}/s", f"{share:g}", *(each.winners(compared) for each in MEASURES))
+            compared = [cell for cell in of_rate if cell.system == "full" or cell.share == share]
+            table.add_row(model, f"{rate:g}/s", f"{share:g}", *(measure.winners(compared) for measure in MEASURES))
     return table

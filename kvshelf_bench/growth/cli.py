@@ -43,15 +43,13 @@ def append(
         open_store(f"disk://{folder}/shelf") as store,
         progress_bar() as progress,
     ):
-        found = [*progress.track(growings(subject, store, sizes, rounds), 2 * len(sizes), description="appending")]
-    report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": found}
-    publish(report, [growing_table(found)], reporting, notes=load_warning(where))
+        rows = [*progress.track(growings(subject, store, sizes, rounds), 2 * len(sizes), description="appending")]
+    report: dict[str, Any] = {"bench": "append", "model": model, "rounds": rounds, "machine": where, "rows": rows}
+    publish(report, [growing_table(rows)], reporting, notes=load_warning(where))
 
 
 @dataclass(frozen=True)
 class _Caches:
-    """How caches are kept."""
-
     policies: Annotated[str, typer.Option(help="Comma-separated.")] = (
         "keydiff,snapkv,kvzip,expected_attention,streaming_llm"
     )
@@ -72,7 +70,7 @@ def growing(loading: Loading, caches: _Caches, documents: Documents, reporting: 
     title = f"{model}, {codec}: {documents.tokens} tokens in {documents.appends + 1} parts, exact answers"
     table = Table("policy", "removed", "questions", "grown", "95 %", "as one", "bytes, grown / as one", title=title)
     for row in rows:
-        grown, whole = (f"{100 * found / row.questions:.1f} %" for found in (row.grown, row.whole))
+        grown, whole = (f"{100 * hits / row.questions:.1f} %" for hits in (row.grown, row.whole))
         size = f"{row.grown_bytes / row.whole_bytes:.3f}"
         cells = (f"{row.removed:.0%}", f"{row.questions}", grown, f"{row.low:.1%} - {row.high:.1%}", whole, size)
         table.add_row(row.policy, *cells)
@@ -95,12 +93,12 @@ def turns(
         from kvshelf_bench.growth.turns import conversation, turns_table
         from kvshelf_bench.measure import machine
 
-    made = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
-    questions = [made.questions[turn % len(made.questions)].text for turn in range(count)]
-    where, found, said = machine(), {}, {}
+    document = make_document("multikey", "prose", tokens, 0, lambda text: -(-len(text) // 4))  # about as many tokens
+    questions = [document.questions[turn % len(document.questions)].text for turn in range(count)]
+    where = machine()
     with Client(url) as client, counted("turns", 2 * len(questions)) as step:
-        for store in (False, True):
-            found[store], said[store] = conversation(client, url, made.text, questions, store=store, progress=step)
-    same = sum(a == b for a, b in zip(said[False], said[True], strict=True))
-    report = {"bench": "turns", "machine": where, "stored": found[True], "resent": found[False], "same": same}
-    publish(report, [turns_table(found[True], found[False], same)], reporting)
+        resent, plain = conversation(client, url, document.text, questions, store=False, progress=step)
+        stored, texts = conversation(client, url, document.text, questions, store=True, progress=step)
+    same = sum(a == b for a, b in zip(plain, texts, strict=True))
+    report = {"bench": "turns", "machine": where, "stored": stored, "resent": resent, "same": same}
+    publish(report, [turns_table(stored, resent, same)], reporting)

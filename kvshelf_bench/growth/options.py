@@ -1,4 +1,4 @@
-"""Options of `kvshelf bench growing`."""
+"""The documents of `kvshelf bench growing`."""
 
 from __future__ import annotations
 

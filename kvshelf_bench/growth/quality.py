@@ -51,14 +51,14 @@ def measure_grown(
     level: dict[str, Any] = {"policy": policy} | ({"compression_ratio": removed} if removed else {})
     grown = whole = 0
     for number in range(documents.documents):
-        text, asked = _document(engine, tokens, questions, f"growing/{tokens}/{documents.seed}/{number}")
+        text, asks = _document(engine, tokens, questions, f"growing/{tokens}/{documents.seed}/{number}")
         one = engine.encoded(engine.compress(text, **level), codec)
         first, *rest = _pieces(engine, text, documents.appends + 1)
         cache = engine.encoded(engine.compress(first, **level), codec)
         for piece in rest:
             cache = engine.extend(cache, piece)
-        grown += sum(_right(engine, cache, question) for question in asked)
-        whole += sum(_right(engine, one, question) for question in asked)
+        grown += sum(_right(engine, cache, question) for question in asks)
+        whole += sum(_right(engine, one, question) for question in asks)
         progress()
     count = documents.documents * questions
     low, high = wilson(grown, count)
@@ -69,14 +69,14 @@ def measure_grown(
 def _document(engine: Engine, tokens: int, questions: int, seed: str) -> tuple[str, list[Question]]:
     rng = random.Random(seed)
     digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(MULTIKEY_FACTS)]
-    made = write_document(rng, make_facts(rng, digits), "prose", tokens, counter(engine))
-    return made.text, made.questions[:questions]
+    document = write_document(rng, make_facts(rng, digits), "prose", tokens, counter(engine))
+    return document.text, document.questions[:questions]
 
 
 def _pieces(engine: Engine, text: str, count: int) -> list[str]:
     """The text in so many pieces of about as many tokens, cut before a space."""
     starts = engine.encoder.require_text("document").token_starts(text)
-    cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * each // count]) for each in range(1, count)), len(text)]
+    cuts = [0, *(text.rfind(" ", 0, starts[len(starts) * number // count]) for number in range(1, count)), len(text)]
     return [text[start:end] for start, end in pairwise(cuts)]
 
 

@@ -14,6 +14,7 @@ from kvshelf.artifact.records import entries_of
 from kvshelf.kernels.rates import cost
 from kvshelf.store.base import Store
 from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.options import milliseconds
 from kvshelf_bench.speed.first_token import put
 from kvshelf_bench.speed.subject import Subject
 
@@ -63,7 +64,7 @@ def _grown(
 
     ways: dict[str, Callable[[], object]] = {"append": partial(engine.extend, parent, ids[tokens:]), "anew": anew}
     runs = interleaved({name: partial(cost, way, subject.device) for name, way in ways.items()}, rounds)
-    append_s, anew_s = ([each.seconds for each in runs[name]] for name in ("append", "anew"))
+    append_s, anew_s = ([spent.seconds for spent in runs[name]] for name in ("append", "anew"))
     child = engine.extend(parent, ids[tokens:])
     with ExitStack() as cleanup:
         parent_id = put(store, parent, cleanup)
@@ -86,18 +87,14 @@ def _grown(
     )
 
 
-def growing_table(found: Sequence[Growing]) -> Table:
-    """A row for each length and level."""
+def growing_table(rows: Sequence[Growing]) -> Table:
     headings = ("tokens", "policy", "codec", "prefilled", "append", "all anew", "append / anew", "written", "of new")
     table = Table(*headings, "of all", title=f"{APPENDED} tokens appended to a stored cache")
-    for row in found:
+    for row in rows:
         table.add_row(
-            f"{row.tokens}", row.policy, row.codec, f"{row.prefilled}", _ms(row.append_s), _ms(row.anew_s),
+            f"{row.tokens}", row.policy, row.codec, f"{row.prefilled}",
+            milliseconds(row.append_s), milliseconds(row.anew_s),
             f"1/{1 / row.ratio.median:.1f}", f"{row.written_bytes / 1e6:.2f} MB",
             f"{row.written_bytes / row.new_bytes:.2f}", f"{row.written_bytes / row.whole_bytes:.1%}",
         )  # fmt: skip
     return table
-
-
-def _ms(spread: Spread) -> str:
-    return f"{1000 * spread.median:,.1f} ms"

@@ -32,19 +32,20 @@ def conversation(
     """Each turn, and its answer's text. The document is compressed under policy full, once."""
     cache = client.caches.create(document=document, policy="full", ttl_s=3600)
     messages: list[dict[str, str]] = []
-    turns, said = [], []
+    turns = []
     with httpx.Client(base_url=base_url, timeout=120) as http:
         for number, question in enumerate(questions, 1):
             messages.append({"role": "user", "content": question})
             turn, text = _turn(http, cache.id, messages, number, store=store)
             messages.append({"role": "assistant", "content": text})
             turns.append(turn)
-            said.append(text)
             progress()
-    return turns, said
+    return turns, [message["content"] for message in messages[1::2]]
 
 
-def _turn(http: httpx.Client, cache_id: str, messages: list[dict[str, str]], number: int, *, store: bool) -> Any:
+def _turn(
+    http: httpx.Client, cache_id: str, messages: list[dict[str, str]], number: int, *, store: bool
+) -> tuple[Turned, str]:
     body = {
         "cache_id": cache_id,
         "messages": messages,
@@ -68,12 +69,10 @@ def _turn(http: httpx.Client, cache_id: str, messages: list[dict[str, str]], num
                 text += piece
             usage = event.get("usage") or usage
     read = usage["prompt_tokens_details"]["cached_tokens"]
-    found = Turned(number, read, usage["prompt_tokens"] - read, first_s, usage["completion_tokens"])
-    return found, text
+    return Turned(number, read, usage["prompt_tokens"] - read, first_s, usage["completion_tokens"]), text
 
 
 def turns_table(stored: Sequence[Turned], resent: Sequence[Turned], same: int) -> Table:
-    """A row for each turn."""
     table = Table("turn", "from the shelf", "prefilled", "first token", "without store: prefilled", "first token")
     table.title = f"a conversation that is sent whole at every turn; {same} of {len(stored)} answers the same"
     for row, plain in zip(stored, resent, strict=True):

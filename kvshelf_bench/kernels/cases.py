@@ -35,8 +35,6 @@ PREFILL, ATTENTION = "prefill of the layer", "causal attention"
 
 @dataclass(frozen=True)
 class LayerSize:
-    """One layer of a model."""
-
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -92,11 +90,9 @@ class Layer:
         return self.random(rows, self.shape.head_dim)
 
     def keys(self) -> tuple[Tensor]:
-        """The keys of the document."""
         return (self.states(self.shape.kv_heads, self.tokens),)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """The keys and values of the document."""
         return (*self.keys(), *self.keys())
 
     def window(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +196,6 @@ def keeping(layer: Layer) -> list[Case]:
 
 
 def snapkv(layer: Layer) -> list[Case]:
-    """All that SnapKV does to a layer."""
     shape, protected = layer.shape, layer.protected()
     kept_rows = shape.kv_heads * layer.kept
     kept_bytes = 2 * kept_rows * layer.row_bytes
@@ -209,8 +204,8 @@ def snapkv(layer: Layer) -> list[Case]:
     name = "snapkv: scores, select, pack"
 
     def run(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = window_scores(queries, keys, layer.scale, kernel=5)
-        kept_keys, kept_values, _, _ = pack(keys, values, select(found, protected, layer.counts), layer.counts)
+        scores = window_scores(queries, keys, layer.scale, kernel=5)
+        kept_keys, kept_values, _, _ = pack(keys, values, select(scores, protected, layer.counts), layer.counts)
         return kept_keys, kept_values
 
     def run_int4(queries: Tensor, keys: Tensor, values: Tensor) -> object:
@@ -253,7 +248,7 @@ def quantizing(layer: Layer) -> list[Case]:
     rows, size = layer.shape.kv_heads * layer.tokens, 1.0 * layer.shape.kv_heads * layer.tokens * layer.shape.head_dim
     nbytes = layer.kv_bytes + layer.int4_bytes(rows)
 
-    def both(axis: Axis) -> list[Case]:
+    def of_axis(axis: Axis) -> list[Case]:
         store = partial(quantize, bits=_BITS, group=_GROUP, axis=axis)
 
         def restore(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -264,7 +259,7 @@ def quantizing(layer: Layer) -> list[Case]:
             Case(f"dequantize_{axis}", lambda: store(layer.packed(rows)), restore, nbytes, 2 * size),
         ]
 
-    return [*both("tokens"), *both("channels")]
+    return [*of_axis("tokens"), *of_axis("channels")]
 
 
 def attending(layer: Layer) -> list[Case]:

@@ -60,12 +60,12 @@ def kernels(
             rows.append(list(kernel_times(target, state, tokens, rounds or _ROUNDS[target.type], limits)))
     report: dict[str, Any] = {"bench": "kernels", "dtype": str(state).removeprefix("torch."), "machine": where}
     report["copy_bytes_per_s"], report["matmul_flops"] = limits.copy_bytes_per_s, limits.matmul_flops
-    report["rows"] = [row for found in rows for row in found]
-    tables = [_table(found, report["dtype"], limits) for found in rows]
+    report["rows"] = [row for of_length in rows for row in of_length]
+    tables = [_table(of_length, report["dtype"], limits) for of_length in rows]
     if target.type == "cpu" and state == torch.float32 and products != "none":
-        found = list(product_times(products, rounds or _ROUNDS["cpu"], limits))
-        report["products"] = found
-        tables += [_products_table(products, found, where["cpu_kernels"])] if found else []
+        times = list(product_times(products, rounds or _ROUNDS["cpu"], limits))
+        report["products"] = times
+        tables += [_products_table(products, times, where["cpu_kernels"])] if times else []
     publish(report, tables, reporting, notes=load_warning(where))
 
 

@@ -55,7 +55,6 @@ class KernelTime:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measured now, on this device."""
     return Ceilings(copy_bandwidth(device), matmul_rate(device, dtype))
 
 
@@ -91,10 +90,10 @@ def _rotated(case: Case, device: torch.device) -> list[tuple[Any, ...]]:
     """Enough sets of arguments that when one is used again, the L2 cache has been filled twice by others."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    made = [case.make()]
+    arguments = [case.make()]
     size = max(torch.cuda.memory_allocated(device) - before, 1)
     copies = math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / size) + 1
-    return made + [case.make() for _ in range(min(copies, _MOST_COPIES) - 1)]
+    return arguments + [case.make() for _ in range(min(copies, _MOST_COPIES) - 1)]
 
 
 def _event_times(case: Case, rotated: Sequence[tuple[Any, ...]], rounds: int) -> list[float]:

@@ -52,8 +52,7 @@ class ProductTime:
 
 
 def product_times(model: str, rounds: int, limits: Ceilings) -> Iterator[ProductTime]:
-    """Every weight of a model of `SHAPES` with every number of `ROWS`, in fp32, under torch's threads. Products that
-    take half a second and more are left out."""
+    """Every weight of a model of `SHAPES` times `ROWS` rows, in fp32, but for products of half a second and more."""
     if model not in SHAPES:
         raise InvalidRequest(f"unknown model {model!r}; one of {', '.join(SHAPES)}, none", param="products")
     if not rowwise.available():
@@ -67,8 +66,8 @@ def product_times(model: str, rounds: int, limits: Ceilings) -> Iterator[Product
             if flops <= _MOST_FLOPS:
                 of_a_call = max(1, min(_MOST_OF_A_CALL, int(_FLOPS_OF_A_CALL / flops)))
                 forms = [(packed, None), (halves, None), (byte_panels, scales)]
-                own = [_recorded(panels, beside, of_a_call) for panels, beside in forms]
-                times = _smallest([*own, *others], torch.randn(rows, inputs), rounds)
+                ways = [_recorded(panels, beside, of_a_call) for panels, beside in forms]
+                times = _smallest([*ways, *others], torch.randn(rows, inputs), rounds)
                 ours, bf16, int8, plain, onednn, torchs, read_s = times
                 least_s = max(read_s, flops / limits.matmul_flops)
                 yield ProductTime(
@@ -119,7 +118,7 @@ def _smallest(ways: list[_Way], x: Tensor, rounds: int) -> list[float]:
         way.run(x)  # lays out what depends on the number of rows
         repeats.append(max(1, round(_SAMPLE_S / (way.products * _seconds(way, x, 1)))))
     samples = [[_seconds(way, x, times) for way, times in zip(ways, repeats, strict=True)] for _ in range(rounds)]
-    return [min(own) for own in zip(*samples, strict=True)]
+    return [min(seconds) for seconds in zip(*samples, strict=True)]
 
 
 def _seconds(way: _Way, x: Tensor, times: int) -> float:

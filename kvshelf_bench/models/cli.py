@@ -38,11 +38,11 @@ def models(
     use_threads(threads)
     where = machine()
     with progress_bar() as progress:
-        outcomes = [tried(each, limit_s) for each in progress.track(chosen, description="model types")]
+        outcomes = [tried(model_type, limit_s) for model_type in progress.track(chosen, description="model types")]
     publish({"bench": "models", "machine": where, "outcomes": outcomes}, [_table(outcomes)], reporting)
     if not reporting.as_json:
-        found = Counter(outcome.what for outcome in outcomes)
-        counts = ", ".join(f"{what} {found[what]}" for what in WHAT)
+        counter = Counter(outcome.what for outcome in outcomes)
+        counts = ", ".join(f"{what} {counter[what]}" for what in WHAT)
         typer.echo(f"{counts} of transformers {where['transformers']}")
     if any(outcome.what in (WRONG, ERROR) for outcome in outcomes):
         raise typer.Exit(1)

@@ -47,7 +47,7 @@ _LATENT: Final[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": None}
 
 _ROPES: Final = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 
-_OWN: Final[Mapping[str, Mapping[str, Any]]] = {
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere_compass_text": {"rope_parameters": _ROPES},
@@ -99,7 +99,7 @@ class NotBuilt(Exception):
 def small_model(model_type: str) -> PreTrainedModel:
     """A random model of this type, in fp32 on the CPU, the same in each call. Raises `NotBuilt`, and whatever the
     type's configuration or model raises where it cannot be as small."""
-    config = _small(CONFIG_MAPPING[model_type](), _OWN.get(model_type, {}))
+    config = _small(CONFIG_MAPPING[model_type](), _FIELDS.get(model_type, {}))
     with torch.device("meta"):  # where a model that turns out large takes no memory
         size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST_PARAMETERS:
@@ -113,21 +113,21 @@ def small_model(model_type: str) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def _small(usual: PretrainedConfig, own: Mapping[str, Any]) -> PretrainedConfig:
+def _small(usual: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
     """A small configuration of the class of `usual`, with layers of every kind that `usual` has."""
-    said = usual.to_dict()
-    known = {*said, *usual.attribute_map}
+    fields = usual.to_dict()
+    known = {*fields, *usual.attribute_map}
     rules = {**_USUAL, **(_LATENT if "kv_lora_rank" in known else {})}
-    taken = {name: value for name, value in rules.items() if name in known and value is not None}
-    sizes = {usual.attribute_map.get(name, name): value for name, value in taken.items()} | dict(own)
+    values = {name: value for name, value in rules.items() if name in known and value is not None}
+    sizes = {usual.attribute_map.get(name, name): value for name, value in values.items()} | dict(overrides)
     for name in usual.sub_configs:
         part = getattr(usual, name, None)
-        if part is not None and name not in own:
-            sizes[name] = _small(part, _OWN.get(part.model_type, {})).to_dict()
+        if part is not None and name not in overrides:
+            sizes[name] = _small(part, _FIELDS.get(part.model_type, {})).to_dict()
     config = type(usual)(**sizes)
-    kinds = list(dict.fromkeys(said.get("layer_types") or ()))
+    kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
     if kinds == ["full_attention"] and "sliding_window" in known:
         kinds = ["sliding_attention", "full_attention"]
-    if "layer_types" in own or set(kinds) <= set(getattr(config, "layer_types", None) or ()):
+    if "layer_types" in overrides or set(kinds) <= set(getattr(config, "layer_types", None) or ()):
         return config
     return type(usual)(**sizes, layer_types=list(islice(cycle(kinds), config.num_hidden_layers)))

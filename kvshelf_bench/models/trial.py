@@ -58,12 +58,12 @@ def tried(model_type: str, limit_s: float) -> TrialOutcome:
         try:
             with time_limit(limit_s):
                 model = small_model(model_type)
-                own = _Own.of(model)
+                plain = _PlainReading.of(model)
         except Exception as error:  # whatever a configuration or a model raises
             return TrialOutcome(model_type, NOT_BUILT, _few_words(error))
         try:
             with time_limit(limit_s):
-                difference = _difference(Engine(of_text(model, model_type), name=model_type), own)
+                difference = _difference(Engine(of_text(model, model_type), name=model_type), plain)
         except PolicyUnsupported as error:
             return TrialOutcome(model_type, REFUSED, _reason(error, (type(model).__name__, model.config.model_type)))
         except Exception as error:  # what this bench is here to find, also other errors of kvshelf: the caller is right
@@ -76,55 +76,57 @@ def _ids(count: int, seed: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Own:
+class _PlainReading:
     """A document, what is asked behind it, and the logits of these tokens without kvshelf, `[tokens, vocabulary]`."""
 
     document: list[int]
-    behind: list[int]
+    following: list[int]
     logits: Tensor
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _Own:
+    def of(cls, model: PreTrainedModel) -> _PlainReading:
         """Raises `NotBuilt` where the logits are the same behind another document: they would show nothing."""
-        document, behind = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
-        logits, others = (_read(model, each, behind) for each in (document, _ids(_DOCUMENT, 3)))
-        if not _relative(others, logits) > TELLING:
+        document, following = _ids(_DOCUMENT, 1), _ids(_QUESTION + _ANSWER, 2)
+        logits, other_logits = (_read(model, ids, following) for ids in (document, _ids(_DOCUMENT, 3)))
+        if not _relative(other_logits, logits) > TELLING:
             raise NotBuilt("its small model says the same behind every document")
-        return cls(document, behind, logits)
+        return cls(document, following, logits)
 
 
-def _read(model: PreTrainedModel, document: list[int], behind: list[int]) -> Tensor:
+def _read(model: PreTrainedModel, document: list[int], following: list[int]) -> Tensor:
     """Logits of the tokens behind a document that is read with them."""
     with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([document + behind]), use_cache=False).logits
+        logits: Tensor = model(input_ids=torch.tensor([document + following]), use_cache=False).logits
     return logits[0, len(document) :]
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _relative(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
-def _difference(engine: Engine, own: _Own) -> float:
+def _difference(engine: Engine, plain: _PlainReading) -> float:
     """How far what the model says behind the stored document is from what it says itself: the larger of both ways."""
-    stored = CompressedCache.from_bytes(engine.compress(own.document, policy="full").to_bytes())
-    return max(_relative(_asked(engine, stored, own.behind), own.logits), _answers_differ(engine, stored, own))
+    stored = CompressedCache.from_bytes(engine.compress(plain.document, policy="full").to_bytes())
+    return max(
+        _relative(_logits(engine, stored, plain.following), plain.logits), _answers_differ(engine, stored, plain)
+    )
 
 
-def _asked(engine: Engine, cache: CompressedCache, behind: list[int]) -> Tensor:
+def _logits(engine: Engine, cache: CompressedCache, following: list[int]) -> Tensor:
     """Logits of a question in one call where the model takes it so, and of further tokens one at a time."""
-    asked = torch.split(torch.tensor([behind]), [_QUESTION] + [1] * _ANSWER, dim=1)
+    parts = torch.split(torch.tensor([following]), [_QUESTION] + [1] * _ANSWER, dim=1)
     with torch.no_grad(), engine.attached(cache) as past:
-        pieces = [piece for each in asked for piece in past.pieces(each)]
+        pieces = [piece for part in parts for piece in past.pieces(part)]
         return torch.cat([engine.model(input_ids=piece, **{CACHE_ARGUMENT: past}).logits[0] for piece in pieces])
 
 
-def _answers_differ(engine: Engine, cache: CompressedCache, own: _Own) -> float:
+def _answers_differ(engine: Engine, cache: CompressedCache, plain: _PlainReading) -> float:
     """By how much the tokens that two answers of one batch are made of miss the best ones, as `_relative`."""
-    questions = [own.behind[:_QUESTION], own.behind[_QUESTION:]]
+    questions = [plain.following[:_QUESTION], plain.following[_QUESTION:]]
     answers = engine.answer_all([(cache, question) for question in questions], max_new_tokens=4)
     missed = [0.0]
     for question, answer in zip(questions, answers, strict=True):
-        logits = _read(engine.model, own.document, question + answer.token_ids)[len(question) - 1 : -1]
+        logits = _read(engine.model, plain.document, question + answer.token_ids)[len(question) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         missed += ((logits.max(dim=1).values - chosen) / logits.abs().max()).tolist()
     return max(missed)
@@ -141,8 +143,8 @@ def _reason(error: PolicyUnsupported, names: tuple[str, ...]) -> str:
 def _few_words(error: Exception) -> str:
     """The line of its message that says what is wrong. Errors of validators begin with the validator's name."""
     lines = str(error).strip().splitlines() or [""]
-    said = lines[-1].strip() if "validator" in lines[0] else lines[0]
-    words = said if isinstance(error, NotBuilt) else f"{type(error).__name__}: {said}"
+    line = lines[-1].strip() if "validator" in lines[0] else lines[0]
+    words = line if isinstance(error, NotBuilt) else f"{type(error).__name__}: {line}"
     return words if len(words) <= _MOST_CHARACTERS else words[: _MOST_CHARACTERS - 4] + " ..."
 
 
@@ -167,9 +169,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, late)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    remaining_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.setitimer(signal.ITIMER_REAL, remaining_s)
         signal.signal(signal.SIGALRM, handler)

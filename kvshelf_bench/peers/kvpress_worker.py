@@ -69,37 +69,36 @@ def main(folder: str, dtype: str, device: str, threads: str) -> None:
     print(json.dumps(ready), file=answers, flush=True)
     pipeline = None
     for line in sys.stdin:
-        asked = json.loads(line)
-        press = (PRESSES | UNTIMED)[asked["method"]](kvpress, asked["removed"])
-        if "token_ids" in asked:
-            told = measure(model, press, asked["token_ids"])
+        request = json.loads(line)
+        press = (PRESSES | UNTIMED)[request["method"]](kvpress, request["removed"])
+        if "token_ids" in request:
+            answer = measure(model, press, request["token_ids"])
         else:
             pipeline = pipeline or transformers.pipeline(
                 "kv-press-text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(folder)
             )
-            told = answered(pipeline, press, asked)
-        print(json.dumps(told), file=answers, flush=True)
+            answer = answered(pipeline, press, request)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-def answered(pipeline: Any, press: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The answers of one document. Questions with one prefix and one length share a prefill, as kvpress's `evaluate.py`
-    has it."""
+def answered(pipeline: Any, press: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The answers of one document. Questions with one prefix and length share a prefill, as in `evaluate.py`."""
     groups: dict[Any, list[int]] = {}
-    for at, one in enumerate(asked["questions"]):
-        groups.setdefault((at if asked["known"] else None, one["prefix"], one["max_new_tokens"]), []).append(at)
-    found: dict[int, dict[str, Any]] = {}
+    for at, one in enumerate(request["questions"]):
+        groups.setdefault((at if request["known"] else None, one["prefix"], one["max_new_tokens"]), []).append(at)
+    answers: dict[int, dict[str, Any]] = {}
     try:
         for (_, prefix, longest), places in groups.items():
-            texts = [asked["questions"][at]["text"] for at in places]
-            of_group = _asked(pipeline, press, asked["context"], texts, asked["known"], prefix, longest)
-            found |= dict(zip(places, of_group, strict=True))
+            texts = [request["questions"][at]["text"] for at in places]
+            of_group = _answer(pipeline, press, request["context"], texts, request["known"], prefix, longest)
+            answers |= dict(zip(places, of_group, strict=True))
     except Exception as error:  # of one document; others are asked
         return {"refused": f"{type(error).__name__}: {error}"}
-    tokens = len(pipeline.tokenizer.encode(asked["context"], add_special_tokens=False))
-    return {"tokens": tokens, "answers": [found[at] for at in range(len(found))]}
+    tokens = len(pipeline.tokenizer.encode(request["context"], add_special_tokens=False))
+    return {"tokens": tokens, "answers": [answers[at] for at in range(len(answers))]}
 
 
-def _asked(
+def _answer(
     pipeline: Any, press: Any, context: str, texts: list[str], known: bool, prefix: str, longest: int
 ) -> list[dict[str, Any]]:
     cache, started = DynamicCache(), time.perf_counter()
@@ -118,7 +117,6 @@ def _asked(
 
 
 def measure(model: Any, press: Any, token_ids: list[int]) -> dict[str, float]:
-    """One prefill under `press`."""
     now = _clock(model.device)
     wall = now if model.device.type == "cuda" else time.perf_counter
     hook_s = 0.0

@@ -24,16 +24,16 @@ _BESIDE = 128
 
 def main(file: str, threads: str, longest: str, answers: str) -> None:
     # Libraries that print would break the protocol.
-    told, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    out, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     model = Model(file, int(threads) or os.cpu_count() or 1, int(longest), int(answers))
-    print(json.dumps({"versions": {"llama-cpp-python": version("llama-cpp-python")}}), file=told, flush=True)
+    print(json.dumps({"versions": {"llama-cpp-python": version("llama-cpp-python")}}), file=out, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         started_wall, started = time.perf_counter(), time.process_time()
-        tokens = model.answer(asked["prompts"], asked["new_tokens"])
+        tokens = model.answer(request["prompts"], request["new_tokens"])
         costs = {"wall_s": time.perf_counter() - started_wall, "seconds": time.process_time() - started}
-        print(json.dumps(costs | {"tokens": tokens}), file=told, flush=True)
+        print(json.dumps(costs | {"tokens": tokens}), file=out, flush=True)
 
 
 class Model:
@@ -47,11 +47,11 @@ class Model:
         self._model = of.llama_model_load_from_file(file.encode(), of.llama_model_default_params())
         if not self._model:
             sys.exit(f"llama.cpp cannot load {file}")
-        given = of.llama_context_default_params()
-        given.n_ctx, given.n_batch, given.n_ubatch = longest + _BESIDE * answers, _BATCH, _BATCH
-        given.n_threads = given.n_threads_batch = threads
-        given.n_seq_max, given.kv_unified = answers + 1, True
-        self._context = of.llama_init_from_model(self._model, given)
+        params = of.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = longest + _BESIDE * answers, _BATCH, _BATCH
+        params.n_threads = params.n_threads_batch = threads
+        params.n_seq_max, params.kv_unified = answers + 1, True
+        self._context = of.llama_init_from_model(self._model, params)
         if not self._context:
             sys.exit("llama.cpp cannot make a context")
         self._memory = of.llama_get_memory(self._context)
@@ -76,34 +76,34 @@ class Model:
                 for i, token in enumerate(prompt[common:])
             ]
             ends = self._pass(suffixes, ends=[len(prompt) - 1 for prompt in prompts])
-        made, places = len(ends), [len(prompt) for prompt in prompts]
+        count, places = len(ends), [len(prompt) for prompt in prompts]
         for step in range(new_tokens - 1):
-            ends = self._pass([(t, p + step, s) for t, p, s in zip(ends, places, sequences, strict=True)], each=True)
-            made += len(ends)
+            ends = self._pass([(t, p + step, s) for t, p, s in zip(ends, places, sequences, strict=True)], every=True)
+            count += len(ends)
         for sequence in sequences:
             self._forget(sequence, len(self._read) if sequence == 0 else 0)
-        return made
+        return count
 
     def _pass(
-        self, tokens: list[tuple[int, int, int]], ends: list[int] | None = None, *, each: bool = False
+        self, tokens: list[tuple[int, int, int]], ends: list[int] | None = None, *, every: bool = False
     ) -> list[int]:
         """The likeliest next tokens behind (token, position, sequence), in passes of `_BATCH`: behind the last alone,
         behind those at the positions `ends` of each sequence, or behind each."""
-        found: list[int] = []
+        likeliest: list[int] = []
         for first in range(0, len(tokens), _BATCH):
             some, batch = tokens[first : first + _BATCH], self._batch
-            wanted = []
+            indices = []
             for i, (token, position, sequence) in enumerate(some):
                 last = first + i == len(tokens) - 1
-                chosen = each or (position == ends[sequence - 1] if ends else last)
+                chosen = every or (position == ends[sequence - 1] if ends else last)
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
                 batch.seq_id[i][0], batch.logits[i] = sequence, chosen
-                wanted += [i] if chosen else []
+                indices += [i] if chosen else []
             batch.n_tokens = len(some)
             if code := self._of.llama_decode(self._context, batch):
                 sys.exit(f"llama_decode of {len(some)} tokens returned {code}")
-            found += [self._likeliest(i) for i in wanted]
-        return found
+            likeliest += [self._likeliest(i) for i in indices]
+        return likeliest
 
     def _likeliest(self, place: int) -> int:
         numpy = importlib.import_module("numpy")
@@ -116,9 +116,9 @@ class Model:
 
 def _common(lists: list[list[int]]) -> int:
     """How many items all begin with. The last token of a prompt is read anew: its logits are wanted."""
-    most = min(len(each) for each in lists)
-    most = min([most, *(len(each) - 1 for each in lists[1:])])
-    return next((i for i in range(most) if len({each[i] for each in lists}) > 1), most)
+    most = min(len(items) for items in lists)
+    most = min([most, *(len(items) - 1 for items in lists[1:])])
+    return next((i for i in range(most) if len({items[i] for items in lists}) > 1), most)
 
 
 if __name__ == "__main__":

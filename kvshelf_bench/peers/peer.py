@@ -23,11 +23,11 @@ class Peer:
         self.ready = self._answer()
         self.versions: dict[str, str] = self.ready["versions"]
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
+    def ask(self, **request: Any) -> dict[str, Any]:
         """The worker's answer. Raises `WorkerCrashed` if it has ended."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._ended() from error
@@ -61,17 +61,17 @@ def require_kvpress(interpreter: Path) -> None:
 
 
 @contextmanager
-def running(interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer]:
+def running(interpreter: str, worker: str, arguments: Sequence[str], name: str) -> Iterator[Peer]:
     """A worker of this folder; errors call its process `name`. Raises `InvalidRequest` for an interpreter that does not
     exist, and `WorkerCrashed` if the worker dies, as it does without its package."""
-    with _process(interpreter, worker, given) as process:
+    with _process(interpreter, worker, arguments) as process:
         yield Peer(process, name)
 
 
 @contextmanager
-def ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], name: str) -> Iterator[Peer | None]:
+def ready_by(ends: float, interpreter: str, worker: str, arguments: Sequence[str], name: str) -> Iterator[Peer | None]:
     """As `running`; None, and no process, if the worker is not ready when the monotonic clock says `ends`."""
-    with _process(interpreter, worker, given) as process:
+    with _process(interpreter, worker, arguments) as process:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, ends - time.monotonic()))
         if not ready:
@@ -80,9 +80,9 @@ def ready_by(ends: float, interpreter: str, worker: str, given: Sequence[str], n
 
 
 @contextmanager
-def _process(interpreter: str, worker: str, given: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _process(interpreter: str, worker: str, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     # -I: neither this process's PYTHONPATH nor the folder of the worker, whose modules have names of their own.
-    command = [interpreter, "-I", str(Path(__file__).with_name(f"{worker}_worker.py")), *given]
+    command = [interpreter, "-I", str(Path(__file__).with_name(f"{worker}_worker.py")), *arguments]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     except OSError as error:

@@ -40,22 +40,21 @@ def _loaded(source: str, dtype: str, device: str, ranks: int) -> Engine:
 
 
 def measured(engine: Engine, token_ids: list[int]) -> dict[str, Any]:
-    """Wall seconds of a prefill of one document under keydiff, half of it removed, and of answers of `NEW_TOKENS` to
-    `QUESTIONS` questions behind it; the memory of its own that each process holds then, in bytes, without the pages of
-    files that it has mapped."""
+    """Wall seconds of a prefill under keydiff that removes half, and of answers of `NEW_TOKENS` to `QUESTIONS`
+    questions behind it; and each process's bytes of memory then, without the pages of files that it has mapped."""
     began = time.perf_counter()
     cache = engine.compress(token_ids, policy="keydiff", compression_ratio=0.5)
     prefilled = time.perf_counter()
     engine.answer_all([(cache, token_ids[n : n + 16]) for n in range(QUESTIONS)], max_new_tokens=NEW_TOKENS)
     answered = time.perf_counter()
     others = engine.lead.pids if isinstance(engine, ParallelEngine) else []
-    held = [_held(pid) for pid in (os.getpid(), *others)]
-    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "held_bytes": held}
+    private = [_private_bytes(pid) for pid in (os.getpid(), *others)]
+    return {"prefill_s": prefilled - began, "answers_s": answered - prefilled, "held_bytes": private}
 
 
-def _held(pid: int) -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+def _private_bytes(pid: int) -> int:
+    match = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _say(**answer: Any) -> None:

@@ -46,15 +46,15 @@ def main(folder: str, dtype: str, threads: str, longest: str) -> None:
     versions = {name: _version(name) for name in ("vllm", "transformers", "torch")}
     print(json.dumps({"versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(answered(vllm, engine, asked["prompts"], asked["new_tokens"])), file=answers, flush=True)
+        request = json.loads(line)
+        print(json.dumps(answered(vllm, engine, request["prompts"], request["new_tokens"])), file=answers, flush=True)
 
 
 def answered(vllm: Any, engine: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    given = [{"prompt_token_ids": ids} for ids in prompts]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
     started_wall, started = time.perf_counter(), time.process_time()
-    outputs = engine.generate(given, sampling, use_tqdm=False)
+    outputs = engine.generate(inputs, sampling, use_tqdm=False)
     costs = {"wall_s": time.perf_counter() - started_wall, "seconds": time.process_time() - started}
     return costs | {"tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 

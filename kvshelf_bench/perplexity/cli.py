@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Streams:
-    """How the beginning of a window is kept, and what follows."""
-
     ways: Annotated[str, typer.Option(help="How the beginning is kept: such as snapkv@0.9,lagkv@128,full/int4.")] = ""
     suffixes: Annotated[str, typer.Option(help="Suffix policies for what follows: such as window:every=1,h2o.")] = ""
     budgets: Annotated[str, typer.Option(help="Entries that these leave per KV head, comma-separated.")] = "512"
@@ -38,8 +36,6 @@ class _Streams:
 
 @dataclass(frozen=True)
 class _Windows:
-    """Parts of the text."""
-
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window's beginning, which is compressed.")] = 1024
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window that follow, which are measured.")] = 256
     windows: Annotated[int, typer.Option(min=1, help="Windows of the text, without overlap.")] = 4
@@ -64,10 +60,10 @@ def perplexity(
     streams, model = ways.streams(), loading.model
     engine = loading.engine_options().load()
     context, tokens = windows.context, windows.tokens
-    found = windows_of(engine.encoder.require_text("file").encode(text), context, tokens, windows.windows)
-    with counted(f"{model}, {file.name}", len(found) * len(streams)) as step:
-        results = perplexities(engine, found, streams, step)
-    title = f"{model} on {file.name}: {len(found)} windows of {context} + {tokens} tokens"
+    parts = windows_of(engine.encoder.require_text("file").encode(text), context, tokens, windows.windows)
+    with counted(f"{model}, {file.name}", len(parts) * len(streams)) as step:
+        results = perplexities(engine, parts, streams, step)
+    title = f"{model} on {file.name}: {len(parts)} windows of {context} + {tokens} tokens"
     table = Table("way", "perplexity", "over full", "95 %", "kB", "entries added", title=title)
     for one in results:
         if one.refused is not None:

@@ -1,8 +1,4 @@
-"""Perplexity of a text's continuation behind a compressed beginning, and under policies that bound what is added.
-
-After the streams of PG19 that EMS and SAGE measure. A window of the text is a beginning, which is compressed, and a
-continuation, whose tokens the model is told one by one: it says how likely each is before it reads it.
-"""
+"""Perplexity of a text behind a compressed beginning, after the streams of PG19 that EMS and SAGE measure."""
 
 from __future__ import annotations
 
@@ -98,13 +94,13 @@ def windows_of(token_ids: Sequence[int], context: int, tokens: int, most: int) -
     """The first `most` windows of a text, without overlap: beginnings of `context` tokens, and `tokens` that follow.
     Raises `InvalidRequest` for a text that is shorter than one."""
     size = context + tokens
-    found = [
+    windows = [
         (list(token_ids[first : first + context]), list(token_ids[first + context : first + size]))
         for first in range(0, len(token_ids) - size + 1, size)
     ][:most]
-    if not found:
+    if not windows:
         raise InvalidRequest(f"the text has {len(token_ids)} tokens, and a window {size}; take a longer text")
-    return found
+    return windows
 
 
 def perplexities(
@@ -115,23 +111,23 @@ def perplexities(
 ) -> list[Perplexity]:
     """Every stream over every window, the full cache first."""
     full: list[float] = []
-    found = []
+    results = []
     for stream in streams:
         try:
-            told = []
+            measured = []
             for beginning, continuation in windows:
-                told.append(_window(engine, stream, beginning, continuation))
+                measured.append(_window(engine, stream, beginning, continuation))
                 progress()
         except KvshelfError as error:
-            found.append(Perplexity(stream.label, refused=error.message))
+            results.append(Perplexity(stream.label, refused=error.message))
             continue
-        losses = [loss for loss, _ in told]
+        losses = [loss for loss, _ in measured]
         full = full or losses
         differences = [one - other for one, other in zip(losses, full, strict=True)]
         half = 1.96 * stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
         tokens = len(windows[0][1])
         low, mean, high = (exp(fmean(differences) + side * half) for side in (-1, 0, 1))
-        found.append(
+        results.append(
             Perplexity(
                 way=stream.label,
                 windows=len(windows),
@@ -140,11 +136,11 @@ def perplexities(
                 over_full=mean,
                 low=low,
                 high=high,
-                bytes=fmean(size for _, size in told),
+                bytes=fmean(size for _, size in measured),
                 entries=stream.entries(tokens),
             )
         )
-    return found
+    return results
 
 
 def likelihoods(
@@ -165,9 +161,9 @@ def likelihoods(
     generation.constraint = forced
     batch = engine.batch()
     while not generation.finished:
-        for told in batch.step([generation]):
-            if isinstance(told, Exception):
-                raise told
+        for step in batch.step([generation]):
+            if isinstance(step, Exception):
+                raise step
     logprobs = generation.answer().logprobs or ()
     return [one.logprob for one in logprobs]
 
@@ -177,7 +173,7 @@ def _window(engine: Engine, stream: Stream, beginning: list[int], continuation: 
     token is read with the continuation, so that every token of this one is foretold."""
     job = engine.prepare(beginning[:-1], **stream.row.sizes)
     cache = engine.encoded(engine.run(job).cache, stream.row.codec)
-    found = likelihoods(engine, cache, [beginning[-1], *continuation], stream)
-    if len(found) != len(continuation):
+    logprobs = likelihoods(engine, cache, [beginning[-1], *continuation], stream)
+    if len(logprobs) != len(continuation):
         raise InvalidRequest("the text holds a token that ends an answer; take another")
-    return -fmean(found), len(cache.to_bytes())
+    return -fmean(logprobs), len(cache.to_bytes())

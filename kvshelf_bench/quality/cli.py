@@ -54,7 +54,7 @@ _OF_DATASETS = (
 
 
 @dataclass(frozen=True)
-class _Made:
+class _GridOptions:
     """A grid of made documents, and the ways to keep and to read them, which a dataset may have, too."""
 
     size: Annotated[
@@ -134,7 +134,7 @@ def quality(
     context: typer.Context,
     loading: WeightedLoading,
     processes: Processes = 0,
-    made: _Made,
+    cells: _GridOptions,
     dataset: DatasetOptions,
     resume: Resume = Path("kvshelf-quality.jsonl"),
     printing: _Printing,
@@ -147,47 +147,45 @@ def quality(
         from kvshelf_bench.quality import quality as bench
         from kvshelf_bench.quality.tables import notes, quality_tables
 
-    options, rows, model = loading.engine_options(), made.rows(), loading.model
+    options, rows, model = loading.engine_options(), cells.rows(), loading.model
     if dataset.dataset:
         from kvshelf_bench.quality.dataset import command
 
-        chosen = command.Chosen(
+        request = command.DatasetRequest(
             **vars(dataset), bench="quality", resume=resume, processes=processes, reporting=printing.reporting,
-            changes=rows, seed=made.seed, picture=printing.picture,
+            changes=rows, seed=cells.seed, picture=printing.picture,
         )  # fmt: skip
-        command.measure(chosen, options)
+        command.measure(request, options)
         return
-    grid = made.grid(rows)
+    grid = cells.grid(rows)
     with _bar(grid.units()) as done:
         summary = bench.run(grid, options, resume, processes=processes, progress=done)
     title = f"{model}: exact answers, the question unknown at compression"
-    report: dict[str, Any] = {"bench": "quality", "model": model, "weights": loading.weights, "size": made.size}
-    report |= {"seed": made.seed, "machine": machine(), **summary.to_dict()}
+    report: dict[str, Any] = {"bench": "quality", "model": model, "weights": loading.weights, "size": cells.size}
+    report |= {"seed": cells.seed, "machine": machine(), **summary.to_dict()}
     publish(report, quality_tables(summary, title), printing.reporting, notes=notes(summary))
     if printing.picture is not None:
         from kvshelf_bench.quality.picture import draw
 
         if not draw(summary, printing.picture, title):
-            told = f"{printing.picture} was not drawn: the model can do none of the cells that all rows share"
-            typer.echo(told, err=True)
+            warning = f"{printing.picture} was not drawn: the model can do none of the cells that all rows share"
+            typer.echo(warning, err=True)
 
 
 def _require_of_one_kind(context: typer.Context, dataset: bool) -> None:
     """Refuses options of made documents with a dataset, those of a dataset without one, and ways beside policies."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    on_command_line = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     others, kind = (_OF_MADE, "made documents") if dataset else (_OF_DATASETS, "a --dataset")
-    for name in given:
+    for name in on_command_line:
         if name in others:
             raise InvalidRequest(f"--{name.replace('_', '-')} is for {kind} alone; leave it out", param=name)
-        if name in _CROSSED and "ways" in given:
+        if name in _CROSSED and "ways" in on_command_line:
             raise InvalidRequest(f"--ways says all that --{name} does; give one of them", param=name)
 
 
 @dataclass(frozen=True)
 class _Haystacks:
-    """Documents by length and depth, and the needle in them."""
-
     lengths: Annotated[str, typer.Option(help="Tokens of a document, comma-separated.")] = "512,1024,2048"
     depths: Annotated[str, typer.Option(help="Percent of the haystack before the needle.")] = "0,25,50,75,100"
     documents: Annotated[int, typer.Option(min=1, help="Documents of a cell.")] = 1
@@ -206,16 +204,12 @@ class _Haystacks:
 
 @dataclass(frozen=True)
 class _Asking:
-    """How the documents are asked."""
-
     questions: Annotated[str, typer.Option(help="unknown at compression, or known.")] = "unknown"
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24
 
 
 @dataclass(frozen=True)
 class _Documents:
-    """Which documents, and where their results are kept."""
-
     seed: Annotated[int, typer.Option(min=0, help="Another set of documents.")] = 0
     resume: Resume = Path("kvshelf-quality.jsonl")
     results: Annotated[Path | None, typer.Option(help="A new folder, as of `bench quality --dataset`.")] = None
@@ -243,25 +237,23 @@ def needle(
         from functools import partial
 
         from kvshelf_bench.quality.dataset import command
-        from kvshelf_bench.quality.dataset.needle import Cells, Needle, draw, grids, made, read_haystack
+        from kvshelf_bench.quality.dataset.needle import Cells, Needle, draw, grids, make_documents, read_haystack
 
     hay = None if haystacks.haystack is None else read_haystack(haystacks.haystack)
     hidden = Needle(haystacks.needle, haystacks.question, haystacks.answer) if haystacks.needle else None
     cells = Cells(numbers(haystacks.lengths), percent, haystacks.documents, run.seed)
     options = loading.engine_options()
-    found = made(cells, options.load().encoder.require_text("haystack"), hay, hidden)
-    chosen = command.Chosen(
+    documents = make_documents(cells, options.load().encoder.require_text("haystack"), hay, hidden)
+    request = command.DatasetRequest(
         **vars(asking), bench="needle", dataset="needle", cues=0, ways=ways, resume=run.resume, results=run.results,
         processes=processes, reporting=printing.reporting, seed=run.seed, picture=printing.picture,
     )  # fmt: skip
-    shown = command.Made(found, partial(grids, cells=cells), partial(draw, cells=cells))
-    command.measure(chosen, options, shown)
+    source = command.MadeDocuments(documents, partial(grids, cells=cells), partial(draw, cells=cells))
+    command.measure(request, options, source)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """How the document is kept."""
-
     policies: Annotated[str, typer.Option(help="Comma-separated.  [default: all]")] = ""
     removed: Annotated[float, typer.Option(help="Fraction removed.")] = 0.75
     ways: Annotated[str, typer.Option(help="Instead of --policies: such as snapkv@1024,lagkv:lag=64@0.5.")] = ""
@@ -284,8 +276,6 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Answering:
-    """What is asked of each cache."""
-
     questions: Annotated[str, typer.Option(help="Asked at once, comma-separated; with --answer-tokens.")] = "1"
     answer_tokens: Annotated[str, typer.Option(help="Of each answer, comma-separated.  [default: none]")] = ""
 
@@ -312,7 +302,7 @@ def memory(
     with needs_extra("serve", "the bench"):
         from kvshelf_bench.measure import machine
         from kvshelf_bench.quality import memory as bench
-        from kvshelf_bench.quality.grid import Row, Variant
+        from kvshelf_bench.quality.grid import PLAIN
 
     kept.require()
     lengths = numbers(tokens, "--tokens")
@@ -320,15 +310,14 @@ def memory(
         raise InvalidRequest(f"--tokens {tokens}: each number must be at least 64", param="tokens")
     options, chosen, model = loading.engine_options(), kept.rows(), loading.model
     answers, rows, tables = answering.answers(), [], []
-    each = len(dict.fromkeys((Row(Variant("full"), 0.0), *chosen)))
-    with counted(f"{model}, {tokens} tokens", each * len(lengths)) as step:
+    with counted(f"{model}, {tokens} tokens", len({PLAIN, *chosen}) * len(lengths)) as step:
         for length in lengths:
-            found = []
+            of_length = []
             for row in bench.peaks(options, length, chosen, answers):
-                found.append(row)
+                of_length.append(row)
                 step()
-            tables += _memory_tables(found, length)
-            rows += found
+            tables += _memory_tables(of_length, length)
+            rows += of_length
     report: dict[str, Any] = {"bench": "memory", "model": model, "machine": machine()}
     publish(report | {"rows": rows}, tables, reporting)
 
@@ -354,20 +343,15 @@ def _memory_tables(rows: Sequence[Peak], length: int) -> list[Table]:
 
 @dataclass(frozen=True)
 class _Compressing:
-    """The policy and its ratio."""
-
     policy: Annotated[str, typer.Option(help="full measures the model itself.")] = "full"
     compression_ratio: Annotated[float | None, typer.Option(help="Fraction removed.")] = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of `Engine.compress`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class _Fresh:
-    """Fresh documents by task, haystack and length."""
-
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "needle,multikey,digits32"
     haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "filler,prose"
     lengths: Annotated[str, typer.Option(help="Tokens per document, comma-separated.")] = "1024,2048,4096"
@@ -389,8 +373,8 @@ def retrieval(loading: FreeLoading, compression: _Compressing, fresh: _Fresh, re
     first, results = EVALUATION_SEED if fresh.seed is None else fresh.seed, []
     with counted(f"{model}, {policy}", documents * len(cells)) as step:
         for tokens, task, hay in cells:
-            made = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
-            results.append(made)
+            measured = measure_cell(engine, task, hay, tokens, documents, compress=compress, seed=first, progress=step)
+            results.append(measured)
     report: dict[str, Any] = {"bench": "retrieval", "model": model, "compress": compress, "machine": machine()}
     report["cells"] = [asdict(cell) | {"share": cell.share} for cell in results]
     table = Table("task", "haystack", "tokens", "documents", "exact", "95 %", title=f"{model}, policy {policy}")
@@ -444,8 +428,6 @@ def _together_tables(rows: Sequence[Together], selector: str, title: str) -> lis
 
 @dataclass(frozen=True)
 class _Shelf:
-    """The documents on the shelf."""
-
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = "multikey"
     haystacks: Annotated[str, typer.Option(help="Comma-separated.")] = "prose"
     tokens: Annotated[int, typer.Option(min=64, help="Tokens per document.")] = 512
@@ -464,9 +446,9 @@ def search(loading: FreeLoading, shelf: _Shelf, reporting: Reporting) -> None:
 
     engine, model, documents = loading.engine_options().load(), loading.model, shelf.documents
     kinds = choices(shelf.tasks, TASKS, "--tasks"), choices(shelf.haystacks, HAYSTACKS, "--haystacks")
-    asked = list(bench.documents(engine, *kinds, shelf.tokens, documents, shelf.seed))
+    texts = list(bench.documents(engine, *kinds, shelf.tokens, documents, shelf.seed))
     with counted(f"{model}, {documents} documents", documents) as step:
-        ways = bench.measure(engine, asked, step)
+        ways = bench.measure(engine, texts, step)
     table = Table(
         "search", "first", "among 5", "bytes", f"of {bench.CODEC}", "ms", title=f"{model}: {documents} documents"
     )
@@ -486,9 +468,9 @@ def _bar(units: Sequence[MadeUnit]) -> Iterator[Progress[MadeUnit]]:
     with Bar(*columns, console=Console(stderr=True), speed_estimate_period=300) as progress:
         bar = progress.add_task("loading", total=sum(map(_cost, units)))
 
-        def done(unit: MadeUnit, _: Sequence[Outcome], found: bool) -> None:
+        def done(unit: MadeUnit, _: Sequence[Outcome], resumed: bool) -> None:
             name = f"{next(numbered)}/{len(units)} {unit.variant.label}, {unit.cell.label}"
-            progress.update(bar, advance=_cost(unit), description=name + (" (found)" if found else ""))
+            progress.update(bar, advance=_cost(unit), description=name + (" (found)" if resumed else ""))
 
         yield done
 

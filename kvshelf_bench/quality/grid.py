@@ -1,9 +1,4 @@
-"""The grid of the quality bench: cells, rows, and the units of work that fill the table.
-
-A *cell* is a kind of document (task, haystack, length). A *row* is a way to keep it (policy with parameters, share
-removed, codec, attached or exported) and to read it (all, or what a selector chooses). A *unit* is one prefill: one
-document of a cell under one policy and ratio, with all codecs that its cache is measured under.
-"""
+"""The grid of the quality bench: cells, rows, and the units of work that fill the table."""
 
 from __future__ import annotations
 
@@ -37,8 +32,6 @@ selectors over a document of which all entries are stored."""
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """A kind of document."""
-
     tokens: int
     task: TaskName
     haystack: HaystackName
@@ -58,8 +51,8 @@ class Variant:
     @classmethod
     def parse(cls, text: str) -> Variant:
         """`lagkv` or `lagkv:lag=64,sink=8`. Raises `InvalidRequest` for an unknown policy or parameter."""
-        name, _, given = text.strip().partition(":")
-        params = named_params(text, given, "policies")
+        name, _, values = text.strip().partition(":")
+        params = named_params(text, values, "policies")
         build(name, params)
         return cls(name, tuple(params.items()))
 
@@ -79,8 +72,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Reading:
-    """A selector with the parameters that differ from its defaults, and the share of a document's tokens that a token
-    of an answer may read."""
+    """A selector with parameters that are no defaults, and the share of a document that an answer's token may read."""
 
     method: str
     share: float
@@ -89,8 +81,8 @@ class Reading:
     @classmethod
     def parse(cls, text: str, share: float) -> Reading:
         """`quest`, `quest:page=16` or `policy:snapkv:window=8`. Raises `InvalidRequest`."""
-        name, _, given = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
-        params = named_params(text, given, "select")
+        name, _, values = text.strip().rpartition(":") if "=" in text else (text.strip(), "", "")
+        params = named_params(text, values, "select")
         selectors.build(name, params)
         return cls(name, share, tuple(params.items()))
 
@@ -99,10 +91,10 @@ class Reading:
         return self.method + shown_params(self.params)
 
 
-def named_params(text: str, given: str, param: str) -> dict[str, Any]:
+def named_params(text: str, values: str, param: str) -> dict[str, Any]:
     """Of `a=1,b=2`."""
     params: dict[str, Any] = {}
-    for part in filter(None, given.split(",")):
+    for part in filter(None, values.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
             raise InvalidRequest(f"{text!r}: {part!r} is not of the form name=value", param=param)
@@ -195,6 +187,10 @@ class Row:
         return policy | row
 
 
+PLAIN = Row(Variant(BASELINE), 0.0)
+"""The full cache, without a codec and read as a whole."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """One prefill of a document, and the rows measured from its caches."""
@@ -216,7 +212,6 @@ class MadeUnit(Unit):
 
     @property
     def variant(self) -> Variant:
-        """Of all rows."""
         return self.rows[0].variant
 
     @property
@@ -246,8 +241,8 @@ class Block:
         return [Cell(tokens, task, haystack) for tokens, task, haystack in chosen if fits(task, haystack)]
 
     def rows(self, *, export: bool) -> list[Row]:
-        """The baseline first, then the policies in the given order, each with its exported row if asked for, and under
-        each codec the rows of the selectors."""
+        """The baseline, then the policies in order; of each the exported row, and the rows of selectors under each
+        codec."""
         variants = list(dict.fromkeys(map(Variant.parse, (BASELINE, *(self.policies or (*POLICIES, *self.variants))))))
         rows = []
         for variant in variants:
@@ -310,16 +305,15 @@ class Changes:
 
     def block(self, block: Block) -> Block:
         """Raises `InvalidRequest` for an unknown codec."""
-        given = {name: tuple(value) if isinstance(value, Sequence) else value for name, value in vars(self).items()}
-        given["codecs"] = tuple(str(Codec.parse(codec)) for codec in self.codecs)
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value}
+        values = {name: tuple(value) if isinstance(value, Sequence) else value for name, value in vars(self).items()}
+        values["codecs"] = tuple(str(Codec.parse(codec)) for codec in self.codecs)
+        chosen: dict[str, Any] = {name: value for name, value in values.items() if value}
         if self.budgets:
             chosen["ratios"] = tuple(self.ratios)
         return replace(block, **chosen)
 
     def require(self) -> None:
-        """Raises `InvalidRequest` for a value that is unknown or out of range, but for what a policy or a selector
-        says."""
+        """Raises `InvalidRequest` for what is unknown or out of range; policies and selectors say it themselves."""
         for task in self.tasks:
             _require(task in TASK_NAMES, "tasks", task, f"one of {', '.join(TASK_NAMES)}")
         for haystack in self.haystacks:
@@ -350,7 +344,7 @@ def make_grid(size: str, changes: Changes | None = None, *, export: bool = False
 
 def make_rows(ways: Sequence[str]) -> list[Row]:
     """The rows of ways (see `Row.parse`), those of one policy and share together, after the full cache."""
-    rows = dict.fromkeys([Row(Variant(BASELINE), 0.0), *map(Row.parse, ways)])
+    rows = dict.fromkeys([PLAIN, *map(Row.parse, ways)])
     groups = list(dict.fromkeys(row.kept for row in rows))
     return sorted(rows, key=lambda row: groups.index(row.kept))
 

@@ -56,15 +56,15 @@ class ResumeFile:
         """Every outcome in the file, by key. Raises `InvalidRequest` for a foreign file, which stays as it is."""
         self._file.seek(0)
         whole, newline, torn = self._file.read().rpartition(b"\n")
-        found = {}
+        outcomes = {}
         for number, line in enumerate(whole.splitlines(), 1):
             outcome = self._outcome(number, line)
-            found[outcome.key] = outcome
+            outcomes[outcome.key] = outcome
         if torn:
-            if not found and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+            if not outcomes and torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
                 raise self._foreign(1, "it has no end")
             self._file.truncate(len(whole + newline))
-        return found
+        return outcomes
 
     def append(self, outcome: Outcome, about: Mapping[str, Any]) -> None:
         """Write one line; `about` is for people who read the file."""
@@ -77,9 +77,8 @@ class ResumeFile:
         names = Outcome.__dataclass_fields__
         try:
             fields = {name: value for name, value in json.loads(line).items() if name in names}
-            lists = {name: tuple(fields[name]) for name in ("exact", "partial")}
-            later = {name: tuple(fields.get(name, ())) for name in ("answers", "first_tokens")}
-            return Outcome(**{**fields, **lists, **later})
+            lists = {name: tuple(fields[name]) for name in ("exact", "partial", "answers", "first_tokens")}
+            return Outcome(**{**fields, **lists})
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise self._foreign(number, error) from error
 

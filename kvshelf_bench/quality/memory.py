@@ -1,5 +1,4 @@
-"""Peak memory of compressing one long document under each policy, against a prefill that keeps everything, and of
-answering from it."""
+"""Peak memory of compressing one long document under each policy, beside a plain prefill, and of answering from it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from kvshelf.methods.policies import build
 from kvshelf.samples.suite import make_case
 from kvshelf_bench.engines import EngineOptions, endless_answers, require_room
 from kvshelf_bench.measure import with_peak
-from kvshelf_bench.quality.grid import BASELINE, Row, Variant
+from kvshelf_bench.quality.grid import BASELINE, PLAIN, Row
 from kvshelf_bench.quality.retrieval import EVALUATION_SEED, counter
 
 _WARM_UP_TOKENS = 512
@@ -69,7 +68,7 @@ def peaks(options: EngineOptions, tokens: int, rows: Sequence[Row], answers: Seq
 
     `tokens` counts the chat template too.
     """
-    for row in dict.fromkeys((Row(Variant(BASELINE), 0.0), *rows)):
+    for row in dict.fromkeys((PLAIN, *rows)):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
             try:
                 yield alone.submit(compression_peak, options, tokens, row, answers).result()
@@ -83,8 +82,8 @@ def compression_peak(options: EngineOptions, tokens: int, row: Row, answers: Seq
     try:
         warm = _compress(engine, min(tokens, _WARM_UP_TOKENS), row).cache
         if answers:
-            asked = len(engine.encode_query(warm, _QUESTION))
-            require_room(engine, tokens, asked, max(one.tokens for one in answers))
+            question_tokens = len(engine.encode_query(warm, _QUESTION))
+            require_room(engine, tokens, question_tokens, max(one.tokens for one in answers))
         compression, peak_bytes = with_peak(engine.model.device, lambda: _compress(engine, tokens, row))
         with endless_answers(engine):
             answering = tuple(_answered(engine, compression.cache, one) for one in answers)
@@ -108,12 +107,12 @@ def _named(row: Row) -> Peak:
 
 
 def _answered(engine: Engine, cache: CompressedCache, answers: Answers) -> Answering:
-    asked = [(cache, _QUESTION)] * answers.questions
+    asks = [(cache, _QUESTION)] * answers.questions
 
     def ask(tokens: int) -> tuple[float, int]:
         started = time.perf_counter()
-        found = engine.answer_all(asked, max_new_tokens=tokens)
-        return time.perf_counter() - started, min(len(one.token_ids) for one in found)
+        replies = engine.answer_all(asks, max_new_tokens=tokens)
+        return time.perf_counter() - started, min(len(one.token_ids) for one in replies)
 
     ask(1)  # what is made once, for the first answer of a process, is no time of a token
     first_s, _ = min(ask(1) for _ in range(3))  # what else the machine did in it would be taken off the tokens

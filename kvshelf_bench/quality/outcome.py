@@ -77,8 +77,18 @@ class Protocol:
         return digest("kvshelf_bench.quality.quality", canonical_json({"revision": REVISION, **settings}))
 
     def measure(self, engine: Engine, unit: MadeUnit) -> list[Outcome]:
-        """The outcomes of the unit's rows."""
-        return measure_unit(engine, unit, self)
+        """Compress the document once, without its questions, and ask them of the cache of every row."""
+        cell, count = unit.cell, counter(engine)
+        seed = EVALUATION_SEED + self.seed + unit.document
+        case = make_case(cell.task, cell.haystack, cell.tokens, seed, count, questions=self.questions)
+        try:
+            job = engine.prepare(case.text, **unit.rows[0].sizes)
+            compression = engine.run(job)
+        except KvshelfError as error:
+            return [Outcome(self.key(unit, row), refused=error.message) for row in unit.rows]
+        probe_tokens = sum(len(probe.token_ids) for probe in job.passes)
+        rows = [_measured_row(engine, compression, row, case.asks, self.key(unit, row)) for row in unit.rows]
+        return [replace(measured, probe_tokens=probe_tokens) for measured in rows]
 
 
 def transforms_of(engine: Engine) -> str | None:
@@ -93,21 +103,6 @@ def shared_settings(protocol: Any, row: Row) -> dict[str, Any]:
     transforms = settings.pop("transforms")
     of_codec = {"transforms": transforms} if Codec.parse(row.codec).name == "klt" and transforms else {}
     return {"protocol": settings, **of_codec, **row.settings}
-
-
-def measure_unit(engine: Engine, unit: MadeUnit, protocol: Protocol) -> list[Outcome]:
-    """Compress the document once, without its questions, and ask them of the cache of every row."""
-    cell = unit.cell
-    seed, count = EVALUATION_SEED + protocol.seed + unit.document, counter(engine)
-    case = make_case(cell.task, cell.haystack, cell.tokens, seed, count, questions=protocol.questions)
-    try:
-        job = engine.prepare(case.text, **unit.rows[0].sizes)
-        compression = engine.run(job)
-    except KvshelfError as error:
-        return [Outcome(protocol.key(unit, row), refused=error.message) for row in unit.rows]
-    probe_tokens = sum(len(probe.token_ids) for probe in job.passes)
-    rows = [_measured_row(engine, compression, row, case.asks, protocol.key(unit, row)) for row in unit.rows]
-    return [replace(measured, probe_tokens=probe_tokens) for measured in rows]
 
 
 def _measured_row(engine: Engine, compression: Compression, row: Row, asks: Sequence[CaseAsk], key: str) -> Outcome:

@@ -78,11 +78,11 @@ def _lines(points: Sequence[_Point]) -> list[_Line]:
     ranked = sorted(plain, key=lambda name: -sum(p.exact for p in plain[name]) / len(plain[name]))
     coloured = [name for name in ranked if name != BASELINE][: len(COLOURS)]
     lines = []
-    for name, found in plain.items():
+    for name, of_policy in plain.items():
         place = coloured.index(name) if name in coloured else None
         colour = "black" if name == BASELINE else REST if place is None else COLOURS[place]
         marker = "*" if name == BASELINE else "." if place is None else MARKERS[place]
-        ordered = sorted(found, key=lambda point: point.bytes_per_token)
+        ordered = sorted(of_policy, key=lambda point: point.bytes_per_token)
         lines.append(_Line(name, ordered, colour, marker, best=place is not None or name == BASELINE))
     return lines
 
@@ -126,7 +126,6 @@ def _draw_base(axes: Axes, full_16bit: int) -> None:
 
 
 def _places(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """Bytes and scores."""
     return [point.bytes_per_token for point in points], [point.exact for point in points]
 
 
@@ -176,8 +175,8 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
     """Names to the right of the plot, joined to the last points of their lines, without overlap."""
     bottom, top = axes.get_ylim()
     ends = sorted(lines, key=lambda line: -line.points[-1].exact)
-    wanted = [(line.points[-1].exact - bottom) / (top - bottom) for line in ends]
-    for line, height in zip(ends, spread_down(wanted, _LABEL_HEIGHT), strict=True):
+    heights = [(line.points[-1].exact - bottom) / (top - bottom) for line in ends]
+    for line, height in zip(ends, spread_down(heights, _LABEL_HEIGHT), strict=True):
         end = line.points[-1]
         size, weight, colour = (9, "bold", line.colour) if line.best else (8, "normal", "#666666")
         arrow = {"arrowstyle": "-", "color": line.colour, "linewidth": 0.5, "alpha": 0.6, "shrinkB": 4}
@@ -187,10 +186,10 @@ def _label(axes: Axes, lines: Sequence[_Line]) -> None:
         )  # fmt: skip
 
 
-def spread_down(wanted: Sequence[float], distance: float) -> list[float]:
+def spread_down(heights: Sequence[float], distance: float) -> list[float]:
     """Heights at least `distance` apart, near the descending `wanted` ones, and from 0 upwards."""
     placed: list[float] = []
-    for height in wanted:
+    for height in heights:
         placed.append(min(height, placed[-1] - distance) if placed else height)
     floor = 0.0
     for place in reversed(range(len(placed))):

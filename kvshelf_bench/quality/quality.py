@@ -1,8 +1,4 @@
-"""How well a model answers from the cache of each policy and codec, at how many bytes.
-
-Documents are compressed without their questions. Every policy gets the same documents; all codecs of a policy and ratio
-encode one and the same compressed cache.
-"""
+"""How well a model answers from the cache of each policy and codec, at how many bytes, on made documents."""
 
 from __future__ import annotations
 
@@ -38,5 +34,5 @@ def run(
         make_case(cell.task, cell.haystack, cell.tokens, 0, counter(engine), questions=grid.questions)
     units = grid.units()
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
-    found = ((row, unit.cell, known[protocol.key(unit, row)]) for unit in units for row in unit.rows)
-    return Summary.of(grid.cells(), grid.rows(), found, Dimensions.of(engine.model).full_16bit_bytes(1))
+    measured = ((row, unit.cell, known[protocol.key(unit, row)]) for unit in units for row in unit.rows)
+    return Summary.of(grid.cells(), grid.rows(), measured, Dimensions.of(engine.model).full_16bit_bytes(1))

@@ -1,8 +1,4 @@
-"""How often a model finds one fact in a long document when it answers from a cache.
-
-Documents are compressed without their question; an answer counts if it is exactly the value. The policy `full` measures
-the model; every other policy measures that policy.
-"""
+"""How often a model finds one fact in a long document when it answers from a cache."""
 
 from __future__ import annotations
 
@@ -48,7 +44,8 @@ def measure_cell(
 ) -> Retrieval:
     """Ask one question about each of `documents` documents of at most `tokens` tokens, made from consecutive seeds.
 
-    `compress` are the arguments of `Engine.compress` (policy, ratio, parameters).
+    An answer is right if it is exactly the value. compress: the arguments of `Engine.compress`; policy `full` measures
+    the model itself.
     """
     exact = 0
     for i in range(documents):

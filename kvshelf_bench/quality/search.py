@@ -1,8 +1,4 @@
-"""How often a search names the document that a question is about: by summaries of caches, and by BM25 over the texts.
-
-Each document has its own facts, and one question about one of them. Nothing keeps two documents from having a fact of
-the same thing, so no search can be right every time.
-"""
+"""How often a search names the document that a question is about, by summaries of caches and by BM25 over the texts."""
 
 from __future__ import annotations
 
@@ -44,14 +40,15 @@ class SearchRow:
 def documents(
     engine: Engine, tasks: Sequence[Task], haystacks: Sequence[Haystack], tokens: int, count: int, seed: int
 ) -> Iterator[TaskDocument]:
-    """Documents of at most `tokens` tokens, of all tasks and haystacks in turn, from consecutive seeds."""
+    """Documents of at most `tokens` tokens, of all tasks and haystacks in turn, from consecutive seeds. Two may have a
+    fact about the same thing, so no search can be right every time."""
     kinds = islice(cycle(product(tasks, haystacks)), count)
     for number, (task, haystack) in enumerate(kinds):
         yield make_document(task, haystack, tokens, EVALUATION_SEED + seed + number, counter(engine))
 
 
 def measure(
-    engine: Engine, asked: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None
+    engine: Engine, documents: Sequence[TaskDocument], progress: Callable[[], None] = lambda: None
 ) -> list[SearchRow]:
     """Search all documents for the first question about each: by summaries, by their first layer alone, and by BM25.
 
@@ -59,15 +56,15 @@ def measure(
     """
     engine.searcher.require()
     caches = []
-    for each in asked:
-        caches.append(engine.encoded(engine.compress(each.text, policy="full"), CODEC))
+    for document in documents:
+        caches.append(engine.encoded(engine.compress(document.text, policy="full"), CODEC))
         progress()
     summaries = [unpacked(cache.summary) for cache in caches]
     first = [summary[:1] for summary in summaries]
     return [
-        _way("summaries", _by_codes(engine, summaries), asked, caches, summaries),
-        _way("summaries, first layer alone", _by_codes(engine, first), asked, caches, first),
-        _way("BM25 over the texts", _by_bm25(asked), asked, caches, [[] for _ in asked]),
+        _way("summaries", _by_codes(engine, summaries), documents, caches, summaries),
+        _way("summaries, first layer alone", _by_codes(engine, first), documents, caches, first),
+        _way("BM25 over the texts", _by_bm25(documents), documents, caches, [[] for _ in documents]),
     ]
 
 
@@ -80,15 +77,15 @@ def _by_codes(engine: Engine, summaries: Sequence[Sequence[Codes]]) -> Ask:
     return ask
 
 
-def _by_bm25(asked: Sequence[TaskDocument]) -> Ask:
+def _by_bm25(documents: Sequence[TaskDocument]) -> Ask:
     import bm25s
 
     def words(texts: list[str]) -> list[list[str]]:
-        found: list[list[str]] = bm25s.tokenize(texts, stopwords=None, return_ids=False, show_progress=False)
-        return found
+        tokens: list[list[str]] = bm25s.tokenize(texts, stopwords=None, return_ids=False, show_progress=False)
+        return tokens
 
     index = bm25s.BM25()
-    index.index(words([each.text for each in asked]), show_progress=False)
+    index.index(words([document.text for document in documents]), show_progress=False)
 
     def ask(question: str) -> Sequence[float]:
         scores: Sequence[float] = index.get_scores(words([question])[0]).tolist()
@@ -100,14 +97,14 @@ def _by_bm25(asked: Sequence[TaskDocument]) -> Ask:
 def _way(
     name: str,
     ask: Ask,
-    asked: Sequence[TaskDocument],
+    documents: Sequence[TaskDocument],
     caches: Sequence[CompressedCache],
     summaries: Sequence[Sequence[Codes]],
 ) -> SearchRow:
     ranks, seconds = [], []
-    for number, each in enumerate(asked):
+    for number, document in enumerate(documents):
         started = time.perf_counter()
-        scores = ask(each.questions[0].text)
+        scores = ask(document.questions[0].text)
         seconds.append(time.perf_counter() - started)
         ranks.append(sum(other >= scores[number] for other in scores) - 1)  # equal ones count as before it
     nbytes = fmean(sum(codes.nbytes for codes in summary) for summary in summaries)

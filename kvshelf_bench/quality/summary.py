@@ -10,13 +10,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from kvshelf_bench.measure import clustered_wilson
-from kvshelf_bench.quality.grid import BASELINE, Cell, Row, Variant
+from kvshelf_bench.quality.grid import PLAIN, Cell, Row
 from kvshelf_bench.quality.outcome import Outcome
 
 ABLE = 0.9
 """Least share of exact answers from the full cache at which a cell says something about a policy."""
-
-_PLAIN = Row(Variant(BASELINE), 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,13 @@ class Summary:
         grouped: dict[tuple[Row, Cell], list[Outcome]] = defaultdict(list)
         for row, cell, outcome in outcomes:
             grouped[row, cell].append(outcome)
-        entries = {place: Entry.of(found, grouped.get((_PLAIN, place[1]), ())) for place, found in grouped.items()}
+        baseline = {cell: of_cell for (row, cell), of_cell in grouped.items() if row == PLAIN}
+        entries = {place: Entry.of(of_place, baseline.get(place[1], ())) for place, of_place in grouped.items()}
         return cls(sorted(cells), list(rows), entries, full_16bit)
 
     def able(self, cell: Cell) -> bool:
         """Whether the model itself answers this cell, from the full cache, at least `ABLE` of the time."""
-        entry = self.entries.get((_PLAIN, cell))
+        entry = self.entries.get((PLAIN, cell))
         return entry is not None and entry.refused is None and entry.exact >= ABLE
 
     def common(self) -> list[Cell]:
@@ -133,12 +132,11 @@ class Summary:
         return Overall(**means, lost_error=hypot(*(entry.lost_error for entry in entries)) / len(entries))
 
     def refusals(self) -> dict[str, list[tuple[Row, Cell]]]:
-        """The places of each reason."""
-        found: dict[str, list[tuple[Row, Cell]]] = defaultdict(list)
+        places: dict[str, list[tuple[Row, Cell]]] = defaultdict(list)
         for place, entry in self.entries.items():
             if entry.refused is not None:
-                found[entry.refused].append(place)
-        return dict(found)
+                places[entry.refused].append(place)
+        return dict(places)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: the cells with what the model can do, and every row with its entries."""

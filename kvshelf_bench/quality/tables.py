@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
 from rich.table import Table
 
-from kvshelf_bench.quality.grid import BASELINE, Cell, Row, length_label
+from kvshelf_bench.quality.grid import BASELINE, PLAIN, Cell, Row, length_label
 from kvshelf_bench.quality.summary import ABLE, Entry, Overall, Summary
 
 _CELLS_A_TABLE = 5
 
 
 def quality_tables(summary: Summary, title: str) -> list[Table]:
-    """Rows are policies, columns cells: as many tables as the width needs, then those under codecs, those that
-    selectors read, and refusals."""
+    """Rows are policies, columns cells: plain, under codecs and read by selectors, as the width allows; then
+    refusals."""
     reasons = {reason: number for number, reason in enumerate(summary.refusals(), 1)}
     whole = [row for row in summary.rows if row.select is None]
     encoded = {row.kept for row in whole if row.codec != "none"}
@@ -36,7 +35,6 @@ def quality_tables(summary: Summary, title: str) -> list[Table]:
 
 
 def notes(summary: Summary) -> str:
-    """How to read the table."""
     text = (
         "Cells: exact answers in % (95 % interval over questions, documents being the independent units). "
         "B/token: bytes of the stored blob per document token, and their share of the "
@@ -50,8 +48,7 @@ def notes(summary: Summary) -> str:
 
 
 def row_name(row: Row) -> str:
-    """The policy, whether plain transformers answered from it, and the selector, which alone is named over a document
-    of which all entries are stored."""
+    """The policy, whether plain transformers answered, and the selector, alone where all entries are stored."""
     if row.select is not None and row.variant.label == BASELINE:
         return row.select.label
     return row.variant.label + (" exported" if row.exported else "") + (f" {row.select.label}" if row.select else "")
@@ -81,12 +78,17 @@ def _columns(summary: Summary, rows: Sequence[Row]) -> list[tuple[Cell, ...]]:
     ]
 
 
+def bare_table(title: str) -> Table:
+    """A table without lines."""
+    return Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+
+
 def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: str, reasons: dict[str, int]) -> Table:
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+    table = bare_table(title)
     shown = [row for row in rows if any((row, cell) in summary.entries for cell in cells)]
-    named = {"policy": row_name, "removed": removed_label, "codec": lambda row: row.codec, "read": read_label}
-    told = {name: label for name, label in named.items() if any(map(label, shown))}
-    for name in told:
+    labels = {"policy": row_name, "removed": removed_label, "codec": lambda row: row.codec, "read": read_label}
+    labels = {name: label for name, label in labels.items() if any(map(label, shown))}
+    for name in labels:
         table.add_column(name, overflow="fold", max_width=26)
     for name in ("B/token", "time", "mean", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -98,7 +100,7 @@ def _table(summary: Summary, rows: Sequence[Row], cells: Sequence[Cell], title: 
         assert row is not None
         entries = [summary.entries.get((row, cell)) for cell in cells]
         last = after is not None and after.variant != row.variant
-        head = [label(row) for label in told.values()] + _head(summary, row, entries)
+        head = [label(row) for label in labels.values()] + _head(summary, row, entries)
         table.add_row(*head, *(_cell(entry, reasons) for entry in entries), end_section=last)
     return table
 
@@ -115,8 +117,7 @@ def _head(summary: Summary, row: Row, entries: Sequence[Entry | None]) -> list[s
 
 
 def _lost(row: Row, overall: Overall) -> str:
-    is_baseline = row == Row(row.variant, row.removed) and row.variant.label == BASELINE
-    return "" if is_baseline else f"{100 * overall.lost:.1f}±{196 * overall.lost_error:.1f}"
+    return "" if row == PLAIN else f"{100 * overall.lost:.1f}±{196 * overall.lost_error:.1f}"
 
 
 def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:
@@ -128,11 +129,11 @@ def _cell(entry: Entry | None, reasons: dict[str, int]) -> str:
 
 
 def _refusals(summary: Summary, reasons: dict[str, int]) -> Table:
-    table: Any = Table("refused", "reason", "where", box=None, title_justify="left", header_style="bold")
+    table = Table("refused", "reason", "where", box=None, title_justify="left", header_style="bold")
     for reason, places in summary.refusals().items():
         where = {
             f"{row_name(row)} {row.select.share if row.select else row.removed:g} {row.codec}" for row, _ in places
         }
         shown = sorted(where)
         table.add_row(f"{reasons[reason]}", reason, ", ".join(shown[:4]) + (" ..." if len(shown) > 4 else ""))
-    return table  # type: ignore[no-any-return]
+    return table

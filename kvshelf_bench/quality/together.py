@@ -1,5 +1,4 @@
-"""One question about several documents, beside the same question about the one that knows, one prefill of all, and
-routes that choose among them."""
+"""One question about several documents, beside the one that knows, one prefill of all, and routes among them."""
 
 from __future__ import annotations
 
@@ -119,6 +118,8 @@ def measure_together(
     wholes = [case.of.whole for case in cases]
     joined = [case.right(case.answer(engine, [whole])) for case, whole in zip(cases, wholes, strict=True) if whole]
     timed = cases[:: max(1, len(cases) // _TIMED)][:_TIMED]
+    first_s = [_first_token_s(engine, case, case.of.caches) for case in timed]
+    alone_s = [sum(_first_token_s(engine, case, [cache]) for cache in case.of.caches) for case in timed]
     return Together(
         documents=documents,
         tokens=round(sum(case.of.tokens for case in cases) / len(cases)),
@@ -130,7 +131,7 @@ def measure_together(
         joined=None if None in wholes else sum(joined),
         selected=_selected(engine, cases, sets.select) if sets.select else None,
         first_source=_count(_Case.right_first, cases, together),
-        first_token=_first_tokens(engine, timed),
+        first_token=ratios(first_s, alone_s),
         routed=tuple(_routed(engine, route, cases, timed) for route in ROUTES),
     )
 
@@ -160,23 +161,22 @@ def _routed(engine: Engine, route: str, cases: Sequence[_Case], timed: Sequence[
 
 
 def _cases(engine: Engine, count: int, sets: Sets, number: int) -> list[_Case]:
-    """Questions about one set of documents."""
     if sets.dataset is None:
-        documents = _made(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
+        documents = _make_documents(engine, count, sets.tokens, f"together/{count}/{sets.tokens}/{sets.seed}/{number}")
     else:
-        documents = _drawn(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
+        documents = _draw_documents(read_documents(sets.dataset), count, f"{sets.seed}/{number}")
     prefills = [partial(engine.compress, document.context, policy="full") for document in documents]
     prefill_s = sum(cost(prefill, engine.passes.devices.inputs).seconds for prefill in prefills)
     caches = [_compressed(engine, document.context, sets) for document in documents]
     text = _SEPARATOR.join(document.context for document in documents)
     fits = counter(engine)(text) + sets.tokens <= engine.max_tokens
-    made = _Set(caches, _compressed(engine, text, sets) if fits else None, prefill_s)
+    documents_set = _Set(caches, _compressed(engine, text, sets) if fits else None, prefill_s)
     askable = [(place, question) for place, document in enumerate(documents) for question in document.questions]
     chosen = random.Random(f"{sets.seed}/{number}").sample(askable, min(sets.questions, len(askable)))
-    return [_Case(question, place, made) for place, question in chosen]
+    return [_Case(question, place, documents_set) for place, question in chosen]
 
 
-def _drawn(documents: Sequence[Document], count: int, seed: str) -> list[Document]:
+def _draw_documents(documents: Sequence[Document], count: int, seed: str) -> list[Document]:
     """So many documents of a dataset. Raises `InvalidRequest` where it has fewer."""
     if len(documents) < count:
         raise InvalidRequest(
@@ -185,30 +185,24 @@ def _drawn(documents: Sequence[Document], count: int, seed: str) -> list[Documen
     return random.Random(seed).sample(list(documents), count)
 
 
-def _made(engine: Engine, count: int, tokens: int, seed: str) -> list[Document]:
+def _make_documents(engine: Engine, count: int, tokens: int, seed: str) -> list[Document]:
     """Documents of which no two have a fact about one thing."""
     rng, tokens_of = random.Random(seed), counter(engine)
     digits = [rng.randint(*SHORT_VALUE_DIGITS) for _ in range(count * MULTIKEY_FACTS)]
     facts = make_facts(rng, digits)
     documents = []
     for first in range(0, len(facts), MULTIKEY_FACTS):
-        made = write_document(rng, facts[first : first + MULTIKEY_FACTS], "prose", tokens, tokens_of)
+        document = write_document(rng, facts[first : first + MULTIKEY_FACTS], "prose", tokens, tokens_of)
         questions = (
             Question(one.text, (one.answer,), scorer="exact", max_new_tokens=len(one.answer) + 8)
-            for one in made.questions
+            for one in document.questions
         )
-        documents.append(Document(f"{first}", made.text, tuple(questions)))
+        documents.append(Document(f"{first}", document.text, tuple(questions)))
     return documents
 
 
 def _compressed(engine: Engine, text: str, sets: Sets) -> CompressedCache:
     return engine.encoded(engine.compress(text, policy=sets.policy), sets.codec)
-
-
-def _first_tokens(engine: Engine, cases: Sequence[_Case]) -> Spread:
-    together = [_first_token_s(engine, case, case.of.caches) for case in cases]
-    alone = [sum(_first_token_s(engine, case, [cache]) for cache in case.of.caches) for case in cases]
-    return ratios(together, alone)
 
 
 def _first_token_s(engine: Engine, case: _Case, caches: Sequence[CompressedCache], **options: Any) -> float:

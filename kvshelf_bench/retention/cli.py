@@ -20,8 +20,6 @@ PARTS = ("simulation", "queue", "live")
 
 @dataclass(frozen=True)
 class _Traces:
-    """The traces of agents, and how fast caches are read for the simulated one."""
-
     seconds: Annotated[float, typer.Option(min=60, help="Length of the simulated trace.")] = 3600.0
     live_seconds: Annotated[
         float, typer.Option(min=60, help="Length of the trace that is replayed, 64 times faster.")
@@ -59,14 +57,14 @@ def retention(
     with progress_bar() as progress:
         if "simulation" in chosen:
             trace, rate = make_trace(traces.seconds, traces.load), traces.read_mb_s * 1e6
-            found = {
+            by_size = {
                 size: {order.name: Simulation(trace, order, int(size * 1e9), rate).run() for order in ORDERS}
                 for size in progress.track(gigabytes, description="simulation")
             }
             title = (
                 f"simulation of {trace.questions} questions (trace {trace.digest}), reads at {traces.read_mb_s:g} MB/s"
             )
-            _add("simulation", title, found, trace.digest, report, tables)
+            _add("simulation", title, by_size, trace.digest, report, tables)
         if "queue" in chosen:
             trace = make_trace(traces.seconds, traces.load)
             title = f"{traces.slots} answers at once, {len(trace.programs)} programs (trace {trace.digest})"
@@ -81,7 +79,7 @@ def retention(
             trace = make_trace(traces.live_seconds, traces.load).scaled(1 / SCALE, 1 / SIZE_SCALE)
             engine = Engine.load("kvshelf-tiny", device="cpu")
             with shelf_of(trace, engine) as (store, ids):
-                found = {
+                by_size = {
                     size: {
                         order.name: replay(trace, order, int(size * 1e9 / SIZE_SCALE), engine, store, ids)
                         for order in ORDERS
@@ -89,21 +87,21 @@ def retention(
                     for size in progress.track(gigabytes, description="live")
                 }
             title = f"live, {trace.questions} questions (trace {trace.digest}), times / {SCALE}, sizes / {SIZE_SCALE}"
-            _add("live", title, found, trace.digest, report, tables)
+            _add("live", title, by_size, trace.digest, report, tables)
     publish(report, tables, reporting, notes=load_warning(where))
 
 
 def _add(
     part: str,
     title: str,
-    found: dict[float, dict[str, ReplayOutcome]],
+    by_size: dict[float, dict[str, ReplayOutcome]],
     digest: str,
     report: dict[str, Any],
     tables: list[Table],
 ) -> None:
     table = Table("GB", "order", "hits", "first token", "read", "pinned", "released", "read ahead", "used", title=title)
     rows = []
-    for size, outcomes in found.items():
+    for size, outcomes in by_size.items():
         for name, outcome in outcomes.items():
             counts = outcome.counts
             table.add_row(
@@ -114,8 +112,8 @@ def _add(
                 f"{outcome.read_bytes / 1e9:,.1f} GB",
                 *(str(counts[event]) for event in ("pinned", "released", "read_ahead", "read_ahead_used")),
             )
-            told = {key: value for key, value in asdict(outcome).items() if key != "waits_s"}
-            rows.append({"memory_gb": size, "order": name, "mean_s": outcome.mean_s, **told})
+            fields = {key: value for key, value in asdict(outcome).items() if key != "waits_s"}
+            rows.append({"memory_gb": size, "order": name, "mean_s": outcome.mean_s, **fields})
         table.add_section()
     report[part] = {"trace": digest, "rows": rows}
     tables.append(table)

@@ -1,9 +1,4 @@
-"""The trace, with times `SCALE` and sizes `SIZE_SCALE` times smaller, against a replica's own memory and caches of
-kvshelf-tiny on a disk. Answers are pauses; no model runs, so that only reads are measured.
-
-What has fixed seconds does not shrink: a hint counts at least 10 s after its time, and until tools have run a hundred
-times their durations count as Exp(1 s).
-"""
+"""The trace against a replica's own memory and caches on a disk; answers are pauses, so only reads are measured."""
 
 from __future__ import annotations
 
@@ -28,7 +23,9 @@ from kvshelf_bench.retention.trace import ANSWER_S, Orchestrator, Order, Program
 
 SCALE: Final = 64
 SIZE_SCALE: Final = 256
-"""More, because a small read has its fixed cost, too."""
+"""Times and sizes are so many times smaller: sizes more, because a small read has its fixed cost, too. Fixed seconds do
+not shrink: a hint counts at least 10 s after its time, and until tools have run a hundred times their durations count
+as Exp(1 s)."""
 
 _TENANT: Final = "default"
 
@@ -37,10 +34,10 @@ _TENANT: Final = "default"
 def shelf_of(trace: Trace, engine: Engine) -> Iterator[tuple[DiskStore, dict[str, str]]]:
     """A shelf in a temporary folder with a cache of about its size for each one that a trace asks, and their ids."""
     draw = random.Random(0)
-    asked = sorted({turn.cache for program in trace.programs for turn in program.turns})
+    names = sorted({turn.cache for program in trace.programs for turn in program.turns})
     with tempfile.TemporaryDirectory(prefix="kvshelf-bench-") as folder, DiskStore.open(Path(folder) / "home") as store:
         ids = {}
-        for name in asked:
+        for name in names:
             count = max(16, trace.sizes[name] // engine.kv_bytes_per_token)
             tokens = [draw.randrange(engine.model.config.vocab_size) for _ in range(count)]
             ids[name] = store.put(engine.compress(tokens, policy="full")).id
@@ -67,7 +64,7 @@ class _Replay:
         self._ids = ids
         self._orchestrator = Orchestrator(order, ANSWER_S / SCALE, STEP_S / SCALE)
         self._waiting = ThreadPoolExecutor(64)
-        self.found = ReplayOutcome()
+        self.outcome = ReplayOutcome()
 
     async def run(self) -> ReplayOutcome:
         reading = asyncio.ensure_future(self._residents.read_ahead_forever())
@@ -77,25 +74,25 @@ class _Replay:
                 await asyncio.sleep(max(0.0, began + program.start_s - time.monotonic()))
                 group.create_task(self._play(number, program))
         reading.cancel()
-        self.found.counts |= self._residents.take_counts()
+        self.outcome.counts |= self._residents.take_counts()
         self._residents.close()
         self._waiting.shutdown()
-        return self.found
+        return self.outcome
 
     async def _play(self, number: int, program: Program) -> None:
         for turn, one in enumerate(program.turns):
-            asked = time.monotonic()
+            arrived = time.monotonic()
             tool = one.tool if self._order.tools else None
-            async with self._residents.using(self._ids[one.cache], _TENANT, tool=tool) as (resident, there):
+            async with self._residents.using(self._ids[one.cache], _TENANT, tool=tool) as (resident, in_memory):
                 self._look()
                 self._foretell(number, program, turn, answering=True)
                 document = resident.document
-                self.found.hits += there and document.arrived
+                self.outcome.hits += in_memory and document.arrived
                 last = document.num_layers - 1
                 await asyncio.get_running_loop().run_in_executor(self._waiting, document.prefixes, last)
-                self.found.waits_s.append(time.monotonic() - asked)
-                if not there:
-                    self.found.read_bytes += document.nbytes
+                self.outcome.waits_s.append(time.monotonic() - arrived)
+                if not in_memory:
+                    self.outcome.read_bytes += document.nbytes
                 await asyncio.sleep(one.answer_s)
             self._foretell(number, program, turn, answering=False)
             self._look()
@@ -106,5 +103,5 @@ class _Replay:
             self._residents.hint(hint._replace(cache_id=self._ids[hint.cache_id]), _TENANT)
 
     def _look(self) -> None:
-        most = self.found.most_bytes = max(self.found.most_bytes, self._residents.nbytes)
+        most = self.outcome.most_bytes = max(self.outcome.most_bytes, self._residents.nbytes)
         assert most <= self._max_bytes, f"{most} bytes in a memory of {self._max_bytes}"

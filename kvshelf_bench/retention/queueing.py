@@ -1,9 +1,4 @@
-"""The trace's programs of one tenant before a replica that makes few answers at once: when they end, if questions wait
-in the order of their arrival or of that of their programs (Continuum's program-level first come, first served).
-
-The queue is the replica's own; an answer takes its place for its time and the prefill of its question, and no cache is
-read.
-"""
+"""When the trace's programs end before a replica that makes few answers at once."""
 
 from __future__ import annotations
 
@@ -20,15 +15,18 @@ _TENANT = "default"
 
 
 class ProgramTimes(NamedTuple):
-    """Mean seconds from the first question of a program to the end of its last answer: of those of several turns, and
-    of single questions."""
+    """Mean seconds from a program's first question to its last answer's end: of several turns, and of one question."""
 
     several_s: float
     single_s: float
 
 
 def program_times(trace: Trace, slots: int, *, named: bool) -> ProgramTimes:
-    """slots: answers at once. named: whether questions name their program."""
+    """In the replica's own queue, where an answer takes its place for its time and the prefill of its question.
+
+    slots: answers at once. named: whether questions name their program, and wait in the order of the programs'
+    arrivals (Continuum's program-level first come, first served) in place of their own.
+    """
     queue: Rounds[tuple[int, int]] = Rounds()
     programs, order = Programs(), itertools.count()
     events = [(program.start_s, next(order), True, number, 0) for number, program in enumerate(trace.programs)]

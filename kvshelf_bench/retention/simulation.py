@@ -1,9 +1,4 @@
-"""The trace against a model of a replica: the memory and its rules are the replica's, reads and answers take a computed
-time.
-
-A read takes `read_s` and its bytes at one rate, one read after the other; it begins when memory has room for the cache.
-The first token follows `PREFILL_S` after the read. Answers do not slow each other down.
-"""
+"""The trace against a replica's memory and its rules, where reads and answers take a computed time."""
 
 from __future__ import annotations
 
@@ -49,7 +44,7 @@ class ReplayOutcome:
 
 
 @dataclass
-class _Held:
+class _Resident:
     ready_at: float
     users: int = 0
     last_used: float = 0.0
@@ -64,7 +59,11 @@ class _Waiting:
 
 
 class Simulation:
-    """One run of a trace under one order. max_bytes: the memory for caches. read_bytes_s: the rate of reads."""
+    """One run of a trace under one order. max_bytes: the memory for caches. read_bytes_s: the rate of reads.
+
+    A read takes `READ_S` and its bytes at this rate, one read after the other; it begins when memory has room for the
+    cache. The first token follows `PREFILL_S` after it. Answers do not slow each other down.
+    """
 
     def __init__(self, trace: Trace, order: Order, max_bytes: int, read_bytes_s: float) -> None:
         self._trace = trace
@@ -72,13 +71,13 @@ class Simulation:
         self._max_bytes = max_bytes
         self._byte_s = 1 / read_bytes_s
         self._retention, self._tools, self._orchestrator = Retention(order.priority), Tools(), Orchestrator(order)
-        self._held: dict[str, _Held] = {}
+        self._residents: dict[str, _Resident] = {}
         self._short: list[_Waiting] = []  # questions that wait for room, in their order
         self._room_s = self._room_count = 0.0
         self._disk_free_at = self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._ids = itertools.count()
-        self.found = ReplayOutcome()
+        self.outcome = ReplayOutcome()
 
     def run(self) -> ReplayOutcome:
         for number, program in enumerate(self._trace.programs):
@@ -87,44 +86,44 @@ class Simulation:
             self._now, _, act, args = heapq.heappop(self._events)
             act(*args)
             self._read_ahead()
-            most = self.found.most_bytes = max(self.found.most_bytes, self._nbytes)
+            most = self.outcome.most_bytes = max(self.outcome.most_bytes, self._nbytes)
             assert most <= self._max_bytes, f"{most} bytes in a memory of {self._max_bytes}"
-        return self.found
+        return self.outcome
 
     def _at(self, at: float, act: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._events, (at, next(self._ids), act, args))
 
     def _ask(self, program: int, turn: int) -> None:
-        asked = _Waiting(program, turn, self._now)
-        self._tools.asked(_TENANT, self._cache(asked), self._now)
-        if not self._begin(asked):
-            self._short.append(asked)
+        question = _Waiting(program, turn, self._now)
+        self._tools.asked(_TENANT, self._cache(question), self._now)
+        if not self._begin(question):
+            self._short.append(question)
 
-    def _begin(self, asked: _Waiting) -> bool:
+    def _begin(self, question: _Waiting) -> bool:
         """Answer a question if its cache is in memory or room can be made for it."""
-        cache = self._cache(asked)
-        if (held := self._held.get(cache)) is None:
+        cache = self._cache(question)
+        if (resident := self._residents.get(cache)) is None:
             if not self._make_room(self._trace.sizes[cache]):
                 return False
-            self._room_s, self._room_count = self._room_s + self._now - asked.at, self._room_count + 1
-            held = self._read(cache)
-        elif held.ready_at <= self._now:
-            self.found.hits += 1
+            self._room_s, self._room_count = self._room_s + self._now - question.at, self._room_count + 1
+            resident = self._read(cache)
+        elif resident.ready_at <= self._now:
+            self.outcome.hits += 1
         self._retention.used(_key(cache), self._now, cost_s=self._reload_s(cache), nbytes=self._trace.sizes[cache])
-        self.found.counts["read_ahead_used"] += held.ahead
-        held.ahead, held.users = False, held.users + 1
-        first_at = max(self._now, held.ready_at) + PREFILL_S
-        self.found.waits_s.append(first_at - asked.at)
-        answer_s = self._trace.programs[asked.program].turns[asked.turn].answer_s
-        self._foretell(asked, answering=True)
-        self._at(first_at + answer_s, self._answered, asked)
+        self.outcome.counts["read_ahead_used"] += resident.ahead
+        resident.ahead, resident.users = False, resident.users + 1
+        first_at = max(self._now, resident.ready_at) + PREFILL_S
+        self.outcome.waits_s.append(first_at - question.at)
+        answer_s = self._trace.programs[question.program].turns[question.turn].answer_s
+        self._foretell(question, answering=True)
+        self._at(first_at + answer_s, self._answered, question)
         return True
 
-    def _answered(self, asked: _Waiting) -> None:
-        cache, turns = self._cache(asked), self._trace.programs[asked.program].turns
-        turn = turns[asked.turn]
-        held = self._held[cache]
-        held.users, held.last_used = held.users - 1, self._now
+    def _answered(self, question: _Waiting) -> None:
+        cache, turns = self._cache(question), self._trace.programs[question.program].turns
+        turn = turns[question.turn]
+        resident = self._residents[cache]
+        resident.users, resident.last_used = resident.users - 1, self._now
         tool = turn.tool if self._order.tools else None
         self._tools.answered(_TENANT, cache, tool, self._now)
         if tool is not None:
@@ -132,15 +131,16 @@ class Simulation:
             stay_s = self._tools.stay_s(_TENANT, tool, wait_s=wait_s, reload_s=self._reload_s(cache))
             if stay_s > 0:
                 self._retention.pin(_key(cache), self._now + stay_s)
-                self.found.counts["pinned"] += 1
-        if asked.turn + 1 < len(turns):
-            self._at(self._now + turn.pause_s, self._ask, asked.program, asked.turn + 1)
-        self._foretell(asked, answering=False)
+                self.outcome.counts["pinned"] += 1
+        if question.turn + 1 < len(turns):
+            self._at(self._now + turn.pause_s, self._ask, question.program, question.turn + 1)
+        self._foretell(question, answering=False)
         self._short = [waiting for waiting in self._short if not self._begin(waiting)]
 
-    def _foretell(self, asked: _Waiting, *, answering: bool) -> None:
-        program = self._trace.programs[asked.program]
-        for hint in self._orchestrator.foretell(asked.program, program, asked.turn, self._now, answering=answering):
+    def _foretell(self, question: _Waiting, *, answering: bool) -> None:
+        program = self._trace.programs[question.program]
+        number, turn = question.program, question.turn
+        for hint in self._orchestrator.foretell(number, program, turn, self._now, answering=answering):
             self._retention.hint(hint, _TENANT, self._now)
             if hint.next_use_s is not None and hint.least_s < _AHEAD_S < hint.next_use_s:
                 self._at(self._now + hint.next_use_s - _AHEAD_S, lambda: None)  # an event, which looks at the hints
@@ -149,7 +149,7 @@ class Simulation:
         if self._short or self._disk_free_at > self._now:
             return
         for wait_s, (_, cache) in self._retention.hinted(self._now):
-            if cache in self._held or wait_s > _IDLE_S:
+            if cache in self._residents or wait_s > _IDLE_S:
                 continue
             near = self._retention.presses(_key(cache), _AHEAD_S, self._now)
             unused = self._unused() if near else {}
@@ -159,15 +159,15 @@ class Simulation:
                 for key in leaving:
                     self._evict(key)
                 self._read(cache).ahead = True
-                self.found.counts["read_ahead"] += 1
+                self.outcome.counts["read_ahead"] += 1
                 return  # the next once this one is read
 
-    def _read(self, cache: str) -> _Held:
+    def _read(self, cache: str) -> _Resident:
         self._disk_free_at = max(self._now, self._disk_free_at) + self._reload_s(cache)
-        self.found.read_bytes += self._trace.sizes[cache]
-        held = self._held[cache] = _Held(self._disk_free_at)
+        self.outcome.read_bytes += self._trace.sizes[cache]
+        resident = self._residents[cache] = _Resident(self._disk_free_at)
         self._at(self._disk_free_at, lambda: None)
-        return held
+        return resident
 
     def _make_room(self, nbytes: int) -> bool:
         while self._nbytes + nbytes > self._max_bytes:
@@ -178,21 +178,23 @@ class Simulation:
         return True
 
     def _evict(self, key: Key) -> None:
-        self.found.counts["released"] += self._retention.left(key, self._now)
-        del self._held[key[1]]
+        self.outcome.counts["released"] += self._retention.left(key, self._now)
+        del self._residents[key[1]]
 
     def _unused(self) -> dict[Key, int]:
-        return {_key(cache): self._trace.sizes[cache] for cache, held in self._held.items() if not held.users}
+        return {
+            _key(cache): self._trace.sizes[cache] for cache, resident in self._residents.items() if not resident.users
+        }
 
     @property
     def _nbytes(self) -> int:
-        return sum(self._trace.sizes[cache] for cache in self._held)
+        return sum(self._trace.sizes[cache] for cache in self._residents)
 
     def _reload_s(self, cache: str) -> float:
         return READ_S + self._trace.sizes[cache] * self._byte_s
 
-    def _cache(self, asked: _Waiting) -> str:
-        return self._trace.programs[asked.program].turns[asked.turn].cache
+    def _cache(self, question: _Waiting) -> str:
+        return self._trace.programs[question.program].turns[question.turn].cache
 
 
 def _key(cache: str) -> Key:

@@ -91,7 +91,7 @@ class Trace:
 
 
 def make_trace(seconds: float, per_s: float = 0.2, seed: int = SEED) -> Trace:
-    """Programs that start within so many seconds, `per_s` in each: half are agents, a quarter workflows, a quarter
+    """Programs that start within so many seconds, `per_s` in each: half agents, a quarter workflows, a quarter
     readers."""
     draw = random.Random(seed)
     documents = [f"document-{number}" for number in range(AGENT_DOCUMENTS)]
@@ -107,7 +107,8 @@ def make_trace(seconds: float, per_s: float = 0.2, seed: int = SEED) -> Trace:
             turns = _agent(draw, draw.choices(documents, popularity)[0])
         elif kind < 0.75:
             first = 3 * draw.randrange(WORKFLOW_AGENTS // 3)
-            turns = _workflow(draw, agents[first : first + 3])
+            order = agents[first : first + 3] * draw.randint(2, 4)
+            turns = [_turn(draw, agent, None, HAND_OVER_S, 0.5) for agent in order]
         else:
             turns = [Turn(draw.choice(documents), _answer_s(draw), None, 0.0, 0.0)]
         programs.append(Program(start_s, tuple(turns)))
@@ -123,11 +124,6 @@ def _agent(draw: random.Random, document: str) -> list[Turn]:
         tool = draw.choice(habit) if number < count - 1 else None
         turns.append(_turn(draw, document, tool, *(TOOLS[tool] if tool else (0.0, 0.0))))
     return turns
-
-
-def _workflow(draw: random.Random, agents: list[str]) -> list[Turn]:
-    order = agents * draw.randint(2, 4)
-    return [_turn(draw, agent, None, HAND_OVER_S, 0.5) for agent in order]
 
 
 def _turn(draw: random.Random, cache: str, tool: str | None, median_s: float, spread: float) -> Turn:

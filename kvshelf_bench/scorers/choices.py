@@ -20,14 +20,14 @@ def exact(answer: str, references: Sequence[str]) -> float:
 def all_contained(answer: str, references: Sequence[str]) -> float:
     """RULER's string_match_all: the share of the references that stand in the answer, without case. Control characters
     are dropped first, as kvpress does; RULER itself puts line ends in their place."""
-    said = _printable(answer)
-    return sum(one.lower() in said for one in references) / len(references)
+    text = _printable(answer)
+    return sum(one.lower() in text for one in references) / len(references)
 
 
 def any_contained(answer: str, references: Sequence[str]) -> float:
     """RULER's string_match_part: whether one of the references stands in the answer, without case."""
-    said = _printable(answer)
-    return float(any(one.lower() in said for one in references))
+    text = _printable(answer)
+    return float(any(one.lower() in text for one in references))
 
 
 def classified(answer: str, reference: str, classes: Sequence[str]) -> float:
@@ -50,10 +50,10 @@ def counted(answer: str, reference: str) -> float:
 
 def letter(answer: str, reference: str) -> float:
     """LongBench v2's: the letter behind "The correct answer is", with brackets if one has them."""
-    said = answer.replace("*", "")
-    bracketed = re.search(r"The correct answer is \(([A-D])\)", said)
-    found = bracketed or re.search(r"The correct answer is ([A-D])", said)
-    return float(found is not None and found.group(1) == reference)
+    text = answer.replace("*", "")
+    bracketed = re.search(r"The correct answer is \(([A-D])\)", text)
+    match = bracketed or re.search(r"The correct answer is ([A-D])", text)
+    return float(match is not None and match.group(1) == reference)
 
 
 def stands_in(answer: str, references: Sequence[str]) -> float:
@@ -63,47 +63,47 @@ def stands_in(answer: str, references: Sequence[str]) -> float:
 
 def said_aloud(answer: str, references: Sequence[str]) -> float:
     """SCBench's for qa_eng and many_shot: a reference stands in the answer, without case."""
-    said = answer.strip().upper()
-    return float(any(one.upper() in said for one in references))
+    text = answer.strip().upper()
+    return float(any(one.upper() in text for one in references))
 
 
 def all_contained_rounded(answer: str, references: Sequence[str]) -> float:
     """SCBench's for vt: RULER's share in hundredths, control characters as they are."""
-    said = answer.lower()
-    return round(sum(one.lower() in said for one in references) / len(references), 2)
+    text = answer.lower()
+    return round(sum(one.lower() in text for one in references) / len(references), 2)
 
 
 def first_whole_number(answer: str, reference: str) -> float:
     """SCBench's for passkey: the answer's first run of the digits 0 to 9 is the reference."""
-    found = re.search(r"[0-9]+", answer)
-    return float((found.group() if found else "") == reference)
+    match = re.search(r"[0-9]+", answer)
+    return float((match.group() if match else "") == reference)
 
 
 def first_number(answer: str, reference: str) -> float:
     """SCBench's for mf: the answer's first number is the reference, cut to a whole one where the reference is whole."""
-    found = _NUMBER.search(answer)
-    if found is None:
+    match = _NUMBER.search(answer)
+    if match is None:
         return 0.0
-    said = float(found.group())
-    return float(said == float(reference) if "." in reference else int(said) == int(reference))
+    number = float(match.group())
+    return float(number == float(reference) if "." in reference else int(number) == int(reference))
 
 
 def option(answer: str, references: Sequence[str]) -> float:
     """SCBench's for choice_eng, of references that have the right option's letter beside its text: by the first letter,
     by the whole answer, behind "answer is" and the like, or by the first word that is a letter from A to D."""
-    said = answer.strip()
-    if not said:
+    text = answer.strip()
+    if not text:
         return 0.0
-    if said[0] in "ABCD":
-        return float(said[0] in references)
-    if said in references:
+    if text[0] in "ABCD":
+        return float(text[0] in references)
+    if text in references:
         return 1.0
-    said = re.sub(" {2,}", " ", said.translate(_CHOICE_MARKS))
+    text = re.sub(" {2,}", " ", text.translate(_CHOICE_MARKS))
     for prefix in _CHOICE_PREFIXES:
-        if (at := said.find(prefix)) >= 0:
-            rest = said[at + len(prefix) + 1 :]
-            return float(len(said) > at + len(prefix) and rest.startswith(tuple(references)))
-    word = next((word for word in said.split() if word in "ABCD"), None)
+        if (at := text.find(prefix)) >= 0:
+            rest = text[at + len(prefix) + 1 :]
+            return float(len(text) > at + len(prefix) and rest.startswith(tuple(references)))
+    word = next((word for word in text.split() if word in "ABCD"), None)
     return float(word in references)
 
 

@@ -34,15 +34,14 @@ def repeated(answer: str, references: Sequence[str], classes: Sequence[str]) -> 
     """1 if, of the functions of a repository, the one that the answer is most like is the right one, and it is alike
     enough. classes: the language, then the functions. Raises `MissingExtra` without the parser of the language."""
     language, *functions = classes
-    said = _function(answer.strip(), language)
-    likeness = [similarity(said, one) for one in functions]
+    function = _function(answer.strip(), language)
+    likeness = [similarity(function, one) for one in functions]
     most = max(likeness)
     return float(most >= ENOUGH and functions[likeness.index(most)] in references)
 
 
 def unfit(_: Sequence[str], classes: Sequence[str]) -> str | None:
-    """Why an answer cannot be scored. classes: of a row: the language, the repository and the function's name. Raises
-    `MissingExtra` as `repeated`."""
+    """Why an answer cannot be scored. classes: language, repository and function's name. Raises `MissingExtra`."""
     if len(classes) != 3 or not all(classes):
         return "the row needs lang, repo and each turn's name, as SCBench's repoqa has them"
     if classes[0] not in _FUNCTIONS:
@@ -54,30 +53,28 @@ def unfit(_: Sequence[str], classes: Sequence[str]) -> str | None:
 def similarity(answer: str, reference: str) -> float:
     """BLEU of up to four words, with the fourth smoothing of Chen and Cherry, as `nltk` has it: counts of 0 become ever
     smaller parts of the logarithm of the answer's length."""
-    said, own = answer.split(), reference.split()
-    said, own = said or [""], own or [""]  # an empty text is one empty word there
+    answer_words, reference_words = answer.split() or [""], reference.split() or [""]  # as `nltk` has empty texts
     zeros, logs = 0, 0.0
     for count in range(1, 5):
-        ours, theirs = runs(said, count), runs(own, count)
-        found, total = (ours & theirs).total(), max(1, ours.total())
-        if count == 1 and not found:
+        answer_runs, reference_runs = runs(answer_words, count), runs(reference_words, count)
+        common, total = (answer_runs & reference_runs).total(), max(1, answer_runs.total())
+        if count == 1 and not common:
             return 0.0
-        share = found / total
-        if not found and len(said) > 1:
+        share = common / total
+        if not common and len(answer_words) > 1:
             zeros += 1
-            share = math.log(len(said)) / (2**zeros * 5) / total
+            share = math.log(len(answer_words)) / (2**zeros * 5) / total
         logs += math.log(share) / 4 if share else 0.0
-    return math.exp(min(0.0, 1 - len(own) / len(said)) + logs)
+    return math.exp(min(0.0, 1 - len(reference_words) / len(answer_words)) + logs)
 
 
 def _function(answer: str, language: str) -> str:
-    """The first function in the answer's blocks of code; the first block where none has one, and the answer itself
-    where it has no block."""
+    """The first function in the answer's blocks of code, else the first block, else the answer itself."""
     blocks = _blocks(answer)
     for block in blocks:
         text = block.encode()
         parser, find = parsing(language)
-        nodes = [node for found in find(parser.parse(text).root_node).values() for node in found]
+        nodes = [node for captured in find(parser.parse(text).root_node).values() for node in captured]
         if nodes:
             first = min(nodes, key=lambda node: (node.start_byte, -node.end_byte))
             return text[first.start_byte : first.end_byte].decode()
@@ -85,8 +82,7 @@ def _function(answer: str, language: str) -> str:
 
 
 def _blocks(answer: str) -> list[str]:
-    """The texts between fences, without blank lines before them. RepoQA has one pattern for this, which takes time
-    squared."""
+    """The texts between fences, from their first line that is not blank. RepoQA's pattern takes time squared."""
     lines, blocks, at = answer.split("\n"), [], 0
     fences = [number for number, line in enumerate(lines) if line.startswith(_FENCE)]
     for opening, closing in pairwise(fences):

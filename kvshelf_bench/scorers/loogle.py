@@ -21,9 +21,12 @@ def bleu(length: int) -> Callable[[str, str], float]:
     runs that stand in the reference, less where the answer is the shorter."""
 
     def score(answer: str, reference: str) -> float:
-        said, own = answer.split(), reference.split()
-        common = (runs(said, length) & runs(own, length)).total()
-        return exp(min(0.0, 1 - len(own) / len(said))) * common / (len(said) - length + 1) if common else 0.0
+        answer_words, reference_words = answer.split(), reference.split()
+        common = (runs(answer_words, length) & runs(reference_words, length)).total()
+        if not common:
+            return 0.0
+        brevity = exp(min(0.0, 1 - len(reference_words) / len(answer_words)))
+        return brevity * common / (len(answer_words) - length + 1)
 
     return score
 
@@ -54,9 +57,9 @@ def gaps_partial(answer: str, reference: str) -> float:
     """The share of the gaps whose text shares a word with the right one; none where an answer's text is no text."""
     right, filled = _gaps(reference), _gaps(answer)
     pairs = [(text, filled[gap]) for gap, text in right.items() if gap in filled]
-    if not all(isinstance(said, str) for _, said in pairs):
+    if not all(isinstance(filling, str) for _, filling in pairs):
         return 0.0
-    return sum(bool({*text.split()} & {*said.split()}) for text, said in pairs) / len(right)
+    return sum(bool({*text.split()} & {*filling.split()}) for text, filling in pairs) / len(right)
 
 
 def no_gaps(references: Sequence[str], _: Sequence[str]) -> str | None:
@@ -69,13 +72,13 @@ def no_gaps(references: Sequence[str], _: Sequence[str]) -> str | None:
 
 
 def _meteor(answer: str, reference: str, alike: Callable[[str], Collection[str]] | None = None) -> float:
-    said, own = (list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference))
-    counts = len(said), len(own)
-    pairs = _pairs(said, own)
-    said, own = ([(place, stem(word)) for place, word in words] for words in (said, own))
-    pairs += _pairs(said, own)
+    words, right = (list(enumerate(map(str.lower, dict.fromkeys(text.split())))) for text in (answer, reference))
+    counts = len(words), len(right)
+    pairs = _pairs(words, right)
+    words, right = ([(place, stem(word)) for place, word in places] for places in (words, right))
+    pairs += _pairs(words, right)
     if alike is not None:
-        pairs += _pairs(said, own, alike)
+        pairs += _pairs(words, right, alike)
     if not pairs:
         return 0.0
     pairs.sort()
@@ -85,17 +88,16 @@ def _meteor(answer: str, reference: str, alike: Callable[[str], Collection[str]]
 
 
 def _pairs(
-    said: Places, own: Places, alike: Callable[[str], Collection[str]] = lambda word: (word,)
+    answer_words: Places, reference_words: Places, alike: Callable[[str], Collection[str]] = lambda word: (word,)
 ) -> list[tuple[int, int]]:
-    """The places of words that are alike, from the last of the answer's on, each with the last of the reference's. They
-    are taken out of both."""
+    """The places of words that are alike, from the last of both texts on; these words leave both lists."""
     pairs = []
-    for place, word in reversed([*said]):
+    for place, word in reversed([*answer_words]):
         fitting = alike(word)
-        match = next((one for one in reversed(own) if one[1] in fitting), None)
+        match = next((one for one in reversed(reference_words) if one[1] in fitting), None)
         if match is not None:
-            said.remove((place, word))
-            own.remove(match)
+            answer_words.remove((place, word))
+            reference_words.remove(match)
             pairs.append((place, match[0]))
     return pairs
 

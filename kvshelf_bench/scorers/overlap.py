@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import string
 from collections import Counter
@@ -60,8 +61,10 @@ def rouge_recall(length: int) -> Callable[[str, str], float]:
     many words that stand in the answer, each once."""
 
     def score(answer: str, reference: str) -> float:
-        said, own = (runs(list(chain(*_sentences(text))), length).keys() for text in (answer, reference))
-        return len(own & said) / len(own) if own else 0.0
+        answer_runs, reference_runs = (
+            runs(list(chain(*_sentences(text))), length).keys() for text in (answer, reference)
+        )
+        return len(reference_runs & answer_runs) / len(reference_runs) if reference_runs else 0.0
 
     return score
 
@@ -82,15 +85,15 @@ def rouge_l_sum(answer: str, reference: str) -> float:
     answers, references = (
         [_NO_WORD.sub(" ", line.lower()).split() for line in text.split("\n") if line] for text in (answer, reference)
     )
-    own, said = (Counter(word for line in side for word in line) for side in (references, answers))
-    if not own or not said:
+    in_references, in_answers = (Counter(word for line in side for word in line) for side in (references, answers))
+    if not in_references or not in_answers:
         return 0.0
-    hits, total, other = 0, own.total(), said.total()
+    hits, total, other = 0, in_references.total(), in_answers.total()
     for line in references:
-        for at in sorted({at for one in answers for at in _common(line, one, _from_start)}):
+        for at in sorted({at for words in answers for at in _common(line, words, operator.ge)}):
             word = line[at]
-            if own[word] > 0 and said[word] > 0:
-                hits, own[word], said[word] = hits + 1, own[word] - 1, said[word] - 1
+            if in_references[word] > 0 and in_answers[word] > 0:
+                hits, in_references[word], in_answers[word] = hits + 1, in_references[word] - 1, in_answers[word] - 1
     precision, recall = hits / other, hits / total
     return 2 * precision * recall / (precision + recall) if hits else 0.0
 
@@ -119,12 +122,12 @@ def edit_similarity(answer: str, reference: str) -> float:
     """LongBench's of a line of code: the answer's first line without a backquote or a comment, by `difflib`, which is
     what `fuzzywuzzy` takes where Levenshtein is not installed. In hundredths."""
     lines = answer.lstrip("\n").split("\n")
-    said = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    if said == reference:
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    if code == reference:
         return 1.0
-    if not said or not reference:
+    if not code or not reference:
         return 0.0
-    return round(100 * SequenceMatcher(None, said, reference).ratio()) / 100
+    return round(100 * SequenceMatcher(None, code, reference).ratio()) / 100
 
 
 def segmented(text: str) -> list[str]:
@@ -162,19 +165,11 @@ def _rouge_l(answer: str, reference: str) -> tuple[float, float]:
     if not answers or not references:
         return 0.0, 0.0
     common: set[str] = set()
-    for own in references:
-        for said in answers:
-            common.update(own[at] for at in _common(own, said, _from_end))
+    for reference_words in references:
+        for answer_words in answers:
+            common.update(reference_words[at] for at in _common(reference_words, answer_words, operator.gt))
     precision, recall = (len(common) / len({word for one in side for word in one}) for side in (answers, references))
     return precision, recall
-
-
-def _from_end(above: int, left: int) -> bool:
-    return above > left
-
-
-def _from_start(above: int, left: int) -> bool:
-    return above >= left
 
 
 def _common(one: Sequence[str], other: Sequence[str], drops_one: Callable[[int, int], bool]) -> Iterable[int]:

@@ -17,7 +17,6 @@ Check = Callable[[str, str], bool]
 
 
 def kept(answer: str, rules: Sequence[str]) -> float:
-    """The share of the rules that the answer keeps."""
     return sum(_keeps(answer, rule) for rule in rules) / len(rules)
 
 
@@ -36,8 +35,8 @@ def unfit(rules: Sequence[str], _: Sequence[str]) -> str | None:
 
 def _keeps(answer: str, rule: str) -> bool:
     name, _, needs = rule.partition(":")
-    said = answer.strip()
-    return bool(said) and RULES[name](said, needs)
+    text = answer.strip()
+    return bool(text) and RULES[name](text, needs)
 
 
 def _is_json(answer: str, _: str) -> bool:
@@ -49,17 +48,17 @@ def _is_json(answer: str, _: str) -> bool:
 
 
 RULES: Final[dict[str, Check]] = {
-    "words_at_most": lambda said, needs: len(words(said)) <= int(needs),
-    "words_at_least": lambda said, needs: len(words(said)) >= int(needs),
-    "lines_at_least": lambda said, needs: sum(bool(line.strip()) for line in said.split("\n")) >= int(needs),
-    "mentions": lambda said, needs: contains(said, [needs]) == 1,
-    "avoids": lambda said, needs: contains(said, [needs]) == 0,
-    "begins_with": lambda said, needs: said.startswith(needs),
-    "ends_with": lambda said, needs: said.endswith(needs),
-    "upper_case": lambda said, _: said == said.upper() != said.lower(),
-    "lower_case": lambda said, _: said == said.lower() != said.upper(),
-    "bullets": lambda said, _: all(re.match(r"\s*[-*]\s", line) for line in said.split("\n") if line.strip()),
+    "words_at_most": lambda text, needs: len(words(text)) <= int(needs),
+    "words_at_least": lambda text, needs: len(words(text)) >= int(needs),
+    "lines_at_least": lambda text, needs: sum(bool(line.strip()) for line in text.split("\n")) >= int(needs),
+    "mentions": lambda text, needs: contains(text, [needs]) == 1,
+    "avoids": lambda text, needs: contains(text, [needs]) == 0,
+    "begins_with": lambda text, needs: text.startswith(needs),
+    "ends_with": lambda text, needs: text.endswith(needs),
+    "upper_case": lambda text, _: text == text.upper() != text.lower(),
+    "lower_case": lambda text, _: text == text.lower() != text.upper(),
+    "bullets": lambda text, _: all(re.match(r"\s*[-*]\s", line) for line in text.split("\n") if line.strip()),
     "json": _is_json,
-    "no_comma": lambda said, _: "," not in said,
+    "no_comma": lambda text, _: "," not in text,
 }
 _OF_TEXT: Final = ("mentions", "avoids", "begins_with", "ends_with")

@@ -51,15 +51,15 @@ def _numbered(word: str) -> Scorer:
     pattern = re.compile(rf"{word}(\d+)")
 
     def score(answer: str, reference: str) -> float:
-        found = pattern.search(reference)
-        return choices.counted(answer, found.group(1)) if found else 0.0
+        match = pattern.search(reference)
+        return choices.counted(answer, match.group(1)) if match else 0.0
 
     return Scorer(
-        _best(score), _each(lambda one: pattern.search(one) is not None, f"has no {word.strip()} with a number")
+        _best(score), _require_each(lambda one: pattern.search(one) is not None, f"has no {word.strip()} with a number")
     )
 
 
-def _each(fits: Callable[[str], bool], reason: str) -> Callable[[Sequence[str], Sequence[str]], str | None]:
+def _require_each(fits: Callable[[str], bool], reason: str) -> Callable[[Sequence[str], Sequence[str]], str | None]:
     def unfit(references: Sequence[str], _: Sequence[str]) -> str | None:
         return next((f"the answer {one!r} {reason}" for one in references if not fits(one)), None)
 
@@ -72,7 +72,7 @@ def _no_class(references: Sequence[str], classes: Sequence[str]) -> str | None:
     return next((f"the answer {one!r} is none of all_classes" for one in references if one not in classes), None)
 
 
-def _tried(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[str]], None]:
+def _require_installed(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[str]], None]:
     """Raises `MissingExtra` without what the score needs: before anything is measured."""
 
     def unfit(*_: Sequence[str]) -> None:
@@ -83,39 +83,42 @@ def _tried(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Seque
 
 SCORERS: Final[dict[str, Scorer]] = {
     "contains": Scorer(
-        _any(contains), _each(lambda one: bool(words(one)), "has no word, so no answer could contain it")
+        _any(contains), _require_each(lambda one: bool(words(one)), "has no word, so no answer could contain it")
     ),
     "exact": Scorer(_any(choices.exact)),
     "rules": Scorer(_any(rules.kept), rules.unfit, right=lambda _: None),
     "string_match_all": Scorer(_any(choices.all_contained), right="\n".join),
     "string_match_part": Scorer(_any(choices.any_contained)),
     "f1": Scorer(_best(overlap.f1)),
-    "f1_zh": Scorer(_best(overlap.f1_chinese), _tried(overlap.f1_chinese)),
+    "f1_zh": Scorer(_best(overlap.f1_chinese), _require_installed(overlap.f1_chinese)),
     "rouge_l": Scorer(_best(overlap.rouge_l)),
-    "rouge_l_zh": Scorer(_best(overlap.rouge_l_chinese), _tried(overlap.f1_chinese)),
+    "rouge_l_zh": Scorer(_best(overlap.rouge_l_chinese), _require_installed(overlap.f1_chinese)),
     "classification": Scorer(_of_class, _no_class),
     "count": Scorer(_best(choices.counted)),
     "retrieval": _numbered("Paragraph "),
     "retrieval_zh": _numbered("段落"),
     "edit_similarity": Scorer(_best(overlap.edit_similarity)),
-    "letter": Scorer(_best(choices.letter), _each(lambda one: one in tuple("ABCD"), "is no letter from A to D")),
+    "letter": Scorer(
+        _best(choices.letter), _require_each(lambda one: one in tuple("ABCD"), "is no letter from A to D")
+    ),
     "stands_in": Scorer(_any(choices.stands_in)),
     "said_aloud": Scorer(_any(choices.said_aloud)),
     "string_match_rounded": Scorer(_any(choices.all_contained_rounded), right="\n".join),
-    "first_integer": Scorer(_best(choices.first_whole_number), _each(str.isdecimal, "is no whole number")),
+    "first_integer": Scorer(_best(choices.first_whole_number), _require_each(str.isdecimal, "is no whole number")),
     "first_number": Scorer(
-        _best(choices.first_number), _each(lambda one: re.fullmatch(r"-?\d+(\.\d+)?", one) is not None, "is no number")
+        _best(choices.first_number),
+        _require_each(lambda one: re.fullmatch(r"-?\d+(\.\d+)?", one) is not None, "is no number"),
     ),
     "option": Scorer(_any(choices.option)),
     "f1_characters": Scorer(_best(overlap.f1_characters)),
     "rouge_l_sum": Scorer(_best(overlap.rouge_l_sum)),
-    "bert": Scorer(_best(overlap.bert), _tried(overlap.bert)),
+    "bert": Scorer(_best(overlap.bert), _require_installed(overlap.bert)),
     "bleu_1": Scorer(_best(loogle.bleu(1))),
     "bleu_4": Scorer(_best(loogle.bleu(4))),
     "rouge_1_recall": Scorer(_best(overlap.rouge_recall(1))),
     "rouge_2_recall": Scorer(_best(overlap.rouge_recall(2))),
     "rouge_l_recall": Scorer(_best(overlap.rouge_l_recall)),
-    "meteor": Scorer(_best(loogle.meteor), _tried(loogle.meteor)),
+    "meteor": Scorer(_best(loogle.meteor), _require_installed(loogle.meteor)),
     "meteor_stems": Scorer(_best(loogle.meteor_stems)),
     "gaps_exact": Scorer(_best(loogle.gaps_exact), loogle.no_gaps),
     "gaps_partial": Scorer(_best(loogle.gaps_partial), loogle.no_gaps),
@@ -184,5 +187,5 @@ def task_of(name: str) -> Task | None:
 
 def scored(name: str, answer: str, references: Sequence[str], classes: Sequence[str], *, first_line: bool) -> float:
     """The score of an answer. first_line: see `Task`."""
-    said = answer.lstrip("\n").split("\n")[0] if first_line else answer
-    return SCORERS[name].score(said, references, classes)
+    text = answer.lstrip("\n").split("\n")[0] if first_line else answer
+    return SCORERS[name].score(text, references, classes)

@@ -24,8 +24,8 @@ def speed(loading: WeightedLoading, options: SpeedOptions, reporting: Reporting)
         from kvshelf_bench.speed.parts import PARTS, Run
         from kvshelf_bench.speed.subject import load_subject
 
-    chosen, lengths = choices(options.parts, tuple(PARTS), "--parts"), options.given_lengths()
-    _ = options.asked(), options.answered()  # refused before a model is loaded
+    chosen, lengths = choices(options.parts, tuple(PARTS), "--parts"), options.document_tokens()
+    _ = options.question_counts(), options.new_tokens()  # refused before a model is loaded
     where, tables = machine(), list[Table]()
     report: dict[str, Any] = {"bench": "speed", "model": loading.model, "weights": loading.weights}
     report["rounds"] = options.rounds
@@ -36,5 +36,5 @@ def speed(loading: WeightedLoading, options: SpeedOptions, reporting: Reporting)
             if name in chosen:
                 report[name.replace("-", "_")] = result = part.measure(run)
                 tables += part.tables(result)
-    said = [f"not measured: {each}" for each in run.missing] + [load_warning(where)]
-    publish(report, tables, reporting, notes="\n".join(filter(None, said)))
+    notes = [f"not measured: {part}" for part in run.missing] + [load_warning(where)]
+    publish(report, tables, reporting, notes="\n".join(filter(None, notes)))

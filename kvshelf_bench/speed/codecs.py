@@ -35,7 +35,7 @@ _Seconds = Mapping[tuple[str, str, int], list[float]]
 
 _THREADS: Final = (1, 2)
 _ENCODED: Final[tuple[str, ...]] = ("int8", "int4", "lossless", "klt")
-_ASKED: Final[tuple[str, ...]] = ("none", "int4", "klt")
+_STORED: Final[tuple[str, ...]] = ("none", "int4", "klt")
 """Codecs under which a question is asked from a shelf."""
 
 _ZSTD_LEVEL: Final = 3
@@ -101,8 +101,10 @@ def codec_costs(subject: Subject, store: Store, tokens: int, rounds: int) -> Cod
     document, ids = _document(subject, tokens)
     cache = engine.compress(ids, policy="full")
     ways = codec_ways(engine, cache)
-    asked = {codec: store.put(engine.encoded(cache, codec)).id for codec in _ASKED if codec in ways or codec == "none"}
-    shelved = {codec: partial(store.get, cache_id) for codec, cache_id in asked.items()}
+    cache_ids = {
+        codec: store.put(engine.encoded(cache, codec)).id for codec in _STORED if codec in ways or codec == "none"
+    }
+    shelved = {codec: partial(store.get, cache_id) for codec, cache_id in cache_ids.items()}
     seconds = _measured(subject, ways, shelved, ids, rounds)
     numbers = sum(layer.entries * (layer.key_dim + layer.value_dim) for layer in cache.reduced)
     sizes = {"none": cache.pack().nbytes} | {codec: way.nbytes for codec, way in ways.items()}
@@ -133,7 +135,7 @@ def _row(codec: str, threads: int, nbytes: int, numbers: int, tokens: int, secon
 
 
 def _rate(amount: float, seconds: list[float] | None) -> Spread | None:
-    return Spread.of([amount / each for each in seconds]) if seconds else None
+    return Spread.of([amount / second for second in seconds]) if seconds else None
 
 
 def _ratio(seconds: list[float] | None, others: list[float] | None) -> Spread | None:
@@ -155,8 +157,7 @@ def codec_ways(engine: Engine, cache: CompressedCache) -> dict[str, CodecWay]:
 
 
 def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
-    """Keys and values of every layer, decoded as an `Attachment` decodes: as many layers at a time as torch has
-    threads."""
+    """Keys and values of every layer, decoded as an `Attachment` decodes: in as many threads as torch has."""
 
     def decoded(index: int) -> list[Tensor]:
         layer = cache.layers[index]
@@ -167,9 +168,9 @@ def _plain_rows(cache: CompressedCache, coder: Coder | None) -> list[Tensor]:
     return [rows for layer in _side_by_side(decoded, range(len(cache.layers))) for rows in layer]
 
 
-def _side_by_side(run: Callable[[GivenT], ResultT], given: Iterable[GivenT]) -> list[ResultT]:
+def _side_by_side(run: Callable[[GivenT], ResultT], items: Iterable[GivenT]) -> list[ResultT]:
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return list(threads.map(run, given))
+        return list(threads.map(run, items))
 
 
 def _ensure_transforms(subject: Subject) -> None:
@@ -208,12 +209,13 @@ def _measured(
             runs["decode", codec, threads] = partial(settled, partial(cost, way.decode, subject.device))
         for codec, fetch in shelved.items():
             runs["first", codec, threads] = partial(settled, partial(first_token, subject, fetch, question))
-    found = interleaved({key: partial(_on, key[2], run) for key, run in runs.items()}, rounds)
-    return {key: [each.seconds if key[2] == 1 else each.wall_s for each in costs] for key, costs in found.items()}
+    costs_by_key = interleaved({key: partial(_on, key[2], run) for key, run in runs.items()}, rounds)
+    return {
+        key: [spent.seconds if key[2] == 1 else spent.wall_s for spent in costs] for key, costs in costs_by_key.items()
+    }
 
 
 def _on(threads: int, run: Callable[[], ResultT]) -> ResultT:
-    """The result of `run` under so many threads of torch."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

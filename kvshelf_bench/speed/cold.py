@@ -11,10 +11,10 @@ from functools import partial
 
 from kvshelf.engine.attention.attachment import Attachment
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.kernels.rates import Cost, cost
+from kvshelf.kernels.rates import Cost
 from kvshelf.store.base import Store
 from kvshelf.store.disk import DiskStore
-from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.measure import Spread, interleaved, ratios, timed
 from kvshelf_bench.speed.first_token import put
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
@@ -82,38 +82,36 @@ def _measure(
     tokens: int,
     rounds: int,
 ) -> Cold:
-    nbytes: dict[str, int] = {}
-
-    def whole() -> None:
+    def whole() -> int:
         with store.open_cache(cache_id) as arriving:
             reader = threading.Thread(target=arriving.read)
             reader.start()
             _first_token(subject, subject.engine.attach(arriving), question, None)
             reader.join()
-            nbytes["all"] = arriving.nbytes
+            return arriving.nbytes
 
-    def part() -> None:
+    def part() -> int:
         with store.open_parts(cache_id) as parts:
             document = subject.engine.attachments.of_part(parts)
             assert document is not None, "this process reads rows in place"
             with closing(document):
                 _first_token(subject, document, question, tokens // _SHARE)
-            nbytes["part"] = parts.read_bytes
+            return parts.read_bytes
 
-    def cold(ask: Callable[[], None]) -> Cost:
+    def cold(ask: Callable[[], int]) -> tuple[int, Cost]:
         before()
-        return cost(ask, subject.device)
+        return timed(ask, subject.device)
 
     runs = interleaved({"all": partial(cold, whole), "part": partial(cold, part)}, rounds)
-    all_s, part_s = ([each.wall_s for each in runs[way]] for way in ("all", "part"))
+    all_s, part_s = ([spent.wall_s for _, spent in runs[way]] for way in ("all", "part"))
     return Cold(
         place=place,
         tokens=tokens,
         all_s=Spread.of(all_s),
         part_s=Spread.of(part_s),
         ratio=ratios(part_s, all_s),
-        all_bytes=nbytes["all"],
-        part_bytes=nbytes["part"],
+        all_bytes=runs["all"][-1][0],
+        part_bytes=runs["part"][-1][0],
     )
 
 

@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 
-from kvshelf.engine.prefill.prefill import Compression
 from kvshelf.kernels.rates import Cost, cost
-from kvshelf_bench.measure import Spread, interleaved, ratios
+from kvshelf_bench.measure import Spread, interleaved, ratios, timed
 from kvshelf_bench.peers.peer import Peer
 from kvshelf_bench.speed.subject import Subject
 
@@ -23,8 +22,7 @@ ONE_PASS = (
 
 @dataclass(frozen=True)
 class Hooked:
-    """One prefill that compresses. `total` is the whole call; `hook_s` the part of it that compressed, in wall time, as
-    `prefill_s`, the rest."""
+    """One prefill that compresses. total: the whole call; hook_s: the wall time that compressing took."""
 
     total: Cost
     hook_s: float
@@ -89,17 +87,16 @@ def compression_costs(
 def plain_prefill(subject: Subject, ids: Sequence[int]) -> Cost:
     """The model under its own attention, keeping its cache, as without a shelf."""
     model = subject.engine.model
-    given = torch.tensor([ids], device=model.device)
+    input_ids = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        return cost(lambda: model(input_ids=given, use_cache=True, logits_to_keep=1), subject.device)
+        return cost(lambda: model(input_ids=input_ids, use_cache=True, logits_to_keep=1), subject.device)
 
 
 def compress(subject: Subject, ids: Sequence[int], policy: str, removed: float) -> Hooked:
     """Compress a document of token ids; `Compression.compress_s` is the policy's part of it."""
-    engine, made = subject.engine, list[Compression]()
-    job = partial(engine.prepare, ids, policy=policy, compression_ratio=removed)
-    total = cost(lambda: made.append(engine.run(job())), subject.device)
-    return Hooked(total, made[0].compress_s)
+    prepare = partial(subject.engine.prepare, ids, policy=policy, compression_ratio=removed)
+    compression, total = timed(lambda: subject.engine.run(prepare()), subject.device)
+    return Hooked(total, compression.compress_s)
 
 
 def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) -> Hooked:
@@ -108,21 +105,21 @@ def _compress_by(peer: Peer, ids: Sequence[int], policy: str, removed: float) ->
 
 
 def _row(
-    policy: str, tokens: int, removed: float, plain: list[Hooked], ours: list[Hooked], theirs: list[Hooked] | None
+    policy: str, tokens: int, removed: float, plain: list[Hooked], hooked: list[Hooked], peer: list[Hooked] | None
 ) -> CompressionCost:
-    plain_s, hook_s = _totals(plain), [run.hook_s for run in ours]
-    peer_s = [run.hook_s for run in theirs] if theirs is not None else None
+    plain_s, hook_s = _totals(plain), [run.hook_s for run in hooked]
+    peer_s = [run.hook_s for run in peer] if peer is not None else None
     return CompressionCost(
         policy=policy,
         tokens=tokens,
         removed=removed,
         plain_s=Spread.of(plain_s),
         hook_s=Spread.of(hook_s),
-        share=_share(ours),
-        whole=ratios(_totals(ours), plain_s),
-        whole_wall=ratios([run.total.wall_s for run in ours], [run.total.wall_s for run in plain]),
+        share=_share(hooked),
+        whole=ratios(_totals(hooked), plain_s),
+        whole_wall=ratios([run.total.wall_s for run in hooked], [run.total.wall_s for run in plain]),
         peer_s=Spread.of(peer_s) if peer_s is not None else None,
-        peer_share=_share(theirs) if theirs is not None else None,
+        peer_share=_share(peer) if peer is not None else None,
         beside_peer=ratios(hook_s, peer_s) if peer_s is not None else None,
     )
 

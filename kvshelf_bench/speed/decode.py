@@ -9,16 +9,15 @@ from itertools import product
 
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.decode.generation import Sampling
-from kvshelf.kernels.rates import Cost, cost, read_bandwidth
+from kvshelf.kernels.rates import Cost, read_bandwidth
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
-from kvshelf_bench.engines import endless_answers, require_room
-from kvshelf_bench.measure import Spread, interleaved, ratios
-from kvshelf_bench.quality.grid import BASELINE, Row, Variant
+from kvshelf_bench.engines import require_room, scheduled
+from kvshelf_bench.measure import Spread, interleaved, ratios, timed
+from kvshelf_bench.quality.grid import PLAIN, Row
 from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 
 DOCUMENT_TOKENS = 2048
 NEW_TOKENS = 64
-DEFAULT = Row(Variant(BASELINE), 0.0)
 
 _ALONE = 8
 """Most questions answered one at a time for the comparison; their rate does not depend on their number."""
@@ -66,7 +65,7 @@ def decodings(
     rounds: int,
     progress: Callable[[], None] = lambda: None,
     *,
-    rows: Sequence[Row] = (DEFAULT,),
+    rows: Sequence[Row] = (PLAIN,),
     lengths: Sequence[int] = (DOCUMENT_TOKENS,),
     answers: Sequence[int] = (NEW_TOKENS,),
 ) -> Decodings:
@@ -75,19 +74,18 @@ def decodings(
     require_room(subject.engine, max(lengths), QUESTION_TOKENS, max(answers))
     bandwidth = read_bandwidth(subject.device)
     engine = subject.engine
-    found = []
-    with endless_answers(engine):
-        for length, row in product(lengths, rows):
-            documents = [subject.tokens(length, seed=10 + i) for i in range(max(questions))]
-            jobs = (engine.prepare(each, **row.sizes) for each in documents)
-            caches = [engine.encoded(engine.run(job).cache, row.codec) for job in jobs]
-            for count, new_tokens in product(questions, answers):
-                for attached in dict.fromkeys((count, 1)):
-                    asked = [caches[i % attached] for i in range(count)]
-                    measured = _measure(subject, asked, attached, rounds, bandwidth, new_tokens)
-                    found.append(replace(measured, way=row.label, document_tokens=length))
-                progress()
-    return Decodings(QUESTION_TOKENS, bandwidth, found)
+    measured = []
+    for length, row in product(lengths, rows):
+        documents = [subject.tokens(length, seed=10 + i) for i in range(max(questions))]
+        jobs = (engine.prepare(document, **row.sizes) for document in documents)
+        caches = [engine.encoded(engine.run(job).cache, row.codec) for job in jobs]
+        for count, new_tokens in product(questions, answers):
+            for attached in dict.fromkeys((count, 1)):
+                asked_caches = [caches[i % attached] for i in range(count)]
+                decoding = _measure(subject, asked_caches, attached, rounds, bandwidth, new_tokens)
+                measured.append(replace(decoding, way=row.label, document_tokens=length))
+            progress()
+    return Decodings(QUESTION_TOKENS, bandwidth, measured)
 
 
 @dataclass(frozen=True)
@@ -99,23 +97,18 @@ class _Answered:
 def _measure(
     subject: Subject, caches: list[CompressedCache], documents: int, rounds: int, bandwidth: float, new_tokens: int
 ) -> Decoding:
-    scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=len(caches), max_waiting=len(caches)))
-    scheduler.start()
-    try:
-        runs = interleaved(
-            {
-                "alone": lambda: one_at_a_time(subject, caches[:_ALONE], new_tokens),
-                "together": lambda: _together(subject, scheduler, caches, new_tokens),
-                "first": lambda: _together(subject, scheduler, caches, 1),
-            },
-            rounds,
-        )
-    finally:
-        scheduler.stop()
+    limits = SchedulerLimits(max_open=len(caches), max_waiting=len(caches))
+    with scheduled(subject.engine, limits) as scheduler:
+        ways = {
+            "alone": lambda: one_at_a_time(subject, caches[:_ALONE], new_tokens),
+            "together": lambda: _together(subject, scheduler, caches, new_tokens),
+            "first": lambda: _together(subject, scheduler, caches, 1),
+        }
+        runs = interleaved(ways, rounds)
     together, alone = ([run.tokens / run.cost.seconds for run in runs[way]] for way in ("together", "alone"))
     walls = ([run.tokens / run.cost.wall_s for run in runs[way]] for way in ("together", "alone"))
-    both = zip(runs["together"], runs["first"], strict=True)
-    steps = [(run.cost.seconds - first.cost.seconds) / (new_tokens - 1) for run, first in both]
+    pairs = zip(runs["together"], runs["first"], strict=True)
+    steps = [(run.cost.seconds - first.cost.seconds) / (new_tokens - 1) for run, first in pairs]
     needed = step_bytes(subject, caches[:documents], len(caches), new_tokens)
     return Decoding(
         way="",
@@ -156,8 +149,8 @@ def _together(subject: Subject, scheduler: Scheduler, caches: Sequence[Compresse
 
 def _answered(subject: Subject, ask: Callable[[], list[int]]) -> _Answered:
     """Time answers; `ask` returns the number of tokens of each."""
-    counts: list[int] = []
-    return _Answered(cost(lambda: counts.extend(ask()), subject.device), sum(counts))
+    counts, spent = timed(ask, subject.device)
+    return _Answered(spent, sum(counts))
 
 
 def question(subject: Subject, i: int) -> list[int]:

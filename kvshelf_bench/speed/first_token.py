@@ -29,7 +29,7 @@ from kvshelf_bench.speed.subject import QUESTION_TOKENS, Subject
 LEVELS = (("full", 0.0), ("keydiff", 0.75), ("keydiff", 0.875))
 """Policies and the fraction each removes. Only the number of kept entries matters here."""
 
-_ASKED = 5
+_QUESTIONS = 5
 """Questions that each way asks in its turn, after one that does not count."""
 
 _AGAIN, _AGAIN_TWICE, _ALONE = "again", "again, a second time", "alone"
@@ -106,31 +106,31 @@ def first_tokens(
                 ways[policy, removed, place] = partial(settled, ask)
             prefilled = subject.engine.answer(cache, question, max_new_tokens=1).usage.prefill_tokens
             known[policy, removed] = prefilled, file.stat().st_size
-        found = interleaved(ways, rounds)
-    again_costs, second = found[_AGAIN, 0.0, ""], found[_AGAIN_TWICE, 0.0, ""]
-    again_s = [each.seconds for each in again_costs]
+        costs_by_way = interleaved(ways, rounds)
+    again_costs, second = costs_by_way[_AGAIN, 0.0, ""], costs_by_way[_AGAIN_TWICE, 0.0, ""]
+    again_s = [spent.seconds for spent in again_costs]
     rows = []
     for level, facts in known.items():
-        tiers = {place: _tier(costs, again_s) for (*of, place), costs in found.items() if tuple(of) == level}
+        tiers = {place: _tier(costs, again_s) for (*of, place), costs in costs_by_way.items() if tuple(of) == level}
         rows.append(FirstToken(*level, tokens, QUESTION_TOKENS, *facts, tiers))
     return FirstTokens(
         tokens=tokens,
         again_s=Spread.of(again_s),
-        same=ratios([each.seconds for each in second], again_s),
-        alone=_tier(found[_ALONE, 0.0, ""], again_s),
+        same=ratios([spent.seconds for spent in second], again_s),
+        alone=_tier(costs_by_way[_ALONE, 0.0, ""], again_s),
         rows=rows,
     )
 
 
 def _tier(costs: list[Cost], again_s: list[float]) -> Tier:
-    seconds = [each.seconds for each in costs]
-    return Tier(Spread.of(seconds), Spread.of([each.wall_s for each in costs]), ratios(again_s, seconds))
+    seconds = [spent.seconds for spent in costs]
+    return Tier(Spread.of(seconds), Spread.of([spent.wall_s for spent in costs]), ratios(again_s, seconds))
 
 
 def settled(ask: Callable[[], Cost]) -> Cost:
     """The median of five calls in a row, after one that does not count."""
     ask()
-    return sorted((ask() for _ in range(_ASKED)), key=lambda each: each.seconds)[_ASKED // 2]
+    return sorted((ask() for _ in range(_QUESTIONS)), key=lambda spent: spent.seconds)[_QUESTIONS // 2]
 
 
 def ways_to_ask(
@@ -180,12 +180,12 @@ def _ask_model(
     positions: Tensor | None = None,
 ) -> Cost:
     """The model under its own attention, as without a shelf."""
-    given = torch.tensor([ids], device=subject.device)
+    input_ids = torch.tensor([ids], device=subject.device)
 
     def ask() -> None:
         with torch.no_grad():
             out = subject.engine.model(
-                input_ids=given, position_ids=positions, logits_to_keep=1, **{CACHE_ARGUMENT: fetch()}
+                input_ids=input_ids, position_ids=positions, logits_to_keep=1, **{CACHE_ARGUMENT: fetch()}
             )
         int(out.logits[0, -1].argmax())
 

@@ -1,8 +1,7 @@
-"""Options of `kvshelf bench speed`."""
+"""The options of `kvshelf bench speed`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -57,20 +56,18 @@ class SpeedOptions:
         list[str] | None, typer.Option("--store", help="URL of one more store to answer from; may be repeated.")
     ] = None
 
-    def given_lengths(self) -> list[int] | None:
+    def document_tokens(self) -> list[int] | None:
+        """None: the lengths of each part."""
         return numbers(self.lengths) if self.lengths else None
 
-    def asked(self) -> list[int]:
+    def question_counts(self) -> list[int]:
         return numbers(self.questions, "--questions")
 
-    def answered(self) -> list[int]:
+    def new_tokens(self) -> list[int]:
         lengths = numbers(self.answer_tokens, "--answer-tokens")
         if min(lengths) < 2:
-            reason = (
-                f"--answer-tokens {self.answer_tokens}: steps are measured from the second token on; give 2 or more"
+            raise InvalidRequest(
+                f"--answer-tokens {self.answer_tokens}: steps are measured from the second token on; give 2 or more",
+                param="answer_tokens",
             )
-            raise InvalidRequest(reason, param="answer_tokens")
         return lengths
-
-    def interpreters(self) -> Mapping[str, str | None]:
-        return {"vLLM": self.vllm_python, "llama.cpp": self.llama_python}

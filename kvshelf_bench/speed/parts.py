@@ -17,12 +17,12 @@ from kvshelf.methods.suffixes.registry import untrained
 from kvshelf.store.base import Store
 from kvshelf.store.url import open_store
 from kvshelf_bench.measure import ResultT, Spread
-from kvshelf_bench.options import ratio, split
-from kvshelf_bench.quality.grid import Row
+from kvshelf_bench.options import milliseconds, ratio, split
+from kvshelf_bench.quality.grid import PLAIN, Row
 from kvshelf_bench.speed.codecs import CodecCosts, codec_costs
 from kvshelf_bench.speed.cold import Cold, colds
 from kvshelf_bench.speed.compression import ONE_PASS, CompressionCosts, compression_costs
-from kvshelf_bench.speed.decode import DEFAULT, DOCUMENT_TOKENS, Decodings, decodings
+from kvshelf_bench.speed.decode import DOCUMENT_TOKENS, Decodings, decodings
 from kvshelf_bench.speed.first_token import FirstTokens, first_tokens
 from kvshelf_bench.speed.options import SpeedOptions
 from kvshelf_bench.speed.ranks import Sharing, sharings
@@ -38,25 +38,24 @@ def compression_table(costs: CompressionCosts) -> Table:
     table = Table("policy", "compression", "of prefill", "kvpress", "of prefill", "ours / kvpress", "whole / plain")
     row = costs.rows[0]
     table.title = (
-        f"compressing {costs.tokens} tokens, {row.removed:.1%} removed; plain prefill {_ms(row.plain_s)}, "
+        f"compressing {costs.tokens} tokens, {row.removed:.1%} removed; plain prefill {milliseconds(row.plain_s)}, "
         f"over itself {ratio(costs.same)}"
     )
     for row in costs.rows:
         peer = ("", "", "")
         if row.peer_s is not None and row.peer_share is not None and row.beside_peer is not None:
-            peer = (_ms(row.peer_s), f"{row.peer_share.median:.2%}", ratio(row.beside_peer))
-        table.add_row(row.policy, _ms(row.hook_s), f"{row.share.median:.2%}", *peer, ratio(row.whole))
+            peer = (milliseconds(row.peer_s), f"{row.peer_share.median:.2%}", ratio(row.beside_peer))
+        table.add_row(row.policy, milliseconds(row.hook_s), f"{row.share.median:.2%}", *peer, ratio(row.whole))
     return table
 
 
 def codecs_table(costs: CodecCosts) -> Table:
-    """One document: a row for each codec and number of threads."""
     table = Table("codec", "bytes a token", "of 16 bits", "threads", "encode", "of prefill", "decode")
     for name in ("first token", "over int4", "decoding"):
         table.add_column(name)
     table.title = (
         f"the full cache of {costs.tokens} tokens ({costs.document}), in MB of 16 bits a second; "
-        f"plain prefill {_ms(costs.prefill_s)}"
+        f"plain prefill {milliseconds(costs.prefill_s)}"
     )
     if not any(row.codec == "klt" for row in costs.rows):
         table.caption = "klt: not measured; make transforms with kvshelf calibrate"
@@ -69,7 +68,7 @@ def codecs_table(costs: CodecCosts) -> Table:
             f"{row.encode_mb_s.median:,.0f}" if row.encode_mb_s else "",
             f"{row.of_prefill.median:.2%}" if row.of_prefill else "",
             f"{row.decode_mb_s.median:,.0f}" if row.decode_mb_s else "",
-            _ms(row.first_s) if row.first_s else "",
+            milliseconds(row.first_s) if row.first_s else "",
             f"{row.over_int4.median:.2f}" if row.over_int4 else "",
             f"{row.decoding.median:.0%}" if row.decoding else "",
         )
@@ -81,33 +80,32 @@ def first_token_table(firsts: FirstTokens) -> Table:
     tiers = list(firsts.rows[0].tiers)
     table = Table("policy", "entries", "run", *(name for tier in tiers for name in (tier, "of again")))
     table.title = (
-        f"first token after {firsts.tokens} tokens; prefilling again {_ms(firsts.again_s)}, "
-        f"over itself {ratio(firsts.same)}; the question alone {_ms(firsts.alone.first_s)}, "
+        f"first token after {firsts.tokens} tokens; prefilling again {milliseconds(firsts.again_s)}, "
+        f"over itself {ratio(firsts.same)}; the question alone {milliseconds(firsts.alone.first_s)}, "
         f"1/{firsts.alone.speedup.median:.0f}"
     )
     if not any(tier.startswith("redis") for tier in tiers):
         table.caption = "redis: not measured; give its URL as --store"
     for row in firsts.rows:
-        cells = [cell for tier in row.tiers.values() for cell in (_ms(tier.first_s), _inverse(tier.speedup))]
+        cells = [cell for tier in row.tiers.values() for cell in (milliseconds(tier.first_s), _inverse(tier.speedup))]
         label = f"{row.policy}, {row.removed:.1%} removed" if row.removed else row.policy
         table.add_row(label, f"{row.entry_bytes / 1e6:.2f} MB", f"{row.prefill_tokens}", *cells)
     return table
 
 
-def decode_table(found: Decodings) -> Table:
-    """One row per way, length and number of questions and documents."""
+def decode_table(costs: Decodings) -> Table:
     table = Table(Column("way", no_wrap=True), "tokens", "questions", "documents", "answers", "held")
     for name in ("one by one", "together", "gain", "step", "read"):
         table.add_column(name)
     table.title = (
-        f"new tokens per second, behind documents and {found.question_tokens} tokens of a question; a step, what it "
-        f"reads, and its share of the {found.read_bandwidth / 1e9:.1f} GB/s that memory gives"
+        f"new tokens per second, behind documents and {costs.question_tokens} tokens of a question; a step, what it "
+        f"reads, and its share of the {costs.read_bandwidth / 1e9:.1f} GB/s that memory gives"
     )
-    for row in found.rows:
+    for row in costs.rows:
         rates = (f"{row.alone.median:,.0f}/s", f"{row.together.median:,.0f}/s", ratio(row.gain))
         read = f"{row.step_bytes / 1e6:,.1f} MB, {row.share.median:.0%}"
         about = (row.way, f"{row.document_tokens:,}", f"{row.questions}", f"{row.documents}", f"{row.new_tokens}")
-        table.add_row(*about, f"{row.held_bytes / 1e6:,.1f} MB", *rates, _ms(row.step_s), read)
+        table.add_row(*about, f"{row.held_bytes / 1e6:,.1f} MB", *rates, milliseconds(row.step_s), read)
     return table
 
 
@@ -117,8 +115,8 @@ def selecting_table(rows: Sequence[Selecting]) -> Table:
     table.title = "processor time of a decode step, each answer on a document of its own under int4"
     for row in rows:
         cells = (f"{row.document_tokens:,}", f"{row.read_tokens:,}", str(row.rows), row.selector)
-        times = (_ms(row.dense_s), _ms(row.selected_s), ratio(row.ratio))
-        table.add_row(*cells, *times, _ms(row.choice_s), f"{row.choice_share.median:.0%}")
+        times = (milliseconds(row.dense_s), milliseconds(row.selected_s), ratio(row.ratio))
+        table.add_row(*cells, *times, milliseconds(row.choice_s), f"{row.choice_share.median:.0%}")
     return table
 
 
@@ -127,15 +125,13 @@ def cold_table(rows: Sequence[Cold]) -> Table:
     table = Table("tokens", "from", "all", "read", "a part", "read", "of all's")
     table.title = "wall time to the first token over a document under int4 that is not in memory; selector infllm"
     for row in rows:
-        read = (f"{each / 1e6:,.1f} MB" for each in (row.all_bytes, row.part_bytes))
-        table.add_row(
-            f"{row.tokens:,}", row.place, _ms(row.all_s), next(read), _ms(row.part_s), next(read), ratio(row.ratio)
-        )
+        all_read, part_read = (f"{nbytes / 1e6:,.1f} MB" for nbytes in (row.all_bytes, row.part_bytes))
+        times = (milliseconds(row.all_s), all_read, milliseconds(row.part_s), part_read)
+        table.add_row(f"{row.tokens:,}", row.place, *times, ratio(row.ratio))
     return table
 
 
 def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
-    """One row for each suffix policy, behind the answer with all of its suffix."""
     table = Table("policy", "stored", "memory", "a token", "same choice", "same answer")
     table.title = f"greedy answers of {rows[0].tokens:,} tokens, and what each holds beside its document"
     for row in rows:
@@ -150,7 +146,6 @@ def suffix_table(rows: Sequence[BoundedAnswer]) -> Table:
 
 
 def serving_table(serving: Serving) -> Table:
-    """One row for each work: seconds of each way, and how many times as fast the replica was."""
     table = Table("", *serving.ways, "rounds")
     table.title = "wall time; in brackets how many times as fast the replica was"
     for row in serving.rows:
@@ -159,7 +154,6 @@ def serving_table(serving: Serving) -> Table:
 
 
 def serving_line(row: ServingRow) -> str:
-    """A row before the table is whole."""
     return f"{row.work}: " + ", ".join(f"{way} {_cell(row, way)}" for way in row.seconds)
 
 
@@ -175,17 +169,19 @@ def sharing_table(rows: Sequence[Sharing]) -> Table:
     table = Table("tokens", "work", "one process", f"{rows[0].ranks} processes", "times as fast", "memory of each")
     table.title = "wall time; the processes have as many threads together as the one"
     for row in rows:
-        held = ", ".join(f"{bytes_ / 1e6:,.0f} MB" for bytes_ in row.held_bytes["shared"])
-        of_one = f"{row.held_bytes['one'][0] / 1e6:,.0f} MB, and {held}"
-        both = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
-        for work, seconds, faster, memory in both:
-            table.add_row(f"{row.tokens:,}", work, _ms(seconds["one"]), _ms(seconds["shared"]), ratio(faster), memory)
+        shared = ", ".join(f"{nbytes / 1e6:,.0f} MB" for nbytes in row.held_bytes["shared"])
+        of_one = f"{row.held_bytes['one'][0] / 1e6:,.0f} MB, and {shared}"
+        works = (("prefill", row.prefill_s, row.prefill, of_one), ("8 answers", row.answers_s, row.answers, ""))
+        for work, seconds, faster, memory in works:
+            table.add_row(
+                f"{row.tokens:,}",
+                work,
+                milliseconds(seconds["one"]),
+                milliseconds(seconds["shared"]),
+                ratio(faster),
+                memory,
+            )
     return table
-
-
-def _ms(spread: Spread) -> str:
-    milliseconds = spread.median * 1e3
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2f} ms"
 
 
 def _inverse(spread: Spread) -> str:
@@ -201,21 +197,21 @@ _SHELF_LENGTHS = (2048, 4096, 8192, 16320)  # the last leaves room for the quest
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the bench. given: the lengths of `options`; None: those of each part. threads: of torch.
+    """A run of the bench. document_tokens: of `options`; None: those of each part. threads: of torch.
 
     report: parts may add more to it than what they return. missing: what was not measured, and why; parts add to it.
     """
 
     subject: Subject
     options: SpeedOptions
-    given: Sequence[int] | None
+    document_tokens: Sequence[int] | None
     threads: int
     progress: Progress
     report: dict[str, Any]
     missing: list[str] = field(default_factory=list)
 
     def lengths(self, usual: Sequence[int], part: str) -> list[int]:
-        return fitting(self.subject, self.given, usual, part, self.missing)
+        return fitting(self.subject, self.document_tokens, usual, part, self.missing)
 
     def tracked(self, usual: Sequence[int], part: str) -> Iterable[int]:
         return self.progress.track(self.lengths(usual, part), description=part)
@@ -248,24 +244,25 @@ def _first_token(run: Run) -> list[FirstTokens]:
 
 
 def _decode(run: Run) -> Decodings:
-    lengths, asked, answers = run.lengths((DOCUMENT_TOKENS,), "decode"), run.options.asked(), run.options.answered()
-    rows = [Row.parse(way) for way in split(run.options.ways)] or [DEFAULT]
-    bar = run.progress.add_task("decoding", total=len(asked) * len(lengths) * len(rows) * len(answers))
+    options, lengths = run.options, run.lengths((DOCUMENT_TOKENS,), "decode")
+    counts, answers = options.question_counts(), options.new_tokens()
+    rows = [Row.parse(way) for way in split(options.ways)] or [PLAIN]
+    bar = run.progress.add_task("decoding", total=len(counts) * len(lengths) * len(rows) * len(answers))
     step = partial(run.progress.advance, bar)
-    return decodings(run.subject, asked, run.options.rounds, step, rows=rows, lengths=lengths, answers=answers)
+    return decodings(run.subject, counts, options.rounds, step, rows=rows, lengths=lengths, answers=answers)
 
 
 def _select(run: Run) -> list[Selecting]:
     lengths = run.lengths(_SELECT_LENGTHS, "select")
-    found = selectings(run.subject, lengths, _SELECT_ROWS, run.options.rounds)
-    return run.all_of(found, len(lengths) * len(SELECTORS) * len(_SELECT_ROWS), "selecting")
+    rows = selectings(run.subject, lengths, _SELECT_ROWS, run.options.rounds)
+    return run.all_of(rows, len(lengths) * len(SELECTORS) * len(_SELECT_ROWS), "selecting")
 
 
 def _cold(run: Run) -> list[Cold]:
     with _opened(run.options.stores or []) as homes:
         lengths = run.lengths(_SELECT_LENGTHS, "cold")
-        found = colds(run.subject, homes, lengths, run.options.rounds)
-        return run.all_of(found, len(lengths) * (len(homes) + 1), "reading")
+        rows = colds(run.subject, homes, lengths, run.options.rounds)
+        return run.all_of(rows, len(lengths) * (len(homes) + 1), "reading")
 
 
 def _suffix(run: Run) -> list[BoundedAnswer]:
@@ -276,10 +273,11 @@ def _serving(run: Run) -> Serving:
     lengths = run.lengths(LENGTHS, "serving")
     bar = run.progress.add_task("serving", total=None)
     pace = ServingPace(run.options.rounds, run.options.budget)
+    interpreters = {"vLLM": run.options.vllm_python, "llama.cpp": run.options.llama_python}
     served = serving(
-        run.subject, lengths, pace, run.options.interpreters(), run.threads,
+        run.subject, lengths, pace, interpreters, run.threads,
         tell=lambda row: run.progress.console.print(serving_line(row), soft_wrap=True, highlight=False),
-        turn=lambda said: run.progress.update(bar, description=said),
+        turn=lambda work: run.progress.update(bar, description=work),
     )  # fmt: skip
     run.progress.remove_task(bar)
     run.missing.extend(served.missing)
@@ -299,26 +297,24 @@ class Part:
     tables: Callable[[Any], Iterable[Table]]
 
 
-def _each(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Table]]:
-    """A table for each of several results."""
+def _tables(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Table]]:
     return partial(map, table)
 
 
-def _one(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Table]]:
-    """A table of a result."""
+def _table(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Table]]:
     return lambda result: [table(result)]
 
 
 PARTS = {
-    "compression": Part(_compression, _each(compression_table)),
-    "codecs": Part(_codecs, _each(codecs_table)),
-    "first-token": Part(_first_token, _each(first_token_table)),
-    "decode": Part(_decode, _one(decode_table)),
-    "select": Part(_select, _one(selecting_table)),
-    "cold": Part(_cold, _one(cold_table)),
-    "suffix": Part(_suffix, _one(suffix_table)),
-    "serving": Part(_serving, _one(serving_table)),
-    "ranks": Part(_ranks, _one(sharing_table)),
+    "compression": Part(_compression, _tables(compression_table)),
+    "codecs": Part(_codecs, _tables(codecs_table)),
+    "first-token": Part(_first_token, _tables(first_token_table)),
+    "decode": Part(_decode, _table(decode_table)),
+    "select": Part(_select, _table(selecting_table)),
+    "cold": Part(_cold, _table(cold_table)),
+    "suffix": Part(_suffix, _table(suffix_table)),
+    "serving": Part(_serving, _table(serving_table)),
+    "ranks": Part(_ranks, _table(sharing_table)),
 }
 """In the order in which they are measured."""
 

@@ -34,10 +34,10 @@ def sharings(subject: Subject, ranks: int, threads: int, lengths: Sequence[int],
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a random model has none, and is loaded by its folder
         if Path(subject.source).is_dir() and not (Path(subject.source) / name).exists():
             shutil.copy(Path(bundled_folder("kvshelf-tiny")) / name, subject.source)
-    given = (subject.source, subject.dtype, str(subject.device), str(threads))
+    arguments = (subject.source, subject.dtype, str(subject.device), str(threads))
     with ExitStack() as open_peers:
         peers = {
-            way: open_peers.enter_context(running(sys.executable, "ranks", (*given, str(count)), f"{way} process"))
+            way: open_peers.enter_context(running(sys.executable, "ranks", (*arguments, str(count)), f"{way} process"))
             for way, count in (("one", 1), ("shared", ranks))
         }
         return [_measured(peers, subject.tokens(tokens, seed=1), ranks, rounds) for tokens in lengths]
@@ -46,8 +46,8 @@ def sharings(subject: Subject, ranks: int, threads: int, lengths: Sequence[int],
 def _measured(peers: dict[str, Peer], token_ids: list[int], ranks: int, rounds: int) -> Sharing:
     runs = [{way: peer.ask(token_ids=token_ids) for way, peer in peers.items()} for _ in range(rounds)]
     seconds = {of: {way: [run[way][of] for run in runs] for way in peers} for of in ("prefill_s", "answers_s")}
-    spreads = {of: {way: Spread.of(values) for way, values in each.items()} for of, each in seconds.items()}
-    faster = {of: ratios(each["one"], each["shared"]) for of, each in seconds.items()}
+    spreads = {of: {way: Spread.of(values) for way, values in by_way.items()} for of, by_way in seconds.items()}
+    faster = {of: ratios(by_way["one"], by_way["shared"]) for of, by_way in seconds.items()}
     return Sharing(
         tokens=len(token_ids),
         ranks=ranks,

@@ -49,7 +49,6 @@ class Selecting:
 
 
 def selectings(subject: Subject, lengths: Sequence[int], rows: Sequence[int], rounds: int) -> Iterator[Selecting]:
-    """Every length, selector, and number of rows."""
     engine = subject.engine
     for tokens in lengths:
         cache = engine.encoded(engine.compress(subject.tokens(tokens, seed=10), policy="full"), _CODEC)
@@ -71,8 +70,8 @@ def selecting(subject: Subject, caches: Sequence[CompressedCache], selector: str
 
     def fixed() -> float:
         engine, layers = subject.engine, len(subject.engine.passes.layer_shapes)
-        given = zip(caches, selections, strict=True)
-        return _step_s(subject, caches, [LastChoice(engine.attach(cache), chosen, layers) for cache, chosen in given])
+        pairs = zip(caches, selections, strict=True)
+        return _step_s(subject, caches, [LastChoice(engine.attach(cache), chosen, layers) for cache, chosen in pairs])
 
     dense = [None] * len(caches)
     ways = {"dense": lambda: _step_s(subject, caches, dense), "selected": selected, "fixed": fixed}
@@ -133,9 +132,9 @@ def stepping(
         ]
 
         def step() -> None:
-            for told in batch.step(answers):
-                if isinstance(told, Exception):
-                    raise told
+            for output in batch.step(answers):
+                if isinstance(output, Exception):
+                    raise output
 
         while any(len(answer.token_ids) < _WARM_UP for answer in answers):
             step()

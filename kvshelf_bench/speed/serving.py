@@ -1,8 +1,4 @@
-"""A document prefilled and questions on it answered, by kvshelf and by others, in wall time and within a budget.
-
-Works come in rounds, each in the same order, and each work is given to all ways in turn. What one way has taken tells
-what the next work will take it, and a work that would go beyond the budget is left to a larger one.
-"""
+"""A document prefilled and questions on it answered, by kvshelf and by others, in wall time and within a budget."""
 
 from __future__ import annotations
 
@@ -82,12 +78,12 @@ class ServingPace:
 def works(lengths: Sequence[int]) -> list[Work]:
     """In the order in which they run: a question needs its document."""
     prefills = [Work(f"{tokens:,} tokens prefilled", tokens) for tokens in lengths]
-    asked = [
+    answers = [
         Work(f"first token of a question of {QUESTION_TOKENS} on {lengths[0]:,}", answers=1, new_tokens=1),
         Work(f"one answer of {ANSWER_TOKENS}", answers=1, new_tokens=ANSWER_TOKENS),
         Work(f"{MOST_ANSWERS} answers of 24 on one document", answers=MOST_ANSWERS, new_tokens=24),
     ]
-    return [prefills[0], *asked, *prefills[1:]]
+    return [prefills[0], *answers, *prefills[1:]]
 
 
 def serving(
@@ -99,18 +95,19 @@ def serving(
     tell: Callable[[ServingRow], None] = lambda _: None,
     turn: Callable[[str], None] = lambda _: None,
 ) -> Serving:
-    """The rounds, as far as they end within the budget. interpreters: of vLLM and llama.cpp; None for this
-    one. tell: is given each row of the first round as soon as it is measured; turn: what is measured next."""
+    """The rounds, as far as they end within the budget: all ways do each work in turn, and a work that would go beyond
+    it, by what the way has taken before, is left out. interpreters: of vLLM and llama.cpp; None for this one. tell: is
+    called with each row of the first round as soon as it is measured; turn: with what is measured next."""
     ends, started = time.monotonic() + pace.budget_s, time.monotonic() + _START * pace.budget_s
     longest = max(lengths) + QUESTION_TOKENS + ANSWER_TOKENS
     turn("starting peers")
     with (
         open_llama(interpreters["llama.cpp"], subject, threads, longest, MOST_ANSWERS) as llama,
         open_vllm(interpreters["vLLM"], subject, threads, longest, started) as vllm,
-        own_ways(subject) as own,
+        own_ways(subject) as own_by_name,
     ):
         peers = {"vLLM": vllm, "llama.cpp": llama}
-        ways = own | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
+        ways = own_by_name | {name: OfPeer(peer) for name, peer in peers.items() if peer is not None}
         versions = {name: peer.versions for name, peer in peers.items() if peer is not None}
         run = ServingRun(subject, ways, works(lengths), ends, turn, pace.rest_s)
         run.warm()
@@ -121,7 +118,7 @@ def serving(
             if not all(run.measure_again(work, number) or work is not run.works[0] for work in run.works):
                 break  # without its document, questions would be on the one before
     missing = [f"{name}: {_ABSENT[name]}" for name, peer in peers.items() if peer is None]
-    rows = [run.row(work) for work in run.works if run.taken[work.name]]
+    rows = [run.row(work) for work in run.works if run.costs[work.name]]
     return Serving([*ways], rows, [*missing, *run.missing(pace.rounds)], versions)
 
 
@@ -133,7 +130,7 @@ class ServingRun:
     ends: float
     turn: Callable[[str], None]
     rest_s: float = REST_S
-    taken: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
+    costs: dict[str, dict[str, list[Cost]]] = field(default_factory=dict)
     _prefilled: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Of each way, the tokens and seconds of its last prefill."""
 
@@ -146,7 +143,7 @@ class ServingRun:
     _seed: int = 0
 
     def __post_init__(self) -> None:
-        self.taken = {work.name: {} for work in self.works}
+        self.costs = {work.name: {} for work in self.works}
 
     def warm(self) -> None:
         """Nothing is made for the first time where it is measured; the second time tells what the first work takes."""
@@ -160,27 +157,27 @@ class ServingRun:
 
     def measure_first(self, work: Work) -> bool:
         """Give a work to the ways that have time for it, and for questions their document. Whether any had."""
-        document, questions = self._given(work)
+        document, questions = self._draw(work)
         for name in self.ways:
             expected = self._expected(name, work)
-            asked_of_nothing = not work.document and name not in self.taken[self.works[0].name]
+            asked_of_nothing = not work.document and name not in self.costs[self.works[0].name]
             if asked_of_nothing or time.monotonic() + expected > self.ends:
                 self._left_out[work.name, name] = expected
             else:
                 self._take_turn(name, work, document, questions, 0)
-        return bool(self.taken[work.name])
+        return bool(self.costs[work.name])
 
     def measure_again(self, work: Work, number: int) -> bool:
         """Give a work to all ways that were measured before, or to none. Whether they had time for it."""
-        ways = [*self.taken[work.name]]
+        ways = [*self.costs[work.name]]
         if not ways or time.monotonic() + sum(self._expected(name, work) for name in ways) > self.ends:
             return False
-        document, questions = self._given(work)
+        document, questions = self._draw(work)
         for name in ways:
             self._take_turn(name, work, document, questions, number)
         return True
 
-    def _given(self, work: Work) -> tuple[list[int], list[list[int]]]:
+    def _draw(self, work: Work) -> tuple[list[int], list[list[int]]]:
         """A document and questions that nobody has seen."""
         return self._ids(work.document), [self._ids(QUESTION_TOKENS) for _ in range(work.answers)]
 
@@ -195,10 +192,10 @@ class ServingRun:
             cost = way.answered(questions, work.new_tokens)
             if work.new_tokens >= _WARM_ANSWER:  # of fewer the question is most
                 self._token_s[name] = cost.wall_s / (work.answers * work.new_tokens)
-        self.taken[work.name].setdefault(name, []).append(cost)
+        self.costs[work.name].setdefault(name, []).append(cost)
 
     def _expected(self, name: str, work: Work) -> float:
-        if known := self.taken[work.name].get(name):
+        if known := self.costs[work.name].get(name):
             return known[-1].wall_s
         if not work.document:
             return self._token_s[name] * work.answers * max(work.new_tokens, _WARM_ANSWER)
@@ -210,18 +207,20 @@ class ServingRun:
         return self.subject.tokens(count, seed=self._seed)
 
     def row(self, work: Work) -> ServingRow:
-        taken = self.taken[work.name]
-        wall = {name: [cost.wall_s for cost in costs] for name, costs in taken.items()}
-        processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in taken.items()}
-        beside = {name: ratios(own, wall[REPLICA]) for name, own in wall.items() if REPLICA in wall and name != REPLICA}
-        seconds = {name: Spread.of(own) for name, own in wall.items()}
+        costs_by_way = self.costs[work.name]
+        wall = {name: [cost.wall_s for cost in costs] for name, costs in costs_by_way.items()}
+        processor = {name: Spread.of([cost.seconds for cost in costs]) for name, costs in costs_by_way.items()}
+        beside = {
+            name: ratios(walls, wall[REPLICA]) for name, walls in wall.items() if REPLICA in wall and name != REPLICA
+        }
+        seconds = {name: Spread.of(walls) for name, walls in wall.items()}
         return ServingRow(work.name, max(map(len, wall.values())), seconds, processor, beside)
 
     def missing(self, rounds: int) -> list[str]:
         """What the budget left out, one line each."""
-        said = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
+        lines = [f"{work} by {name} (about {seconds:,.0f} s)" for (work, name), seconds in self._left_out.items()]
         for work in self.works:
-            measured = max(map(len, self.taken[work.name].values()), default=rounds)
+            measured = max(map(len, self.costs[work.name].values()), default=rounds)
             if measured < rounds:
-                said.append(f"{work.name}: {measured} of {rounds} rounds")
-        return said
+                lines.append(f"{work.name}: {measured} of {rounds} rounds")
+        return lines

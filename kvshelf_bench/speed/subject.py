@@ -81,21 +81,21 @@ def load_subject(options: EngineOptions) -> Iterator[Subject]:
 
 
 def fitting(
-    subject: Subject, given: Sequence[int] | None, usual: Sequence[int], part: str, left_out: list[str]
+    subject: Subject, lengths: Sequence[int] | None, usual: Sequence[int], part: str, left_out: list[str]
 ) -> list[int]:
-    """The lengths of documents for a part of the bench: those that were `given`, or the `usual` ones that the model
-    takes with a question and an answer, and at least its longest. left_out: gets a line for the usual ones that it does
-    not take. Raises `InvalidRequest` for one that was given."""
+    """Tokens of the documents of a part of the bench: `lengths`, or where these are None the `usual` ones that the
+    model takes with a question and an answer, and at least its longest. left_out: gets a line for the usual ones that
+    it does not take. Raises `InvalidRequest` for one of `lengths` that it does not take."""
     engine = subject.engine
     most = engine.max_tokens - QUESTION_TOKENS - ANSWER_TOKENS
-    if given and max(given) > most:
+    if lengths and max(lengths) > most:
         raise InvalidRequest(
-            f"--lengths {max(given)}: {engine.name!r} takes {engine.max_tokens:,} tokens, and a question and an answer "
-            f"need {QUESTION_TOKENS + ANSWER_TOKENS} of them; give {most} at most",
+            f"--lengths {max(lengths)}: {engine.name!r} takes {engine.max_tokens:,} tokens, and a question and an "
+            f"answer need {QUESTION_TOKENS + ANSWER_TOKENS} of them; give {most} at most",
             param="lengths",
         )
-    if given:
-        return list(given)
+    if lengths:
+        return list(lengths)
     if longer := [f"{length:,}" for length in usual if length > most]:
         left_out.append(f"{part} of {' and '.join(longer)} tokens: {engine.name!r} takes {engine.max_tokens:,}")
     return [length for length in usual if length <= most] or [most]
@@ -103,10 +103,10 @@ def fitting(
 
 def random_layers(name: str) -> int | None:
     """The layers that a model's name asks for: 8 of "random:8". None for every other name."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    layers = int(found[1])
+    layers = int(match[1])
     if not 1 <= layers <= 64:
         raise InvalidRequest(f"{name!r} has {layers} layers; give 1 to 64", param="model")
     return layers

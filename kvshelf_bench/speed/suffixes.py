@@ -52,11 +52,11 @@ def bounded_answers(
     cache = engine.compress(subject.tokens(_DOCUMENT_TOKENS, seed=10), policy="full")
     with endless_answers(engine), kvshelf_attention(engine.model):
         whole = _SuffixRun.of(subject, cache, None, tokens, budget)
-        yield whole.told(whole.chosen, whole.chosen)
+        yield whole.row(whole.chosen, whole.chosen)
         for policy in policies:
-            own = _SuffixRun.of(subject, cache, policy, tokens, budget)
+            free = _SuffixRun.of(subject, cache, policy, tokens, budget)
             forced = _SuffixRun.of(subject, cache, policy, tokens, budget, whole.chosen)
-            yield own.told(whole.chosen, forced.chosen)
+            yield free.row(whole.chosen, forced.chosen)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _SuffixRun:
         spent = cost(lambda: steps(measured), subject.device)
         return cls(policy, list(answer.token_ids), answer.row.stored, most, spent.seconds / measured)
 
-    def told(self, whole: Sequence[int], behind: Sequence[int]) -> BoundedAnswer:
+    def row(self, whole: Sequence[int], behind: Sequence[int]) -> BoundedAnswer:
         return BoundedAnswer(
             self.policy, len(self.chosen), self.stored, self.bytes, self.token_s,
             behind=_equal(whole, behind), equal=_equal(whole, self.chosen),
@@ -104,9 +104,9 @@ class _SuffixRun:
 
 
 def _step(batch: DecodeBatch, answer: Generation, forced: Sequence[int]) -> None:
-    (told,) = batch.step([answer])
-    if isinstance(told, Exception):
-        raise told
+    (output,) = batch.step([answer])
+    if isinstance(output, Exception):
+        raise output
     if forced:
         answer.pending = [forced[len(answer.token_ids) - 1]]
 

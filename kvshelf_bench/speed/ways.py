@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvshelf.api.answers import Answer
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
 from kvshelf.engine.decode.generation import Sampling
@@ -24,7 +26,8 @@ from kvshelf.engine.progress import Checkpoint
 from kvshelf.kernels.rates import Cost, cost
 from kvshelf.model import loading as models
 from kvshelf.workers.replica.scheduler import Scheduler, SchedulerLimits
-from kvshelf_bench.engines import endless_answers
+from kvshelf_bench.engines import scheduled
+from kvshelf_bench.measure import timed
 from kvshelf_bench.peers.peer import Peer, ready_by, running
 from kvshelf_bench.speed.subject import Subject, load_random_model
 
@@ -50,17 +53,13 @@ class Way(Protocol):
 @contextmanager
 def own_ways(subject: Subject) -> Iterator[dict[str, Way]]:
     """Those that need no other program, by name, the replica last."""
-    scheduler = Scheduler(subject.engine, SchedulerLimits(max_open=MOST_ANSWERS, max_waiting=MOST_ANSWERS))
-    scheduler.start()
-    try:
-        with endless_answers(subject.engine):
-            yield {
-                "transformers": PlainTransformers(subject),
-                "Engine.load": OneEngine(subject),
-                "replica": Replicas(subject, scheduler),
-            }
-    finally:
-        scheduler.stop()
+    limits = SchedulerLimits(max_open=MOST_ANSWERS, max_waiting=MOST_ANSWERS)
+    with scheduled(subject.engine, limits) as scheduler:
+        yield {
+            "transformers": PlainTransformers(subject),
+            "Engine.load": OneEngine(subject),
+            "replica": Replicas(subject, scheduler),
+        }
 
 
 class PlainTransformers:
@@ -108,28 +107,24 @@ class OneEngine:
         self._cache: CompressedCache | None = None
 
     def prefilled(self, document: Ids) -> Cost:
-        def compress() -> None:
-            self._cache = self._engine.compress(document, policy=_POLICY)
-
-        return cost(compress, self._device)
+        self._cache, spent = timed(partial(self._compress, document), self._device)
+        return spent
 
     def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
         assert self._cache is not None, "a document was prefilled"
-        asked = [(self._cache, question) for question in questions]
-        told: list[int] = []
+        answers, spent = timed(partial(self._answers, self._cache, questions, new_tokens), self._device)
+        _require_whole(sum(len(answer.token_ids) for answer in answers), questions, new_tokens)
+        return spent
 
-        def answer() -> None:
-            told.extend(len(answer.token_ids) for answer in self._engine.answer_all(asked, max_new_tokens=new_tokens))
+    def _compress(self, document: Ids) -> CompressedCache:
+        return self._engine.compress(document, policy=_POLICY)
 
-        taken = cost(answer, self._device)
-        _require_whole(sum(told), questions, new_tokens)
-        return taken
+    def _answers(self, cache: CompressedCache, questions: Sequence[Ids], new_tokens: int) -> Sequence[Answer]:
+        return self._engine.answer_all([(cache, question) for question in questions], max_new_tokens=new_tokens)
 
 
 @dataclass(frozen=True)
 class _Compression:
-    """As the scheduler takes it."""
-
     job: Job
 
     @property
@@ -140,32 +135,21 @@ class _Compression:
         return engine.run(self.job, checkpoint=checkpoint).cache
 
 
-class Replicas:
+class Replicas(OneEngine):
     """The engine behind the scheduler of a replica, which interleaves documents and questions."""
 
     def __init__(self, subject: Subject, scheduler: Scheduler) -> None:
-        self._engine, self._device, self._scheduler = subject.engine, subject.device, scheduler
-        self._cache: CompressedCache | None = None
+        super().__init__(subject)
+        self._scheduler = scheduler
 
-    def prefilled(self, document: Ids) -> Cost:
-        def compress() -> None:
-            job = self._engine.prepare(document, policy=_POLICY)
-            self._cache = self._scheduler.compress(_Compression(job)).future.result()
+    def _compress(self, document: Ids) -> CompressedCache:
+        job = self._engine.prepare(document, policy=_POLICY)
+        return self._scheduler.compress(_Compression(job)).future.result()
 
-        return cost(compress, self._device)
-
-    def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
-        assert self._cache is not None, "a document was prefilled"
-        cache, sampling = self._cache, Sampling(max_tokens=new_tokens)
-        told: list[int] = []
-
-        def answer() -> None:
-            tickets = [self._scheduler.generate(cache, question, sampling) for question in questions]
-            told.extend(len(ticket.future.result().token_ids) for ticket in tickets)
-
-        taken = cost(answer, self._device)
-        _require_whole(sum(told), questions, new_tokens)
-        return taken
+    def _answers(self, cache: CompressedCache, questions: Sequence[Ids], new_tokens: int) -> Sequence[Answer]:
+        sampling = Sampling(max_tokens=new_tokens)
+        tickets = [self._scheduler.generate(cache, question, sampling) for question in questions]
+        return [ticket.future.result() for ticket in tickets]
 
 
 class OfPeer:
@@ -177,19 +161,19 @@ class OfPeer:
 
     def prefilled(self, document: Ids) -> Cost:
         self._document = [*document]
-        return self._asked([self._document], 1)
+        return self._answer_whole([self._document], 1)
 
     def answered(self, questions: Sequence[Ids], new_tokens: int) -> Cost:
-        return self._asked([[*self._document, *question] for question in questions], new_tokens)
+        return self._answer_whole([[*self._document, *question] for question in questions], new_tokens)
 
-    def _asked(self, prompts: Sequence[Ids], new_tokens: int) -> Cost:
-        found = self._peer.ask(prompts=prompts, new_tokens=new_tokens)
-        _require_whole(found["tokens"], prompts, new_tokens)
-        return Cost(found["seconds"], found["wall_s"])
+    def _answer_whole(self, prompts: Sequence[Ids], new_tokens: int) -> Cost:
+        answer = self._peer.ask(prompts=prompts, new_tokens=new_tokens)
+        _require_whole(answer["tokens"], prompts, new_tokens)
+        return Cost(answer["seconds"], answer["wall_s"])
 
 
-def _require_whole(told: int, asked: Sequence[Ids], new_tokens: int) -> None:
-    assert told == new_tokens * len(asked), "no token ends an answer"
+def _require_whole(tokens: int, questions: Sequence[Ids], new_tokens: int) -> None:
+    assert tokens == new_tokens * len(questions), "no token ends an answer"
 
 
 def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> AbstractContextManager[Peer | None]:
@@ -198,8 +182,8 @@ def open_kvpress(interpreter: str | None, subject: Subject, threads: int) -> Abs
     None means this interpreter if it has kvpress, whose pin of transformers seldom allows this, and otherwise no peer.
     Raises as `running`.
     """
-    given = (subject.source, subject.dtype, str(subject.device), str(threads))
-    return _found(interpreter, "kvpress", "kvpress", given, "kvpress")
+    arguments = (subject.source, subject.dtype, str(subject.device), str(threads))
+    return _opened(interpreter, "kvpress", "kvpress", arguments, "kvpress")
 
 
 def open_vllm(
@@ -207,8 +191,8 @@ def open_vllm(
 ) -> AbstractContextManager[Peer | None]:
     """As `open_kvpress`, vLLM on a CPU, for up to `longest` tokens; no peer either where it is not ready when the
     monotonic clock says `ends`, because it compiles the model first. See `vllm_worker.py`."""
-    given = (subject.source, subject.dtype, str(threads), str(longest))
-    return _found(interpreter, "vllm", "vllm", given, "vLLM", ends)
+    arguments = (subject.source, subject.dtype, str(threads), str(longest))
+    return _opened(interpreter, "vllm", "vllm", arguments, "vLLM", ends)
 
 
 def open_llama(
@@ -218,17 +202,17 @@ def open_llama(
     that is no GGUF file. See `llama_worker.py`."""
     if subject.gguf is None:
         return nullcontext()
-    return _found(
-        interpreter, "llama_cpp", "llama", (subject.gguf, str(threads), str(longest), str(answers)), "llama.cpp"
-    )
+    arguments = (subject.gguf, str(threads), str(longest), str(answers))
+    return _opened(interpreter, "llama_cpp", "llama", arguments, "llama.cpp")
 
 
-def _found(
-    interpreter: str | None, package: str, worker: str, given: Sequence[str], name: str, ends: float | None = None
+def _opened(
+    interpreter: str | None, package: str, worker: str, arguments: Sequence[str], name: str, ends: float | None = None
 ) -> AbstractContextManager[Peer | None]:
     if interpreter is None and find_spec(package) is not None:
         interpreter = sys.executable
     if interpreter is None:
         return nullcontext()
-    of = interpreter, worker, given, name
-    return running(*of) if ends is None else ready_by(ends, *of)
+    if ends is None:
+        return running(interpreter, worker, arguments, name)
+    return ready_by(ends, interpreter, worker, arguments, name)

@@ -12,10 +12,9 @@ from rich.table import Table
 
 from kvshelf._extras import needs_extra
 from kvshelf.terminal import progress_bar
-from kvshelf_bench.options import Reporting, Threads, choices, decimals, publish, ratio
+from kvshelf_bench.options import Reporting, Threads, choices, decimals, milliseconds, publish, ratio
 
 if TYPE_CHECKING:
-    from kvshelf_bench.measure import Spread
     from kvshelf_bench.stores.manifests import Manifests
     from kvshelf_bench.stores.store import Throughput
 
@@ -62,9 +61,9 @@ def store(
             for place in places:
                 with made_in(place) as home:
                     steps = progress.track(megabytes, description=f"{home.name}, put and get")
-                    found = [throughput(home, size, layers, rounds) for size in steps]
-                report.setdefault("throughput", []).extend(found)
-                tables += [_ways_table(found), _steps_table(found)]
+                    rows = [throughput(home, size, layers, rounds) for size in steps]
+                report.setdefault("throughput", []).extend(rows)
+                tables += [_ways_table(rows), _steps_table(rows)]
         if "manifests" in chosen:
             for place in places:
                 with made_in(place) as home:
@@ -101,7 +100,7 @@ def rates(
     with made_in(folder) as home:
         disk = home_rates(home, documents)
     controller, gcs = controller_s(2, replicas, seconds)
-    found = {
+    measured = {
         "redis_document_s": server.server_s,
         "redis_mb_s": server.server_s_per_mb,
         "redis_document_bytes": server.index_bytes,
@@ -112,24 +111,25 @@ def rates(
         "driver_result_s": journal_s(20 * documents),
     }
     table = Table("rate", "measured")
-    for name, value in found.items():
+    for name, value in measured.items():
         if value is not None:
             table.add_row(name, f"{value:,.0f} bytes" if name.endswith("bytes") else f"{1e3 * value:.4g} ms")
-    report = {"bench": "rates", "machine": where, "homes": [asdict(server), asdict(disk)], "rates": found}
+    report = {"bench": "rates", "machine": where, "homes": [asdict(server), asdict(disk)], "rates": measured}
     publish(report, [table], reporting, notes=load_warning(where))
 
 
-def _ways_table(found: list[Throughput]) -> Table:
-    """One home: a row for each size and way."""
+def _ways_table(rows: list[Throughput]) -> Table:
     from kvshelf_bench.stores.store import FIRST_LAYER, OURS
 
     table = Table("MB", "way", "MB/s", "time", "CPU time", "ours / it", "in CPU time")
-    table.title = f"{found[0].home}: caches of {found[0].layers} layers, bfloat16, {_medium(found[0].home)}"
-    for size in found:
+    table.title = f"{rows[0].home}: caches of {rows[0].layers} layers, bfloat16, {_medium(rows[0].home)}"
+    for size in rows:
         for name, way in size.ways.items():
             rate = "" if name == FIRST_LAYER else f"{size.nbytes / way.wall_s.median / 1e6:,.0f}"
-            ours = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
-            table.add_row(f"{size.nbytes / 1e6:,.1f}", name, rate, _ms(way.wall_s), _ms(way.cpu_s), *ours)
+            ratios = ("", "") if name in OURS else (ratio(way.ours), ratio(way.ours_cpu))
+            table.add_row(
+                f"{size.nbytes / 1e6:,.1f}", name, rate, milliseconds(way.wall_s), milliseconds(way.cpu_s), *ratios
+            )
         table.add_section()
     return table
 
@@ -145,26 +145,22 @@ def _medium(home: str) -> str:
     return f"CPU time without the server's, redis-py {'with' if HIREDIS_AVAILABLE else 'without'} hiredis"
 
 
-def _steps_table(found: list[Throughput]) -> Table:
+def _steps_table(rows: list[Throughput]) -> Table:
     """One home: what a put consists of, a row for each size."""
-    steps = list(found[0].steps_s)
-    table = Table("MB", "put", *steps, title=f"{found[0].home}: what a put consists of")
-    for size in found:
-        cells = [_ms(size.steps_s[step]) for step in steps]
-        table.add_row(f"{size.nbytes / 1e6:,.1f}", _ms(size.ways["put"].wall_s), *cells)
+    steps = list(rows[0].steps_s)
+    table = Table("MB", "put", *steps, title=f"{rows[0].home}: what a put consists of")
+    for size in rows:
+        cells = [milliseconds(size.steps_s[step]) for step in steps]
+        table.add_row(f"{size.nbytes / 1e6:,.1f}", milliseconds(size.ways["put"].wall_s), *cells)
     return table
 
 
-def _manifests_table(found: Manifests) -> Table:
+def _manifests_table(listed: Manifests) -> Table:
     table = Table("call", "time", "range")
     table.title = (
-        f"{found.home}: a shelf of {found.count:,} caches, manifests of {found.manifest_bytes:,} bytes; published in "
-        f"{found.publish_s * 1e3:.2f} ms each; the process grew by {found.process_bytes / 1e6:.0f} MB"
+        f"{listed.home}: a shelf of {listed.count:,} caches, manifests of {listed.manifest_bytes:,} bytes; published "
+        f"in {listed.publish_s * 1e3:.2f} ms each; the process grew by {listed.process_bytes / 1e6:.0f} MB"
     )
-    for name, seconds in found.calls_s.items():
-        table.add_row(name, _ms(seconds), f"{seconds.low * 1e3:,.2f} - {seconds.high * 1e3:,.2f} ms")
+    for name, seconds in listed.calls_s.items():
+        table.add_row(name, milliseconds(seconds), f"{seconds.low * 1e3:,.2f} - {seconds.high * 1e3:,.2f} ms")
     return table
-
-
-def _ms(spread: Spread) -> str:
-    return f"{spread.median * 1e3:,.2f} ms"

@@ -103,7 +103,6 @@ class DiskHome:
         return BareFile(self._folder / "bare", packed)
 
     def remove(self) -> None:
-        """Remove everything that this home made."""
         shutil.rmtree(self._folder)
 
     def translated(self) -> AbstractContextManager[None]:
@@ -187,8 +186,8 @@ class RedisHome:
         return BareValues(self._client, f"{{{self._prefix}}}:bare", packed)
 
     def remove(self) -> None:
-        found = self._client.scan_iter(match=f"{{{self._prefix}*", count=_DRAIN)
-        while keys := list(islice(found, _DRAIN)):
+        stored = self._client.scan_iter(match=f"{{{self._prefix}*", count=_DRAIN)
+        while keys := list(islice(stored, _DRAIN)):
             self._client.unlink(*keys)
         self._client.close()
 
@@ -263,10 +262,10 @@ class BareValues:
 
 
 def _expect(sock: socket.socket, text: bytes) -> None:
-    found = memoryview(bytearray(len(text)))
-    _fill(sock.recv_into, found)
-    if found != text:
-        raise RuntimeError(f"{bytes(found)!r} came from Redis where {text!r} was expected")
+    received = memoryview(bytearray(len(text)))
+    _fill(sock.recv_into, received)
+    if received != text:
+        raise RuntimeError(f"{bytes(received)!r} came from Redis where {text!r} was expected")
 
 
 def _fill(receive: Callable[[memoryview], int], buffer: memoryview) -> None:
@@ -285,13 +284,13 @@ class ObjectsHome:
 
         address.parse(objects_url)  # before the index is made
         place, mark, query = objects_url.partition("?")
-        own = f"{place.rstrip('/')}/kvshelf-bench-{secrets.token_hex(4)}{mark}{query}"
-        self._address = address.parse(own)
+        url = f"{place.rstrip('/')}/kvshelf-bench-{secrets.token_hex(4)}{mark}{query}"
+        self._address = address.parse(url)
         self._store = self._connected()
         self._index = _index_home(index_url)
         self.name = f"objects, index in {self._index.name}"
         self.index_url = self._index.url
-        self.url = f"{self.index_url}{'&' if '?' in self.index_url else '?'}{urlencode({'blobs': own})}"
+        self.url = f"{self.index_url}{'&' if '?' in self.index_url else '?'}{urlencode({'blobs': url})}"
 
     def open(self) -> tuple[Index, Blobs]:
         from kvshelf.store.objects.blobs import ObjectBlobs
@@ -306,7 +305,7 @@ class ObjectsHome:
 
         try:
             for chunk in obstore.list(self._store):
-                obstore.delete(self._store, [each["path"] for each in chunk])
+                obstore.delete(self._store, [entry["path"] for entry in chunk])
         finally:
             self._index.remove()
 
@@ -321,8 +320,8 @@ class ObjectsHome:
         """A plain client of obstore, as written without kvshelf. Credentials come from the environment."""
         from obstore.store import from_url
 
-        given = {"endpoint": self._address.endpoint, "region": self._address.region}
-        config: Any = {name: value for name, value in given.items() if value is not None}
+        options = {"endpoint": self._address.endpoint, "region": self._address.region}
+        config: Any = {name: value for name, value in options.items() if value is not None}
         store: ObjectStore = from_url(str(self._address), config=config, client_options={"allow_http": True})
         return store
 

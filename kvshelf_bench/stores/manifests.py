@@ -75,7 +75,6 @@ def _template(key: bytes) -> Manifest:
 
 
 def _numbered(template: Manifest, number: int) -> Manifest:
-    """The manifest of one of many caches."""
     changes = {
         "id": "kvs_" + digest("bench.cache", str(number)),
         "document_id": "doc_" + digest("bench.document", str(number // OF_DOCUMENT)),

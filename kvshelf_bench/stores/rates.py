@@ -1,7 +1,4 @@
-"""What a document of a batch costs the resources that all replicas share; `kvshelf plan` computes with it.
-
-Processor time: each of these resources is one thread, so a document's seconds bound the documents per second.
-"""
+"""The processor time that a document of a batch costs what all replicas share; `kvshelf plan` computes with it."""
 
 from __future__ import annotations
 
@@ -125,8 +122,8 @@ def journal_s(results: int) -> float:
 
 
 def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
-    """Processor seconds per second that each further idle replica costs Serve's controller and Ray's GCS, by its health
-    checks, on a separate Ray."""
+    """Processor seconds a second that a further idle replica costs Serve's controller and Ray's GCS, on a Ray of its
+    own."""
     prepare_environment(None)
     import ray
     from ray import serve
@@ -154,10 +151,10 @@ def controller_s(few: int, many: int, seconds: float) -> tuple[float, float]:
 
 def _pid(start: str, name: str = "") -> int:
     """The newest process whose command begins with `start` and contains `name`."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (folder / "cmdline").read_bytes().decode(errors="replace").partition("\0")[0]
             if command.startswith(start) and name in command:
-                found.append(int(folder.name))
-    return max(found)
+                pids.append(int(folder.name))
+    return max(pids)

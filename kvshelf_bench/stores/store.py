@@ -92,8 +92,8 @@ def throughput(home: Home, megabytes: float, layers: int, rounds: int) -> Throug
         costs = interleaved(ways, rounds)
         store.delete(cache_id)
     ours = {name: PUT if name in (PUT, *bare.writes) else GET for name in costs}
-    found = {name: _way(costs[name], costs[ours[name]]) for name in costs}
-    return Throughput(home.name, packed.nbytes, layers, found, steps.spreads(rounds), bare.limit, bare.peer)
+    times = {name: _way(costs[name], costs[ours[name]]) for name in costs}
+    return Throughput(home.name, packed.nbytes, layers, times, steps.spreads(rounds), bare.limit, bare.peer)
 
 
 def random_cache(megabytes: float, layers: int, *, seed: int = 0) -> CompressedCache:
@@ -133,11 +133,9 @@ def _layer(kept: int, tokens: int, generator: torch.Generator) -> Kept:
 
 
 class PutSteps:
-    """Observes the steps of puts, and records the time of each."""
-
     def __init__(self) -> None:
         self._last = 0.0
-        self.taken: dict[str, list[float]] = {}
+        self.seconds: dict[str, list[float]] = {}
 
     def begin(self) -> None:
         self._last = time.perf_counter()
@@ -145,12 +143,12 @@ class PutSteps:
     def __call__(self, step: str) -> None:
         if step in STEPS:
             now = time.perf_counter()
-            self.taken.setdefault(STEPS[step], []).append(now - self._last)
+            self.seconds.setdefault(STEPS[step], []).append(now - self._last)
             self._last = now
 
     def spreads(self, rounds: int) -> dict[str, Spread]:
         """Of the last `rounds` puts."""
-        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self.taken.items()}
+        return {name: Spread.of(seconds[-rounds:]) for name, seconds in self.seconds.items()}
 
 
 def timed_put(store: Store, cache: CompressedCache, steps: PutSteps) -> Cost:
@@ -178,6 +176,6 @@ def _first_layer(store: Store, cache_id: str) -> Cost:
 
 
 def _way(costs: Sequence[Cost], ours: Sequence[Cost]) -> WayTime:
-    wall, cpu = [each.wall_s for each in costs], [each.seconds for each in costs]
-    our_wall, our_cpu = [each.wall_s for each in ours], [each.seconds for each in ours]
+    wall, cpu = [spent.wall_s for spent in costs], [spent.seconds for spent in costs]
+    our_wall, our_cpu = [spent.wall_s for spent in ours], [spent.seconds for spent in ours]
     return WayTime(Spread.of(wall), Spread.of(cpu), ratios(wall, our_wall), ratios(cpu, our_cpu))

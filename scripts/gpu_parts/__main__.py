@@ -22,14 +22,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--device", default="cuda:0")
-    given = parser.parse_args()
-    ends = time.monotonic() + given.seconds
+    options = parser.parse_args()
+    ends = time.monotonic() + options.seconds
     logging.basicConfig(level=logging.WARNING)
-    device = torch.device(given.device)
-    part = Part(given.name, device, given.toy, given.out / "rows.jsonl", given.out, ends)
+    device = torch.device(options.device)
+    part = Part(options.name, device, options.toy, options.out / "rows.jsonl", options.out, ends)
     started = time.monotonic()
-    with part.trying(f"the part {given.name}"):
-        import_module(f"scripts.gpu_parts.{given.name}").measure(part)
+    with part.trying(f"the part {options.name}"):
+        import_module(f"scripts.gpu_parts.{options.name}").measure(part)
     part.row("the whole part", time.monotonic() - started, "s")
     sys.stdout.flush()
     os._exit(0)  # what it has started and not ended is not waited for

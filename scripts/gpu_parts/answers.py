@@ -63,11 +63,11 @@ class Result:
         return {"answers": self.answers, "kept": base64.b85encode(data).decode()}
 
     @classmethod
-    def unpacked(cls, found: dict[str, Any]) -> Result:
-        if "kept" not in found:
-            return cls(found["answers"])
-        bits = json.loads(zlib.decompress(base64.b85decode(found["kept"])))
-        return cls(found["answers"], [[_positions(head) for head in layer] for layer in bits])
+    def unpacked(cls, fields: dict[str, Any]) -> Result:
+        if "kept" not in fields:
+            return cls(fields["answers"])
+        bits = json.loads(zlib.decompress(base64.b85decode(fields["kept"])))
+        return cls(fields["answers"], [[_positions(head) for head in layer] for layer in bits])
 
 
 Case = Callable[[], Result]
@@ -76,7 +76,7 @@ Case = Callable[[], Result]
 def measure(part: Part) -> None:
     """A row for each group of cases: how many differ from the recorded ones. Cases run side by side, as most of
     their time goes to compiling kernels."""
-    device, told = str(part.device), dict[str, list[Told]]()
+    device, differences = str(part.device), dict[str, list[Differences]]()
     names = [name for name, _ in cases(_engine("cpu"), torch.device("cpu"), toy=part.toy)]
     pool = part.workers()
     running = {pool.submit(compared, name, device, part.toy): name for name in names}
@@ -84,18 +84,20 @@ def measure(part: Part) -> None:
         for done in as_completed(running, timeout=max(1.0, part.left_s - 4)):
             name = running[done]
             with part.trying(name):
-                told.setdefault(name.partition(" ")[0], []).append(done.result())
+                differences.setdefault(name.partition(" ")[0], []).append(done.result())
     except TimeoutError:
-        left = [name for each, name in running.items() if not each.done()]
+        left = [name for future, name in running.items() if not future.done()]
         part.row("cases without time", len(left), at_most=0, note=", ".join(left)[:400])
-    for group, found in told.items():
-        wrong, ties, notes = ([said for each in of for said in each] for of in zip(*found, strict=True))
-        said = [f"{len(found)} cases", *notes, *wrong[:8], *(f"tie: {each}" for each in ties[:8])]
-        part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note="; ".join(said))
+    for group, cases_of in differences.items():
+        wrong, ties, notes = (
+            [message for messages in of for message in messages] for of in zip(*cases_of, strict=True)
+        )
+        lines = [f"{len(cases_of)} cases", *notes, *wrong[:8], *(f"tie: {tie}" for tie in ties[:8])]
+        part.row(f"{group}: other than on a CPU", len(wrong), at_most=0, note="; ".join(lines))
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Told(NamedTuple):
+class Differences(NamedTuple):
     """What a case showed: what is wrong, what are ties, and what else is to be said."""
 
     wrong: list[str]
@@ -103,25 +105,25 @@ class Told(NamedTuple):
     notes: list[str]
 
 
-def compared(name: str, device: str, toy: bool) -> Told:
+def compared(name: str, device: str, toy: bool) -> Differences:
     """One case on the device beside its record, in this process."""
     torch.set_num_threads(1)
     engine = _engine(device)
     try:
-        found = dict(cases(engine, torch.device(device), toy=toy))[name]()
+        result = dict(cases(engine, torch.device(device), toy=toy))[name]()
     except (NotBuilt, PolicyUnsupported) as reason:
         if not name.startswith("random "):
             raise
-        return Told([], [], [f"{name}: not with this transformers: {reason}"])
+        return Differences([], [], [f"{name}: not with this transformers: {reason}"])
     recorded = Result.unpacked(json.loads(RECORDED.read_text())[name])
-    ties, wrong = _compared(engine, name, found, recorded)
+    ties, wrong = _compared(engine, name, result, recorded)
     if not wrong:
-        return Told([], ties, [])
+        return Differences([], ties, [])
     here = dict(cases(_engine("cpu"), torch.device("cpu"), toy=toy))[name]()
-    ties_here, wrong_here = _compared(engine, name, found, here)
+    ties_here, wrong_here = _compared(engine, name, result, here)
     if wrong_here:
-        return Told(wrong, ties, [])
-    return Told([], ties_here, [f"{name}: as this machine's CPU, which differs from the recorded one"])
+        return Differences(wrong, ties, [])
+    return Differences([], ties_here, [f"{name}: as this machine's CPU, which differs from the recorded one"])
 
 
 @cache
@@ -132,19 +134,19 @@ def _engine(device: str) -> Engine:
 
 def cases(engine: Engine, device: torch.device, *, toy: bool = False) -> Iterator[tuple[str, Case]]:
     """The name of each case, whose first word is its group, and what runs it."""
-    text, asked = document(engine, _TOKENS, 0)
+    text, question = document(engine, _TOKENS, 0)
     for policy in _TOY_POLICIES if toy else POLICIES:
-        yield f"policy {policy}", partial(_policy, engine, text, asked, policy)
+        yield f"policy {policy}", partial(_policy, engine, text, question, policy)
     for codec in _CODECS:
-        yield f"codec {codec}", partial(_codec, engine, text, asked, codec)
+        yield f"codec {codec}", partial(_codec, engine, text, question, codec)
     for selector in ("quest", "mpcache") if toy else UNIT_SELECTORS:
-        yield f"selector {selector}", partial(_selector, engine, text, asked, selector)
+        yield f"selector {selector}", partial(_selector, engine, text, question, selector)
     for suffix in ("window", "h2o") if toy else untrained():
-        yield f"suffix {suffix}", partial(_suffix, engine, text, asked, suffix)
+        yield f"suffix {suffix}", partial(_suffix, engine, text, question, suffix)
     yield "joint documents", partial(_joint, engine)
     yield "joint batch", partial(_batch, engine)
-    yield "append", partial(_append, engine, text, asked)
-    yield "chunked lagkv", partial(_policy, engine, text, asked, "lagkv", prefill="chunked")
+    yield "append", partial(_append, engine, text, question)
+    yield "chunked lagkv", partial(_policy, engine, text, question, "lagkv", prefill="chunked")
     for family in _FAMILIES[:3] if toy else _FAMILIES:
         for policy in ("full", "keydiff"):
             yield f"random {family}, {policy}", partial(_random, family, policy, device)
@@ -152,42 +154,42 @@ def cases(engine: Engine, device: torch.device, *, toy: bool = False) -> Iterato
 
 def document(engine: Engine, tokens: int, number: int) -> tuple[str, str]:
     """A text with facts, and a question about one of them."""
-    made = make_case("multikey", "prose", tokens, EVALUATION_SEED + number, counter(engine))
-    return made.text, made.asks[0].text
+    case = make_case("multikey", "prose", tokens, EVALUATION_SEED + number, counter(engine))
+    return case.text, case.asks[0].text
 
 
-def _policy(engine: Engine, text: str, asked: str, policy: str, **params: Any) -> Result:
+def _policy(engine: Engine, text: str, question: str, policy: str, **params: Any) -> Result:
     ratio = 0.5 if POLICIES[policy].takes_budget else None
     cache = engine.compress(text, policy=policy, compression_ratio=ratio, **params)
-    return Result([_answer(engine, cache, asked)], _kept(cache))
+    return Result([_answer(engine, cache, question)], _kept(cache))
 
 
-def _codec(engine: Engine, text: str, asked: str, codec: str) -> Result:
+def _codec(engine: Engine, text: str, question: str, codec: str) -> Result:
     cache = engine.encoded(engine.compress(text, policy="keydiff", compression_ratio=0.5), codec)
     read = CompressedCache.from_bytes(cache.to_bytes())
-    return Result([_answer(engine, each, asked) for each in (cache, read)])
+    return Result([_answer(engine, stored, question) for stored in (cache, read)])
 
 
-def _selector(engine: Engine, text: str, asked: str, selector: str) -> Result:
+def _selector(engine: Engine, text: str, question: str, selector: str) -> Result:
     policy = selector if selector in ("infllm", "mpcache") else "full"
     cache = engine.compress(text, policy=policy)
-    given = {"select": selector, "select_tokens": 400 if selector == "infllm" else 160, "max_new_tokens": _NEW}
-    found = [engine.answer(each, asked, **given) for each in (cache, engine.encoded(cache, "int4"))]
-    return Result([list(each.token_ids) for each in found])
+    options = {"select": selector, "select_tokens": 400 if selector == "infllm" else 160, "max_new_tokens": _NEW}
+    answers = [engine.answer(stored, question, **options) for stored in (cache, engine.encoded(cache, "int4"))]
+    return Result([list(answer.token_ids) for answer in answers])
 
 
-def _suffix(engine: Engine, text: str, asked: str, suffix: str) -> Result:
+def _suffix(engine: Engine, text: str, question: str, suffix: str) -> Result:
     cache = engine.compress(text, policy="full")
-    given = {"policy": suffix, "budget": _SUFFIX_BUDGET}
+    options = {"policy": suffix, "budget": _SUFFIX_BUDGET}
     with endless_answers(engine):
-        answer = engine.answer(cache, asked, max_new_tokens=_SUFFIX_BUDGET + 48, suffix=given)
+        answer = engine.answer(cache, question, max_new_tokens=_SUFFIX_BUDGET + 48, suffix=options)
     return Result([list(answer.token_ids)])
 
 
 def _joint(engine: Engine) -> Result:
     texts = [document(engine, 300, number) for number in (1, 2)]
     caches = [engine.compress(text, policy="full") for text, _ in texts]
-    return Result([list(engine.answer(caches, asked, max_new_tokens=_NEW).token_ids) for _, asked in texts])
+    return Result([list(engine.answer(caches, question, max_new_tokens=_NEW).token_ids) for _, question in texts])
 
 
 def _batch(engine: Engine) -> Result:
@@ -197,16 +199,18 @@ def _batch(engine: Engine) -> Result:
         engine.compress(text, policy=policy)
         for (text, _), policy in zip(texts, ("full", "keydiff", "ems"), strict=True)
     ]
-    asked = [
-        (cache, each) for cache, (_, own) in zip(caches, texts, strict=True) for each in (own, f"Please tell: {own}")
+    asks = [
+        (cache, text)
+        for cache, (_, question) in zip(caches, texts, strict=True)
+        for text in (question, f"Please tell: {question}")
     ]
-    return Result([list(each.token_ids) for each in engine.answer_all(asked, max_new_tokens=_NEW)])
+    return Result([list(answer.token_ids) for answer in engine.answer_all(asks, max_new_tokens=_NEW)])
 
 
-def _append(engine: Engine, text: str, asked: str) -> Result:
+def _append(engine: Engine, text: str, question: str) -> Result:
     more, other = document(engine, 300, 4)
     cache = engine.extend(engine.compress(text, policy="keydiff", compression_ratio=0.5), more)
-    return Result([_answer(engine, cache, question) for question in (asked, other)])
+    return Result([_answer(engine, cache, question) for question in (question, other)])
 
 
 def _random(family: str, policy: str, device: torch.device) -> Result:
@@ -223,8 +227,8 @@ def _random(family: str, policy: str, device: torch.device) -> Result:
     return Result([_answer(engine, cache, ids[:9]), _answer(engine, cache, ids[40:41])], _kept(cache))
 
 
-def _answer(engine: Engine, cache: CompressedCache, asked: Any) -> list[int]:
-    return list(engine.answer(cache, asked, max_new_tokens=_NEW).token_ids)
+def _answer(engine: Engine, cache: CompressedCache, question: Any) -> list[int]:
+    return list(engine.answer(cache, question, max_new_tokens=_NEW).token_ids)
 
 
 def _kept(cache: CompressedCache) -> list[list[list[int]]]:
@@ -235,34 +239,34 @@ def _kept(cache: CompressedCache) -> list[list[list[int]]]:
         if entries is None:
             continue
         heads: list[list[int]] = [[] for _ in range(entries.kv_heads)]
-        for each in parts_of(entries):
-            for head, positions in zip(heads, each.positions, strict=True):
+        for part in parts_of(entries):
+            for head, positions in zip(heads, part.positions, strict=True):
                 head += positions.tolist()
         kept.append([sorted(head) for head in heads])
     return kept
 
 
-def _compared(engine: Engine, name: str, found: Result, expected: Result) -> tuple[list[str], list[str]]:
+def _compared(engine: Engine, name: str, result: Result, expected: Result) -> tuple[list[str], list[str]]:
     """The ties, and what is wrong."""
     ties, wrong = [], []
-    if found.answers != expected.answers:
-        both = enumerate(zip(found.answers, expected.answers, strict=True))
+    if result.answers != expected.answers:
+        both = enumerate(zip(result.answers, expected.answers, strict=True))
         differing = [number for number, (mine, theirs) in both if mine != theirs]
         wrong.append(f"{name}: answers {differing} of {len(expected.answers)}")
-    if found.kept is not None and found.kept != expected.kept:
+    if result.kept is not None and result.kept != expected.kept:
         assert expected.kept is not None
         others = [
             (layer, head, set(mine) ^ set(theirs))
-            for layer, both in enumerate(zip(found.kept, expected.kept, strict=True))
+            for layer, both in enumerate(zip(result.kept, expected.kept, strict=True))
             for head, (mine, theirs) in enumerate(zip(*both, strict=True))
             if mine != theirs
         ]
         gap = _gap(engine, name, others)
-        said = f"{name}: {sum(len(each) for *_, each in others)} positions in {len(others)} heads"
+        note = f"{name}: {sum(len(positions) for *_, positions in others)} positions in {len(others)} heads"
         if gap is not None and gap <= _TIE:
-            ties.append(f"{said}, whose scores differ by {gap:.0e}")
+            ties.append(f"{note}, whose scores differ by {gap:.0e}")
         else:
-            wrong.append(f"{said}, whose scores differ by {'an unknown amount' if gap is None else f'{gap:.0e}'}")
+            wrong.append(f"{note}, whose scores differ by {'an unknown amount' if gap is None else f'{gap:.0e}'}")
     return ties, wrong
 
 
@@ -299,12 +303,12 @@ def _positions(bits: str) -> list[int]:
 
 def record() -> None:
     """Run every case on this CPU and write what it kept and answered."""
-    engine, found = _engine("cpu"), {}
+    engine, results = _engine("cpu"), {}
     for name, case in cases(engine, torch.device("cpu")):
         try:
-            found[name] = case().packed()
+            results[name] = case().packed()
         except NotBuilt as reason:
             print(f"{name}: {reason}")
-    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    lines = (f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{len(found)} cases, {RECORDED.stat().st_size / 1024:.0f} KiB in {RECORDED}")
+    print(f"{len(results)} cases, {RECORDED.stat().st_size / 1024:.0f} KiB in {RECORDED}")

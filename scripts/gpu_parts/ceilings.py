@@ -34,12 +34,12 @@ def _measured(part: Part, case: Case, tokens: int, limits: Ceilings, medians: di
     rates = f"{case.nbytes / seconds / 1e9:,.0f} GB/s, {case.flops / seconds / 1e12:,.1f} TFLOP/s, limit {limit}"
     of = f", {seconds / medians[PREFILL]:.2%} of the layer's prefill" if PREFILL in medians else ""
     beside = f", {seconds / medians[case.beside]:.2f} times {case.beside}" if case.beside in medians else ""
-    wanted = _WANTED if case.name.startswith(_WITH_GOAL) else None
+    goal = _WANTED if case.name.startswith(_WITH_GOAL) else None
     busy = ""
-    if wanted is not None and least_s / seconds < wanted:  # whether the kernels are slow, or what launches them
+    if goal is not None and least_s / seconds < goal:  # whether the kernels are slow, or what launches them
         arguments = case.make()
         alone = part.device_ms(lambda: case.run(*arguments))
         busy = "" if alone is None else f", its kernels alone {alone:,.3f} ms"
     note = f"{seconds * 1e3:,.3f} ms{busy}, {rates}{of}{beside}"
-    part.row(f"{case.name}, {tokens} tokens", least_s / seconds, "of the limit", at_least=wanted, note=note)
+    part.row(f"{case.name}, {tokens} tokens", least_s / seconds, "of the limit", at_least=goal, note=note)
     return seconds

@@ -34,7 +34,7 @@ def measure(part: Part) -> None:
     shared: dict[int, float] = {}
     for count in answers:
         with part.trying(f"{count} answers on one document"):
-            shared[count] = _told(
+            shared[count] = _report(
                 part, subject, [whole] * count, 1, rate, f"{count} answers on one document of {tokens}"
             )
         with part.trying(f"{count} answers without a graph"):
@@ -50,26 +50,30 @@ def measure(part: Part) -> None:
             attention[count] = _attention(part, subject, tokens, count)
     count = answers[-1]
     if count in shared and count in attention:
-        ours, naive = (each * len(whole.layers) for each in attention[count])
+        ours, naive = (seconds * len(whole.layers) for seconds in attention[count])
         apart = shared[count] - ours + naive
         note = f"a step of {apart * 1e3:.1f} ms: ours, with the attention over a copy for each answer in place of ours"
         part.row(f"{count} answers on one document: the naive way over ours", apart / shared[count], "times",
                  at_least=5, note=note)  # fmt: skip
     with part.trying("a copy of the document for each answer"):
         part.require_s(8)
-        own = [_copied(whole) for _ in range(copies)]
-        seconds = _told(part, subject, own, copies, rate, f"{copies} answers, a copy of the document each")
+        copies_of_whole = [_copied(whole) for _ in range(copies)]
+        seconds = _report(
+            part, subject, copies_of_whole, copies, rate, f"{copies} answers, a copy of the document each"
+        )
         if copies in shared:
             part.row(f"{copies} answers: a copy each over one document", seconds / shared[copies], "times")
-        del own
+        del copies_of_whole
     with part.trying("short documents"):
         part.require_s(8)
         caches = [subject.engine.compress(subject.tokens(short, seed=20 + i), policy="full") for i in range(most)]
-        _told(part, subject, caches, most, rate, f"{most} answers on {most} documents of {short}")
+        _report(part, subject, caches, most, rate, f"{most} answers on {most} documents of {short}")
         _profiled(part, subject, caches)
 
 
-def _told(part: Part, subject: Subject, caches: list[CompressedCache], documents: int, rate: float, name: str) -> float:
+def _report(
+    part: Part, subject: Subject, caches: list[CompressedCache], documents: int, rate: float, name: str
+) -> float:
     """The seconds of a step, and a row for its share of the limit: every byte that it must read, once."""
     part.require_s(4)
     with stepping(subject, caches) as step:
@@ -92,7 +96,7 @@ def _recorded(part: Part, subject: Subject, caches: list[CompressedCache], name:
     for way, slots in ways.items():
         with stepping(subject, caches, batch=DecodeBatch(passes, slots)) as step:
             seconds[way] = part.seconds(lambda: [step() for _ in range(4)], rounds=_STEPS // 4).median / 4
-    note = ", ".join(f"{way} {each * 1e3:.2f} ms" for way, each in seconds.items())
+    note = ", ".join(f"{way} {step_s * 1e3:.2f} ms" for way, step_s in seconds.items())
     last = list(seconds)[-1]
     part.row(f"{name}: a step made anew over one {last}", seconds["anew"] / seconds[last], "times", note=note)
 
@@ -136,8 +140,8 @@ def _attention(part: Part, subject: Subject, tokens: int, rows: int) -> tuple[fl
 
     own_s = part.seconds(ours, rounds=5, warm_up=3).median / 2
     keys, values = (random(rows, heads, tokens + 64, dim) for _ in range(2))
-    asked = queries.unsqueeze(2)
-    naive_s = part.seconds(lambda: _static(asked, keys, values), rounds=5, warm_up=2).median
+    steps = queries.unsqueeze(2)
+    naive_s = part.seconds(lambda: _static(steps, keys, values), rounds=5, warm_up=2).median
     note = f"ours {own_s * 1e3:.3f} ms, torch's {naive_s * 1e3:.3f} ms a layer"
     part.row(f"attention of {rows} answers on one document: torch's static caches over ours", naive_s / own_s, "times",
              note=note)  # fmt: skip
@@ -161,9 +165,9 @@ def _profiled(part: Part, subject: Subject, caches: list[CompressedCache]) -> No
     name = f"{len(caches)} answers on {documents} documents"
     with stepping(subject, caches) as step:
         seconds = part.seconds(step, rounds=5).median
-        found = part.profiled(step, steps=4)
-    part.text("profile.txt", f"==== a decode step of {name}, {seconds * 1e3:.2f} ms\n{found.table}")
-    if found.device_s is None:
+        kernels = part.profiled(step, steps=4)
+    part.text("profile.txt", f"==== a decode step of {name}, {seconds * 1e3:.2f} ms\n{kernels.table}")
+    if kernels.device_s is None:
         return
-    note = f"{found.kernels:.0f} kernels, {found.device_s * 1e3:.2f} of {seconds * 1e3:.2f} ms; profile.txt"
-    part.row(f"{name}: the card works", found.device_s / seconds, "of a step", note=note)
+    note = f"{kernels.kernels:.0f} kernels, {kernels.device_s * 1e3:.2f} of {seconds * 1e3:.2f} ms; profile.txt"
+    part.row(f"{name}: the card works", kernels.device_s / seconds, "of a step", note=note)

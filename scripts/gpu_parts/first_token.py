@@ -38,25 +38,25 @@ def measure(part: Part) -> None:
             with part.trying(f"codec {codec}"):
                 cache = plain if codec == "none" else subject.engine.encoded(plain, codec)
                 size = f"{cache.nbytes / 1e9:.2f} GB"
-                _told(part, subject, f"memory, {codec}", lambda c=cache: c, question, again_s, note=size)
+                _report(part, subject, f"memory, {codec}", lambda c=cache: c, question, again_s, note=size)
                 if host_rate is not None:
                     size += f", whose copy alone takes {cache.nbytes / host_rate * 1e3:.0f} ms"
                     back_s = part.seconds(lambda c=cache: c.to("cpu")).median
                     part.row(f"copy to the host through pinned buffers, {codec}", cache.nbytes / back_s / 1e9, "GB/s")
                 for way, fetch in _from_host(cache.to("cpu"), part.device).items():
                     goal = None if way else 50
-                    _told(part, subject, f"host memory{way}, {codec}", fetch, question, again_s, goal, size)
+                    _report(part, subject, f"host memory{way}, {codec}", fetch, question, again_s, goal, size)
                 del fetch
                 started = time.perf_counter()
-                found = store.put(cache).id
+                cache_id = store.put(cache).id
                 written_s = time.perf_counter() - started
                 note = f"{size}; written and verified in {written_s:.1f} s; the page cache has it"
                 goal = 30 if codec == "int4" else None
-                _told(part, subject, f"file, {codec}", lambda i=found: store.get(i), question, again_s, goal, note)
+                _report(part, subject, f"file, {codec}", lambda i=cache_id: store.get(i), question, again_s, goal, note)
     part.row("file, klt", None, note="at two layers: see the part klt")
 
 
-def _told(
+def _report(
     part: Part,
     subject: Subject,
     name: str,
@@ -85,5 +85,5 @@ def _copy_to_device(part: Part) -> float | None:
     """Bytes a second; None where there is nothing to copy to."""
     if part.device.type != "cuda":
         return None
-    held = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
-    return held.nbytes / part.seconds(lambda: held.to(part.device, non_blocking=True)).median
+    pinned = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
+    return pinned.nbytes / part.seconds(lambda: pinned.to(part.device, non_blocking=True)).median

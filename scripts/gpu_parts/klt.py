@@ -51,7 +51,7 @@ def measure(part: Part) -> None:
     encoded: list[CompressedCache] = []
     spent = cost(lambda: encoded.append(plain.encoded("klt", coder)))
     cache = encoded[0]
-    numbers = sum(each.entries * (each.key_dim + each.value_dim) for each in plain.reduced)
+    numbers = sum(layer.entries * (layer.key_dim + layer.value_dim) for layer in plain.reduced)
     note = (
         f"{numbers / 1e6:.0f} million of {len(plain.layers)} layers, to 1/{2 * numbers / cache.nbytes:.1f} of 16 bits"
     )
@@ -119,11 +119,11 @@ def _decoded_on_the_card(part: Part, cache: CompressedCache, coder: Coder, numbe
 def _agree(part: Part, cache: CompressedCache, coder: Coder) -> None:
     """The reader in C and the library's give the same values, bit for bit: keys are rotated behind it, in either form's
     own way."""
-    told = []
+    notes = []
     for form in ("", "eager"):
         with _form(form):
-            told.append([_rows(layer)[1] for layer in cache.decoded(coder).layers])
-    part.row("numbers of the C reader that differ from the library's", _differing(*told), at_most=0, note=cpu_form())
+            notes.append([_rows(layer)[1] for layer in cache.decoded(coder).layers])
+    part.row("numbers of the C reader that differ from the library's", _differing(*notes), at_most=0, note=cpu_form())
 
 
 def _attached(part: Part, document: object, cache: CompressedCache, coder: Coder) -> None:
@@ -146,8 +146,8 @@ def _rows(layer: object) -> list[Tensor]:
     return [entries.keys, entries.values]
 
 
-def _differing(found: list[Tensor], expected: list[Tensor]) -> int:
-    return sum(int((one != other).sum()) for one, other in zip(found, expected, strict=True))
+def _differing(decoded: list[Tensor], expected: list[Tensor]) -> int:
+    return sum(int((one != other).sum()) for one, other in zip(decoded, expected, strict=True))
 
 
 @contextmanager

@@ -101,31 +101,31 @@ class Check:
         """`[heads, tokens, D]`, token-major in memory as models have them."""
         return self.random(tokens, heads, self.dim, seed=seed).transpose(0, 1)
 
-    def here(self, *given: Any) -> Any:
+    def here(self, *arguments: Any) -> Any:
         """The same on the device, with the same strides."""
-        moved = tuple(_moved(each, self.device) for each in given)
+        moved = tuple(_moved(argument, self.device) for argument in arguments)
         return moved if len(moved) > 1 else moved[0]
 
-    def near(self, what: str, found: Tensor, expected: Tensor, allowed: float = _EXACT) -> None:
+    def near(self, what: str, result: Tensor, expected: Tensor, allowed: float = _EXACT) -> None:
         """Compare with an fp64 reference; errors are relative to its largest number."""
-        found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+        result, expected = result.detach().cpu().double(), expected.detach().cpu().double()
         self.count += 1
-        if found.shape != expected.shape or bool(found.isnan().any()):
-            self.wrong.append(f"{what}: shape {list(found.shape)} for {list(expected.shape)}, or not numbers")
+        if result.shape != expected.shape or bool(result.isnan().any()):
+            self.wrong.append(f"{what}: shape {list(result.shape)} for {list(expected.shape)}, or not numbers")
             return
         if not expected.numel():
             return
-        error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+        error = float((result - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
         self.worst = max(self.worst, error / allowed)
         if error > allowed:
             self.wrong.append(f"{what}: {error:.1e}, allowed {allowed:.0e}")
 
-    def equal(self, what: str, found: Tensor, expected: Tensor) -> None:
+    def equal(self, what: str, result: Tensor, expected: Tensor) -> None:
         """Compare bit by bit."""
         self.count += 1
-        found, expected = found.cpu(), expected.cpu()
-        if found.shape != expected.shape or not torch.equal(found, expected):
-            differing = int((found != expected).sum()) if found.shape == expected.shape else -1
+        result, expected = result.cpu(), expected.cpu()
+        if result.shape != expected.shape or not torch.equal(result, expected):
+            differing = int((result != expected).sum()) if result.shape == expected.shape else -1
             self.wrong.append(f"{what}: {differing} of {expected.numel()} differ")
 
     def twice(self, what: str, run: Callable[[], Any]) -> Any:
@@ -138,9 +138,9 @@ class Check:
 
 def measure(part: Part) -> None:
     """A row for each operation and dtype: how many comparisons are wrong."""
-    asked = [(name, dtype) for name in OPERATIONS for dtype in (list(_DTYPES)[:2] if part.toy else _DTYPES)]
+    checks = [(name, dtype) for name in OPERATIONS for dtype in (list(_DTYPES)[:2] if part.toy else _DTYPES)]
     with part.workers() as pool:
-        running = {pool.submit(checked, *each, str(part.device), part.toy): each for each in asked}
+        running = {pool.submit(checked, *case, str(part.device), part.toy): case for case in checks}
         for done in as_completed(running):
             name, dtype = running[done]
             with part.trying(f"{name}, {dtype}"):
@@ -174,21 +174,21 @@ def _window_scores(check: Check) -> None:
         own_keys = check.states(check.kv_heads, own, 2) if own else None
         how = (0.1, own_keys, reduce, kernel, pooling)
         here = check.here(queries, keys)
-        found = check.twice(
+        scores = check.twice(
             "window_scores",
             lambda h=here, o=own_keys, w=(reduce, kernel, pooling): window_scores(
                 *h, 0.1, own_keys=_moved(o, check.device), reduce=w[0], kernel=w[1], pooling=w[2]
             ),
         )
         expected = window_reference.window_scores(queries, keys, *how)
-        check.near(f"window_scores {rows} rows, {tokens} tokens, {reduce} {pooling} {kernel}", found, expected)
+        check.near(f"window_scores {rows} rows, {tokens} tokens, {reduce} {pooling} {kernel}", scores, expected)
 
 
 def _pass_scores(check: Check) -> None:
     queries = check.random(3, check.q_heads, 5, check.dim)
     keys, own = check.states(check.kv_heads, 130, 1), check.random(3, check.kv_heads, 9, check.dim, seed=2)
-    found = pass_scores(*check.here(queries, keys), 0.1, check.here(own))
-    check.near("pass_scores", found, window_reference.pass_scores(queries, keys, 0.1, own), _ROUNDED[check.dtype])
+    scores = pass_scores(*check.here(queries, keys), 0.1, check.here(own))
+    check.near("pass_scores", scores, window_reference.pass_scores(queries, keys, 0.1, own), _ROUNDED[check.dtype])
 
 
 def _column_sums(check: Check) -> None:
@@ -197,16 +197,16 @@ def _column_sums(check: Check) -> None:
         queries, keys = check.states(4, rows), check.states(2, tokens, 1)
         expected = column_sums_reference.column_sums(queries, keys, 0.1, local, every)
         here = check.here(queries, keys)
-        found = check.twice("column_sums", lambda h=here, n=local, e=every: column_sums(*h, 0.1, n, every=e))
-        for name, one, other in zip(("total", "local"), found, expected, strict=True):
+        sums = check.twice("column_sums", lambda h=here, n=local, e=every: column_sums(*h, 0.1, n, every=e))
+        for name, one, other in zip(("total", "local"), sums, expected, strict=True):
             check.near(f"column_sums {rows} rows, every {every}, {name}", one, other)
 
 
 def _lag_scores(check: Check) -> None:
     for lag, partitions, own_scale in ((128, 4, False), (128, 2, True), (50, 3, False)):
         keys, values = (check.states(check.kv_heads, lag * partitions, seed) for seed in (0, 1))
-        found = lag_scores(*check.here(keys, values), lag, own_scale=own_scale, value_weight=0.7)
-        check.near(f"lag_scores {lag}", found, lag_reference.lag_scores(keys, values, lag, own_scale, 0.7))
+        scores = lag_scores(*check.here(keys, values), lag, own_scale=own_scale, value_weight=0.7)
+        check.near(f"lag_scores {lag}", scores, lag_reference.lag_scores(keys, values, lag, own_scale, 0.7))
 
 
 def _small_scores(check: Check) -> None:
@@ -238,8 +238,8 @@ def _select(check: Check) -> None:
     packed = pack(here_keys, here_values, mask, counts)
     best = keep_best(here_keys, here_values, here_scores, here_protected, counts)
     wanted = select_reference.pack(keys, values, expected, counts)
-    for name, *found, other in zip(("keys", "values", "positions"), packed, best, wanted, strict=False):
-        for one in found:
+    for name, *results, other in zip(("keys", "values", "positions"), packed, best, wanted, strict=False):
+        for one in results:
             check.equal(f"packed {name}", one, other)
 
 
@@ -247,9 +247,9 @@ def _merge(check: Check) -> None:
     tokens, centers = [90, 0, 37], [20, 5, 33]
     keys, values = (check.random(sum(tokens), check.dim, seed=seed) for seed in (0, 1))
     center_keys, center_values = (check.random(sum(centers), check.dim, seed=seed) for seed in (2, 3))
-    given = (keys, values, center_keys, center_values)
-    similarity, nearest = nearest_pair(*check.here(*given), tokens, centers)
-    expected, center = merge_reference.nearest_pair(*given, tokens, centers)
+    tensors = (keys, values, center_keys, center_values)
+    similarity, nearest = nearest_pair(*check.here(*tensors), tokens, centers)
+    expected, center = merge_reference.nearest_pair(*tensors, tokens, centers)
     check.near("nearest_pair: similarity", similarity, expected)
     # Of two centers that are equally near, either is right up to rounding.
     apart = nearest.cpu() != center
@@ -262,9 +262,9 @@ def _merge(check: Check) -> None:
     classes = torch.randint(40, (sum(tokens),), generator=torch.Generator().manual_seed(5))
     weights = torch.rand(sum(tokens), generator=torch.Generator().manual_seed(6)) + 0.1
     here = check.here(keys, values, weights, classes)
-    found = check.twice("merge_weighted", lambda: merge_weighted(*here, 40))
+    merged = check.twice("merge_weighted", lambda: merge_weighted(*here, 40))
     for name, one, other in zip(
-        ("directions", "means"), found, merge_reference.merge_weighted(keys, values, weights, classes, 40), strict=True
+        ("directions", "means"), merged, merge_reference.merge_weighted(keys, values, weights, classes, 40), strict=True
     ):
         check.near(f"merge_weighted: {name}", one, other)
 
@@ -274,9 +274,9 @@ def _quantize(check: Check) -> None:
     for bits in (8, 4, 2):
         for axis in ("tokens", "channels"):
             for group in (64, 32, 24) if check.full else (24,):
-                found = quantize(check.here(rows), bits, group, axis)  # type: ignore[arg-type]
+                coded = quantize(check.here(rows), bits, group, axis)  # type: ignore[arg-type]
                 expected = quantize_reference.quantize(rows.float(), bits, group, axis)  # type: ignore[arg-type]
-                for name, one, other in zip(("codes", "scales", "zeros"), found, expected, strict=True):
+                for name, one, other in zip(("codes", "scales", "zeros"), coded, expected, strict=True):
                     check.equal(f"quantize int{bits} {axis} {group}: {name}", one, other)
                 how = (bits, group, axis, check.dim)
                 restored = dequantize(Coded(*check.here(*expected), *how, check.dtype), 3, 67)  # type: ignore[arg-type]
@@ -296,17 +296,17 @@ def _choose(check: Check) -> None:
     forced = torch.zeros(sum(counts), dtype=torch.bool)
     forced[torch.tensor(counts).cumsum(0) - 1] = True
     queries = check.random(check.q_heads, check.dim, seed=3)
-    told = []
+    choices = []
     for device in (check.device, _CPU):
-        tables = [_moved(each, device) for each in (low, span.abs(), torch.tensor(ends, dtype=torch.int32), forced)]
+        tables = [_moved(tensor, device) for tensor in (low, span.abs(), torch.tensor(ends, dtype=torch.int32), forced)]
         units = Units(*tables, tuple(counts), scale=0.7)
         choice = Choice((units,), (Chosen.room([300] * heads, 96, device),), 96, relu=1.0)
         (choose if device == check.device else choose_reference.choose)(_moved(queries, device), choice)
-        told.append(choice.chosen[0])
-    found, expected = told
-    check.equal("choose: counts", found.counts, expected.counts)
+        choices.append(choice.chosen[0])
+    result, expected = choices
+    check.equal("choose: counts", result.counts, expected.counts)
     for head, count in enumerate(expected.counts.tolist()):
-        check.equal("choose: rows", found.rows[head, :count], expected.rows[head, :count])
+        check.equal("choose: rows", result.rows[head, :count], expected.rows[head, :count])
 
 
 def _ans(check: Check) -> None:
@@ -345,31 +345,33 @@ def _layer(check: Check) -> None:
         lowered = lower(trace(model), plain=True)
         ends = [[*values[:3]] for values in lowered.attended] + [lowered.leavings]
         for number, (instructions, values) in enumerate(zip(lowered.segments, ends, strict=True)):
-            _listed(check, f"{family}, list {number}", instructions, lowered.buffers, [each.buffer for each in values])
+            _listed(
+                check, f"{family}, list {number}", instructions, lowered.buffers, [value.buffer for value in values]
+            )
 
 
 def _listed(
     check: Check, what: str, instructions: list[Instruction], buffers: list[Buffer], left: Sequence[int]
 ) -> None:
     """What a list leaves of random values in the buffers that it only reads."""
-    written = {each.out.buffer for each in instructions}
-    read = {place.buffer for each in instructions for place in each.places[1:]} - written
+    written = {instruction.out.buffer for instruction in instructions}
+    read = {place.buffer for instruction in instructions for place in instruction.places[1:]} - written
     values = [number for number in read if buffers[number].constant is None]
-    given = {n: check.random(3, buffers[n].width, seed=n, dtype=buffers[n].dtype) for n in values}
+    inputs = {n: check.random(3, buffers[n].width, seed=n, dtype=buffers[n].dtype) for n in values}
     out = [number for number in left if number in written]
     program = row_programs(check.device)
     assert program is not None
-    here = program(*(_moved(each, check.device) for each in (instructions, buffers)), [*given, *out])
+    here = program(*(_moved(part, check.device) for part in (instructions, buffers)), [*inputs, *out])
 
     def run() -> list[Tensor]:
         made = {n: torch.empty(3, buffers[n].width, dtype=buffers[n].dtype, device=check.device) for n in out}
-        held = {n: _moved(tensor, check.device) for n, tensor in given.items()} | made
-        here.run(held, 3)
-        return [held[number] for number in out]
+        tensors = {n: _moved(tensor, check.device) for n, tensor in inputs.items()} | made
+        here.run(tensors, 3)
+        return [tensors[number] for number in out]
 
-    expected = rowwise_reference.run(instructions, buffers, given)
-    for number, found in zip(out, check.twice(what, run), strict=True):
-        check.near(what, found, expected[number], _ROUNDED[check.dtype])
+    expected = rowwise_reference.run(instructions, buffers, inputs)
+    for number, result in zip(out, check.twice(what, run), strict=True):
+        check.near(what, result, expected[number], _ROUNDED[check.dtype])
 
 
 # Attention
@@ -445,11 +447,11 @@ def _prefix_kinds(check: Check) -> None:
         _attend(check, name, [[prefix], [prefix]], *layout)
     # Rows that exist only while they are read: keys that are rotated then.
     base = _packed(check, [40 + head for head in range(check.kv_heads)])
-    told = []
+    attended = []
     for device in (check.device, _CPU):
         heads = _moved(base, device).heads
-        told.append(StreamedPrefix(base.lengths, lambda h, i, j, of=heads: (of[h][0][i:j], of[h][1][i:j])))
-    _attend(check, "streamed", [[told[1]], [told[1]]], *layout, here=[[told[0]], [told[0]]])
+        attended.append(StreamedPrefix(base.lengths, lambda h, i, j, of=heads: (of[h][0][i:j], of[h][1][i:j])))
+    _attend(check, "streamed", [[attended[1]], [attended[1]]], *layout, here=[[attended[0]], [attended[0]]])
 
 
 def _prefix_batches(check: Check) -> None:
@@ -481,17 +483,17 @@ def _prefix_rules(check: Check) -> None:
         ("softcap", LogitRules(0.1, softcap=3.0)), ("sinks", LogitRules(0.1, sinks=sinks)),
         ("window", LogitRules(0.1, window=40)),
     ):  # fmt: skip
-        given: Prefix = stacked if name == "window" else prefix
-        _attend(check, name, [[given], [given]], *layout, rules=rules)
+        states: Prefix = stacked if name == "window" else prefix
+        _attend(check, name, [[states], [states]], *layout, rules=rules)
     queries, keys, values = (
         check.random(1, heads, 65, check.dim, seed=seed)
         for seed, heads in enumerate((check.q_heads, check.kv_heads, check.kv_heads))
     )
-    found, lse = causal_attention(*check.here(queries, keys, values), LogitRules(0.1))
+    attended, lse = causal_attention(*check.here(queries, keys, values), LogitRules(0.1))
     logits = torch.einsum("ghtd,gsd->ghts", _grouped(queries, check), keys[0].double()) * 0.1
     logits = logits.masked_fill(torch.ones(65, 65, dtype=torch.bool).triu(1), -torch.inf)
     out = torch.einsum("ghts,gsd->ghtd", logits.softmax(-1), values[0].double())
-    check.near("causal_attention", found[0], out.flatten(0, 1), _ROUNDED[check.dtype])
+    check.near("causal_attention", attended[0], out.flatten(0, 1), _ROUNDED[check.dtype])
     check.near("causal_attention: log-sum-exps", lse[0], logits.logsumexp(-1).flatten(0, 1), 1e-4)
 
 
@@ -502,13 +504,13 @@ def _grouped(queries: Tensor, check: Check) -> Tensor:
 def _by_document(check: Check) -> None:
     documents = [[_packed(check, [60 + 9 * n] * check.kv_heads, seed=n)] for n in range(3)]
     layout, suffixes, queries = _batch(check, (2,), (SuffixRows((5, 8), (0, 1)),))
-    here = ([[_moved(p, check.device) for p in each] for each in documents], _moved(suffixes, check.device))
-    found, masses = attention_by_document(
+    here = ([[_moved(p, check.device) for p in document] for document in documents], _moved(suffixes, check.device))
+    attended, masses = attention_by_document(
         _moved(queries, check.device), *here, _layout(layout, check.device), LogitRules(0.1)
     )
-    every = [[prefix for each in documents for prefix in each]]
+    every = [[prefix for document in documents for prefix in document]]
     expected = attention_reference.prefix_attention(queries, every, suffixes, layout, LogitRules(0.1))
-    check.near("attention_by_document", found, expected, _ROUNDED[check.dtype])
+    check.near("attention_by_document", attended, expected, _ROUNDED[check.dtype])
     check.near("masses are shares", masses.sum(0).clamp(0, 1), masses.sum(0))
 
 
@@ -525,12 +527,18 @@ def _attend(
     """One batch on the device, twice, beside the naive form. here: the prefixes there, if they cannot be moved."""
     rules = rules or LogitRules(0.1)
     layout, suffixes, queries = _batch(check, shares, rows)
-    given = here or [[_moved(prefix, check.device) for prefix in each] for each in prefixes]
+    moved_prefixes = here or [[_moved(prefix, check.device) for prefix in of_layer] for of_layer in prefixes]
     there = _layout(layout, check.device)
-    moved = _moved(queries, check.device), given, _moved(suffixes, check.device), there, _moved(rules, check.device)
-    found = check.twice(what, lambda: prefix_attention(*moved))
+    moved = (
+        _moved(queries, check.device),
+        moved_prefixes,
+        _moved(suffixes, check.device),
+        there,
+        _moved(rules, check.device),
+    )
+    attended = check.twice(what, lambda: prefix_attention(*moved))
     expected = attention_reference.prefix_attention(queries, prefixes, suffixes, layout, rules)
-    check.near(what, found, expected, _ROUNDED[check.dtype])
+    check.near(what, attended, expected, _ROUNDED[check.dtype])
 
 
 def _batch(
@@ -538,10 +546,10 @@ def _batch(
 ) -> tuple[BatchLayout, list[tuple[Tensor, Tensor]], Tensor]:
     """The layout on the CPU, suffixes with room that holds large numbers, and queries."""
     layout, suffixes = BatchLayout(shares, rows, _CPU), []
-    for number, each in enumerate(rows):
-        shape = (len(each.first), check.kv_heads, max(each.lengths) + 3, check.dim)
+    for number, suffix in enumerate(rows):
+        shape = (len(suffix.first), check.kv_heads, max(suffix.lengths) + 3, check.dim)
         keys, values = (check.random(*shape, seed=20 + 10 * number + n) for n in range(2))
-        for row, length in enumerate(each.lengths):
+        for row, length in enumerate(suffix.lengths):
             keys[row, :, length:], values[row, :, length:] = 50.0, 1000.0
         suffixes.append((keys, values))
     return layout, suffixes, check.random(sum(shares), check.q_heads, check.dim, seed=11)
@@ -551,19 +559,19 @@ def _layout(layout: BatchLayout, device: torch.device) -> BatchLayout:
     return BatchLayout(layout.shares, layout.suffixes, device, layout.starts)
 
 
-def _moved(given: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device) -> Any:
     """The same on a device, with the same strides."""
 
     def there(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
-    return mapped(given, there)
+    return mapped(value, there)
 
 
-def _tensors(found: Any) -> list[Tensor]:
-    if isinstance(found, Tensor):
-        return [found.contiguous()]
-    return [tensor for each in found for tensor in _tensors(each)] if isinstance(found, list | tuple) else []
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.contiguous()]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 OPERATIONS: dict[str, Callable[[Check], None]] = {

@@ -132,26 +132,26 @@ class Part:
         """What so many calls of `run` do, by torch's profiler."""
         on_card = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
-        with profile(activities=activities) as found:
+        with profile(activities=activities) as profiled:
             for _ in range(steps):
                 run()
             if on_card:
                 torch.cuda.synchronize(self.device)
-        averages = found.key_averages()
+        averages = profiled.key_averages()
         order = "self_device_time_total" if on_card else "self_cpu_time_total"
         table = averages.table(sort_by=order, row_limit=25, max_name_column_width=70)
         if not on_card:
             return Profile(0, None, table)
-        kernels = [each for each in averages if each.device_type == torch.autograd.DeviceType.CUDA]
-        count = sum(each.count for each in kernels) / steps
-        return Profile(count, sum(each.self_device_time_total for each in kernels) / steps / 1e6, table)
+        kernels = [kernel for kernel in averages if kernel.device_type == torch.autograd.DeviceType.CUDA]
+        count = sum(kernel.count for kernel in kernels) / steps
+        return Profile(count, sum(kernel.self_device_time_total for kernel in kernels) / steps / 1e6, table)
 
     def device_ms(self, run: Callable[[], object]) -> float | None:
         """Milliseconds in which the device computes during a call, launches and waits left out; None on a CPU."""
         if self.device.type != "cuda":
             return None
-        found = self.profiled(run, steps=3).device_s
-        return None if found is None else found * 1e3
+        seconds = self.profiled(run, steps=3).device_s
+        return None if seconds is None else seconds * 1e3
 
     def text(self, name: str, written: str) -> None:
         """Append a text to the file of this name in the report's folder."""
@@ -163,13 +163,13 @@ class Part:
             file.write(json.dumps({"part": self.name} | row) + "\n")
 
 
-def mapped(given: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same with other tensors: in lists, tuples, and dataclasses, quantized rows among them."""
-    if isinstance(given, Tensor):
-        return change(given)
-    if isinstance(given, list | tuple) and not hasattr(given, "_fields"):
-        return type(given)(mapped(each, change) for each in given)
-    if is_dataclass(given) and not isinstance(given, type):
-        own = {each.name: mapped(getattr(given, each.name), change) for each in fields(given) if each.init}
-        return replace(given, **own)
-    return given
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(mapped(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {member.name: mapped(getattr(value, member.name), change) for member in fields(value) if member.init}
+        return replace(value, **own)
+    return value

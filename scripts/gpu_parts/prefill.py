@@ -61,16 +61,16 @@ def _beside_plain(part: Part, subject: Subject, tokens: int, policies: Sequence[
     ways = {"": partial(plain_prefill, subject, ids)} | {
         policy: partial(_whole, part, subject, ids, policy) for policy in policies
     }
-    found = {name: [each.seconds for each in costs] for name, costs in interleaved(ways, rounds).items()}
-    plain = median(found[""])
+    seconds = {name: [spent.seconds for spent in costs] for name, costs in interleaved(ways, rounds).items()}
+    plain = median(seconds[""])
     if policies == _LOCAL:
         part.row(f"plain prefill, {tokens} tokens", plain, "s", note=f"{tokens / plain:,.0f} tokens/s")
     for policy in policies:
-        whole = median(found[policy])
+        whole = median(seconds[policy])
         hook_s = compress(subject, ids, policy, _REMOVED).hook_s
-        wanted = _WANTED.get(tokens) if policy in _LOCAL else None
+        goal = _WANTED.get(tokens) if policy in _LOCAL else None
         note = f"{whole:.3f} s; hooks {hook_s * 1e3:.1f} ms, {hook_s / plain:.2%} of the plain prefill"
-        part.row(f"{policy} over plain, {tokens} tokens", whole / plain, "times", at_most=wanted, note=note)
+        part.row(f"{policy} over plain, {tokens} tokens", whole / plain, "times", at_most=goal, note=note)
 
 
 def _whole(part: Part, subject: Subject, ids: list[int], policy: str) -> Cost:
@@ -87,9 +87,9 @@ def _whole(part: Part, subject: Subject, ids: list[int], policy: str) -> Cost:
 def _memory(part: Part, subject: Subject, tokens: int) -> None:
     """The most that a compression holds beside what a prefill without a cache does: what stays, and one layer."""
     model, ids = subject.engine.model, subject.tokens(tokens, seed=1)
-    given = torch.tensor([ids], device=model.device)
+    input_ids = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        _, without = part.peak(lambda: model.base_model(input_ids=given, use_cache=False))
+        _, without = part.peak(lambda: model.base_model(input_ids=input_ids, use_cache=False))
     for policy in _LOCAL:
         compressed = partial(subject.engine.compress, ids, policy=policy, compression_ratio=_REMOVED)
         cache, most = part.peak(compressed)
@@ -164,6 +164,8 @@ def _in_chunks(part: Part, subject: Subject, tokens: int) -> None:
     if most is not None:
         weights = sum(parameter.nbytes for parameter in engine.model.parameters())
         buffered = max(job.absorber.chunks) * engine.kv_bytes_per_token
-        held = weights + compression.cache.nbytes + buffered
-        note = f"{most / 1e9:.2f} GB; weights, what stays and a chunk of every layer are {held / 1e9:.2f}"
-        part.row("in chunks: most memory over weights, kept and a chunk", most / held, "times", at_most=1.1, note=note)
+        nbytes = weights + compression.cache.nbytes + buffered
+        note = f"{most / 1e9:.2f} GB; weights, what stays and a chunk of every layer are {nbytes / 1e9:.2f}"
+        part.row(
+            "in chunks: most memory over weights, kept and a chunk", most / nbytes, "times", at_most=1.1, note=note
+        )

@@ -27,12 +27,12 @@ def measure(part: Part) -> None:
             with part.trying(f"{selector}, {count} answers, {codec}"):
                 part.require_s(6)
                 caches = caches or [_document(part, subject, tokens, codec) for _ in range(count)]
-                found = selecting(subject, caches, selector, 2)
-                step, choice = found.selected_s.median, found.choice_s.median
-                read = f"{found.read_tokens:,} of {tokens:,} entries a head"
-                times = f"{found.dense_s.median * 1e3:.2f} ms dense, {step * 1e3:.2f} selected"
+                row = selecting(subject, caches, selector, 2)
+                step, choice = row.selected_s.median, row.choice_s.median
+                read = f"{row.read_tokens:,} of {tokens:,} entries a head"
+                times = f"{row.dense_s.median * 1e3:.2f} ms dense, {step * 1e3:.2f} selected"
                 note = f"{times}, of which {choice * 1e3:.2f} choose; {read}"
-                part.row(f"{selector}, {count} documents, {codec}: a step over a dense one", found.ratio.median,
+                part.row(f"{selector}, {count} documents, {codec}: a step over a dense one", row.ratio.median,
                          "times", at_most=_WANTED, note=note)  # fmt: skip
         del caches
 
@@ -48,10 +48,10 @@ def _document(part: Part, subject: Subject, tokens: int, codec: str) -> Compress
         entries = heads * tokens
         rows = [torch.randn(entries, dim, device=part.device, dtype=part.dtype) for _ in range(2)]
         if codec == "int4":
-            given = {"lengths": [tokens] * heads, "bits": 4, "group": 32}
+            sizes = {"lengths": [tokens] * heads, "bits": 4, "group": 32}
             rows = [
-                QuantizedRows.quantize(each, axis=axis, **given)  # type: ignore[arg-type]
-                for each, axis in zip(rows, ("tokens", "channels"), strict=True)
+                QuantizedRows.quantize(tensor, axis=axis, **sizes)  # type: ignore[arg-type]
+                for tensor, axis in zip(rows, ("tokens", "channels"), strict=True)
             ]
         offsets = tuple(range(0, entries + 1, tokens))
         layers.append(

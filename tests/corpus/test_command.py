@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvshelf.cli import app
-from kvshelf.cli.batch import BatchJob, tell_of_a_service
+from kvshelf.cli.batch import BatchJob, mention_service
 from kvshelf.store.url import StoreConfig
 from tests.conftest import _descendants
 from tests.corpus.hostile import corpus
@@ -195,10 +195,10 @@ def test_a_service_of_this_machine_is_told_of(
     service_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVSHELF_URL", service_url)
-    tell_of_a_service(8765)
+    mention_service(8765)
     assert f"A service listens at {service_url}. This batch starts a model of its own" in capsys.readouterr().err
     monkeypatch.setenv("KVSHELF_URL", "http://127.0.0.1:1")
-    tell_of_a_service(8765)
+    mention_service(8765)
     assert capsys.readouterr().err == ""
 
 

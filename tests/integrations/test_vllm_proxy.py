@@ -29,8 +29,7 @@ from starlette.routing import Route
 
 from kvshelf import Engine, open_store
 from kvshelf.errors import InvalidRequest
-from kvshelf.integrations.vllm.numbers import ProxyMetrics
-from kvshelf.integrations.vllm.upstreams import REST_S, SLACK, Upstream, Upstreams
+from kvshelf.integrations.vllm.upstreams import REST_S, SLACK, ProxyMetrics, Upstream, Upstreams
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest

@@ -18,7 +18,7 @@ from kvshelf.errors import Forbidden, InvalidRequest, ModelMismatch, PolicyUnsup
 from kvshelf.integrations.vllm import shelf_request
 from kvshelf.integrations.vllm.model import ReadingModel
 from kvshelf.integrations.vllm.ragged.plugin import is_tested
-from kvshelf.integrations.vllm.request import Named
+from kvshelf.integrations.vllm.request import CacheReference
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.integrations.vllm.tenants import HiddenKeys, Tenants
 from kvshelf.service.access.keyfile import KeyFile
@@ -96,23 +96,23 @@ def test_the_tenant_is_that_of_the_settings_the_key_or_the_request(tmp_path: Pat
     record, key = file.create("acme", ["read"])
     _, writer = file.create("acme", ["write"])
     keyed = Tenants(ShelfSettings("disk:///x", api_key_file=str(file.path)))
-    assert keyed.of(Named("c", api_key=key)) == "acme"
-    assert keyed.of(Named("c", tenant="others", api_key=key)) == "acme"
+    assert keyed.of(CacheReference("c", api_key=key)) == "acme"
+    assert keyed.of(CacheReference("c", tenant="others", api_key=key)) == "acme"
     for given, error in ((None, Unauthorized), (key[:-1] + "x", Unauthorized), (writer, Forbidden)):
         with pytest.raises(error) as refused:
-            keyed.of(Named("c", tenant="acme", api_key=given))
+            keyed.of(CacheReference("c", tenant="acme", api_key=given))
         assert key[22:] not in str(refused.value)
     file.revoke(record.id)
     time.sleep(2 * REREAD_S)
     with pytest.raises(Unauthorized, match="revoked"):
-        keyed.of(Named("c", api_key=key))
-    assert Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant="acme")) == "acme"
+        keyed.of(CacheReference("c", api_key=key))
+    assert Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(CacheReference("c", tenant="acme")) == "acme"
     for nobody in (None, ""):
         with pytest.raises(InvalidRequest, match="name the tenant"):
-            Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(Named("c", tenant=nobody))
-    assert Tenants(ShelfSettings("disk:///x")).of(Named("c")) == "default"
+            Tenants(ShelfSettings("disk:///x", trust_tenant=True)).of(CacheReference("c", tenant=nobody))
+    assert Tenants(ShelfSettings("disk:///x")).of(CacheReference("c")) == "default"
     with pytest.raises(Forbidden, match="another tenant"):
-        Tenants(ShelfSettings("disk:///x", tenant="acme")).of(Named("c", tenant="default"))
+        Tenants(ShelfSettings("disk:///x", tenant="acme")).of(CacheReference("c", tenant="default"))
     with pytest.raises(InvalidRequest, match="cannot be used"):
         Tenants(ShelfSettings("disk:///x", api_key_file=str(tmp_path / "none")))
 
@@ -121,7 +121,7 @@ def test_the_tenant_is_that_of_the_settings_the_key_or_the_request(tmp_path: Pat
                                    {"cache_id": "c", "kvsk_secret": "x"}])  # fmt: skip
 def test_what_names_no_cache_is_refused_without_what_it_holds(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="object of texts") as refused:
-        Named.parse(given)
+        CacheReference.parse(given)
     assert "secret" not in str(refused.value)
 
 

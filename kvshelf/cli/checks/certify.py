@@ -18,7 +18,7 @@ from kvshelf.api import Certificate
 from kvshelf.api.certificates import CertificateName
 from kvshelf.cli import _options
 from kvshelf.cli.calibrate import served_model
-from kvshelf.cli.output import common, say, say_json
+from kvshelf.cli.output import common, say
 from kvshelf.cli.output.common import connected
 from kvshelf.cli.output.progress import searching
 from kvshelf.errors import InvalidRequest, SourceNotKept
@@ -67,8 +67,8 @@ class QuestionRow(BaseModel):
         return [self.question] if isinstance(self.question, str) else self.question
 
     def labelled(self, client: Client) -> Self:
-        """The row with its cache's labels beside its own. Raises as `read_back` does, as far as that is known without
-        the cache's bytes."""
+        """The row with its cache's labels beside its own. Raises as `read_back`, before the cache's bytes are
+        fetched."""
         if self.cache_id is None:
             return self
         cache = client.caches.retrieve(self.cache_id)
@@ -76,20 +76,19 @@ class QuestionRow(BaseModel):
         return self.model_copy(update={"labels": cache.labels | self.labels})
 
     def read_back(self, client: Client) -> Self:
-        """The row with the kept text of its cache's document. Raises `SourceNotKept` where no text of one document was
-        kept, and `CacheNotFound`, ..."""
+        """The row with the kept text of its cache's document. Raises `SourceNotKept`, and `CacheNotFound`, ..."""
         if self.cache_id is None:
             return self
         from kvshelf.artifact.blob import inspect
         from kvshelf.artifact.exported import split
 
         exported = split(client.caches.download(self.cache_id, about=True))
-        made = inspect(exported.blob).header.to_identity()
+        identity = inspect(exported.blob).header.to_identity()
         reasons = {
             _NOT_KEPT: not exported.source,
-            _APPENDED: bool(made.parent),
-            "it is of messages": made.boundary not in ("text", "document"),
-            "it is of images, too": bool(made.images),
+            _APPENDED: bool(identity.parent),
+            "it is of messages": identity.boundary not in ("text", "document"),
+            "it is of images, too": bool(identity.images),
         }
         self._require_none(reasons)
         return self.model_copy(update={"context": exported.source.decode()})
@@ -105,7 +104,7 @@ class QuestionRow(BaseModel):
     def group(self, by: str) -> str:
         return self.labels.get(by, "") if by else ""
 
-    def asked(self, by: str) -> QuestionedDocument:
+    def questioned(self, by: str) -> QuestionedDocument:
         """The row, once it has its text, in the group of a label."""
         from kvshelf.engine.certify.grading import QuestionedDocument
 
@@ -116,8 +115,6 @@ class QuestionRow(BaseModel):
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is certified, and where it is kept."""
-
     alpha: Annotated[float, typer.Option(help="Largest share of answers that may be lost.")] = 0.05
     by: Annotated[str, typer.Option(metavar="LABEL", help="A label: documents of each value have their own bound.")] = (
         ""
@@ -171,24 +168,21 @@ def certify(
             rows = [row.read_back(client) for row in rows]
             _require_apart(rows)
             about = replace(about, data=_digest(file, rows))
-        documents = [row.asked(bound.by) for row in rows]
+        documents = [row.questioned(bound.by) for row in rows]
         require_mixed([len(document.text) for document in documents], "length")
         engine = Engine.load(served_model(model), device=device, dtype=dtype, weights=weights, shown=model)
         engine.encoder.require_text("model")
         ways = default_ways(engine.coders.writes_klt)
         graded = list(_graded(engine, documents, ways, about, bound.max_new_tokens))
-        made, warnings = certified_by(engine, about, graded, ways)
+        certificate, warnings = certified_by(engine, about, graded, ways)
         for warning in warnings:
             common.notes.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         if bound.output is not None:
             with common.written(bound.output) as target:
-                target.write(made.model_dump_json(indent=1).encode())
+                target.write(certificate.model_dump_json(indent=1).encode())
         elif client is not None:
-            client.certificates.keep(made)
-        if as_json:
-            say_json(made)
-        else:
-            common.print_table(_table([made]))
+            client.certificates.keep(certificate)
+        common.print_objects([certificate], lambda: _table([certificate]), as_json=as_json)
 
 
 def certificates(
@@ -210,11 +204,7 @@ def certificates(
             say(client.certificates.delete(name).name)
             return
         known = client.certificates.list() if name is None else [client.certificates.retrieve(name)]
-        if as_json:
-            for one in known:
-                say_json(one)
-        else:
-            common.print_table(_table(known))
+        common.print_objects(known, lambda: _table(known), as_json=as_json)
 
 
 def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> CertificateTerms:
@@ -236,14 +226,14 @@ def _about(file: Path, name: str, bound: _Bound, rows: list[QuestionRow]) -> Cer
 
 
 def _require_apart(rows: list[QuestionRow]) -> None:
-    seen: set[str] = set()
+    texts: set[str] = set()
     for row in rows:
-        if (text := row.context or row.cache_id or "") in seen:
+        if (text := row.context or row.cache_id or "") in texts:
             raise InvalidRequest(
                 f"two rows have the context {text[:60]!r}: put the questions on a document into one row",
                 param="file",
             )
-        seen.add(text)
+        texts.add(text)
 
 
 def _digest(file: Path, rows: list[QuestionRow]) -> str:
@@ -307,7 +297,6 @@ def _parsed(model: type[ModelT], text: bytes, where: str) -> ModelT:
 
 
 def _table(known: list[Certificate]) -> Table:
-    """A line for each group."""
     headings = ("NAME", "ALPHA", "MODEL", "GROUP", "DOCUMENTS", "TOKENS", "SIZE", "LOST", "DATE", "DIGEST")
     rows = (
         (

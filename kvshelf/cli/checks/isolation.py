@@ -74,11 +74,11 @@ class LookupProbe:
         return bool(self.differences) or is_leak(self.aucs, self.pairs)
 
 
-def auc(theirs: Sequence[float], nothing: Sequence[float]) -> float:
+def auc(owners: Sequence[float], nothing: Sequence[float]) -> float:
     """The probability that one of `theirs` is above one of `nothing`; equal ones count half."""
     ordered = sorted(nothing)
-    wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in theirs)
-    return wins / (2 * len(theirs) * len(nothing))
+    wins = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in owners)
+    return wins / (2 * len(owners) * len(nothing))
 
 
 def most_auc(pairs: int) -> float:
@@ -106,7 +106,7 @@ class Party:
         headers = {"authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
         self.tenant = ""
-        self.made: list[str] = []
+        self.created: list[str] = []
 
     def send(self, method: str, path: str, body: Any = None) -> tuple[httpx.Response, float]:
         """An answer, and the seconds that it took. A tenant that asked too much waits."""
@@ -121,36 +121,36 @@ class Party:
             time.sleep(min(float(answer.headers.get("retry-after", 1)), 30.0))
 
     def get(self, path: str) -> Any:
-        return _required(self.send("GET", path)[0]).json()
+        return _require_success(self.send("GET", path)[0]).json()
 
     def post(self, path: str, body: Any) -> Any:
-        return _required(self.send("POST", path, body)[0]).json()
+        return _require_success(self.send("POST", path, body)[0]).json()
 
     def make(self, path: str, body: Any) -> dict[str, Any]:
         """What a creation answers; it is removed in the end."""
-        made: dict[str, Any] = self.post(path, body)
-        self.made.append(f"{path}/{made['id']}")
-        return made
+        created: dict[str, Any] = self.post(path, body)
+        self.created.append(f"{path}/{created['id']}")
+        return created
 
     def ids(self) -> list[str]:
-        return [path.rpartition("/")[2] for path in self.made]
+        return [path.rpartition("/")[2] for path in self.created]
 
     def clean(self) -> list[str]:
         """Remove what was made, the last first; returns what is left, which is all the rest once nobody answers."""
         import httpx
 
-        left: list[str] = []
+        not_removed: list[str] = []
         try:
-            while self.made:
-                if self.send("DELETE", self.made[-1])[0].status_code not in (200, 404):
-                    left.append(self.made[-1])
-                self.made.pop()
+            while self.created:
+                if self.send("DELETE", self.created[-1])[0].status_code not in (200, 404):
+                    not_removed.append(self.created[-1])
+                self.created.pop()
         except httpx.HTTPError as error:
-            left += [f"{path} ({error})" for path in reversed(self.made)]
-        return left
+            not_removed += [f"{path} ({error})" for path in reversed(self.created)]
+        return not_removed
 
 
-def _required(answer: httpx.Response) -> httpx.Response:
+def _require_success(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
     try:
@@ -184,12 +184,12 @@ def parties(url: str, keys: Sequence[str]) -> Iterator[tuple[Party, Party]]:
     except httpx.HTTPError as error:
         raise NoWorker(f"{url} does not answer: {error}") from error
     finally:
-        left: list[str] = []
+        not_removed: list[str] = []
         for party in (one, other):
-            left += party.clean()
+            not_removed += party.clean()
             party.http.close()
-        if left:
-            raise NoWorker(f"not removed: {', '.join(left)}")
+        if not_removed:
+            raise NoWorker(f"not removed: {', '.join(not_removed)}")
 
 
 _WORDS: Final = ["harbour", "tide", "lantern", "granite", "orchard", "meadow", "violin", "copper", "saffron", "glacier"]
@@ -245,13 +245,15 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
     row = _mark()
     rows = json.dumps({"custom_id": "1", "document": _document(row), "labels": {"mark": row}}).encode()
     uploaded = owner.http.post("/v1/files", files={"file": ("rows.jsonl", rows)}, data={"purpose": "batch"})
-    file_id = _required(uploaded).json()["id"]
-    owner.made.append(f"/v1/files/{file_id}")
+    file_id = _require_success(uploaded).json()["id"]
+    owner.created.append(f"/v1/files/{file_id}")
     batch_id = owner.post("/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/caches", "model": model})["id"]
     ended = _await(owner, f"/v1/batches/{batch_id}")
     results = (ended["output_file_id"], ended["error_file_id"])
-    owner.made += [f"/v1/files/{result}" for result in results if result is not None]
-    owner.made += [f"/v1/caches/{made['id']}" for made in owner.get(f"/v1/caches?label.mark={row}")["data"]]
+    owner.created += [f"/v1/files/{result}" for result in results if result is not None]
+    owner.created += [
+        f"/v1/caches/{cache_of_row['id']}" for cache_of_row in owner.get(f"/v1/caches?label.mark={row}")["data"]
+    ]
     yield Lookup("file", "GET", "/v1/files/{}", file_id)
     yield Lookup("file content", "GET", "/v1/files/{}/content", file_id)
     yield Lookup("batch", "GET", "/v1/batches/{}", batch_id)
@@ -272,14 +274,14 @@ def lookups(owner: Party, model: str) -> Iterator[Lookup]:
 def _named(owner: Party, model: str, id: str, mark: str) -> Iterator[Lookup]:
     """As `lookups`, of what the owner keeps under a name: a certificate, and a workflow that asks a cache."""
     owner.post("/v1/certificates", _certificate(owner, model, mark))
-    owner.made.append(f"/v1/certificates/{mark}")
+    owner.created.append(f"/v1/certificates/{mark}")
     yield Lookup("certificate", "GET", "/v1/certificates/{}", mark)
     yield Lookup("certificate delete", "DELETE", "/v1/certificates/{}", mark, timed=False)
     under = {"document": "It is.", "model": model, "certificate": "{}"}
     yield Lookup("creation under a certificate", "POST", "/v1/caches", mark, under, timed=False)
 
-    owner.made.append(f"/v1/workflows/{mark}")
-    _required(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
+    owner.created.append(f"/v1/workflows/{mark}")
+    _require_success(owner.http.put(f"/v1/workflows/{mark}", json={"steps": {"one": {"cache_ids": [id]}}}))
     steps = {"steps": {"one": {"cache_ids": ["{}"]}}}
     yield Lookup("workflow", "GET", "/v1/workflows/{}", mark)
     yield Lookup("workflow delete", "DELETE", "/v1/workflows/{}", mark, timed=False)
@@ -290,7 +292,7 @@ def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
     """A certificate of a model that certifies nothing."""
     served = next(one for one in owner.get("/v1/models")["data"] if one["id"] == model)
     group = GroupBound(documents=1, questions=1, limit=0.0, tokens=(1, 1), share=1.0, loss=0.0, ways=[])
-    made = Certificate(
+    certificate = Certificate(
         name=name,
         alpha=0.5,
         reference="full",
@@ -304,11 +306,10 @@ def _certificate(owner: Party, model: str, name: str) -> dict[str, Any]:
         data="",
         date="",
     )
-    return made.signed().model_dump(mode="json")
+    return certificate.signed().model_dump(mode="json")
 
 
 def _await(party: Party, path: str) -> dict[str, Any]:
-    """A batch that has ended."""
     ends_at = time.monotonic() + _PATIENCE_S
     while True:
         batch: dict[str, Any] = party.get(path)
@@ -323,10 +324,10 @@ def probe(owner: Party, stranger: Party, lookup: Lookup, pairs: int) -> LookupPr
     """Compare what a stranger is answered for the owner's value and for one that nobody has."""
     theirs, nothing = lookup.theirs, nobodys(lookup.theirs)
     finding = LookupProbe(lookup.what, owner.tenant, pairs=pairs)
-    said = [_told(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
+    answers = [_comparable(_looked_up(stranger, lookup, value)[0], value) for value in (theirs, nothing)]
     if lookup.alike:
-        finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*said)]
-    finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in said)]
+        finding.differences = [f"{part}: {one!r:.80} and {other!r:.80}" for part, one, other in _unequal(*answers)]
+    finding.differences += [f"names {id}" for id in owner.ids() if any(id in answer["body"] for answer in answers)]
     while lookup.timed and not finding.differences and len(finding.aucs) < ROUNDS:
         times: dict[str, list[float]] = {theirs: [], nothing: []}
         for _ in range(pairs):
@@ -344,7 +345,7 @@ def _looked_up(party: Party, lookup: Lookup, value: str) -> tuple[httpx.Response
     return party.send(lookup.method, lookup.path.replace("{}", value), body)
 
 
-def _told(answer: httpx.Response, value: str) -> dict[str, Any]:
+def _comparable(answer: httpx.Response, value: str) -> dict[str, Any]:
     """What an answer tells, without the value that was looked up and the id of the request."""
     text = _REQUEST.sub("", answer.text.replace(value, ""))
     headers = {name: text for name, text in answer.headers.items() if not _UNEQUAL.fullmatch(name)}
@@ -360,7 +361,7 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple
 _LISTS: Final = ("/v1/caches?limit=100", "/v1/files", "/v1/batches")
 
 
-def seen(stranger: Party) -> dict[str, Any]:
+def listings(stranger: Party) -> dict[str, Any]:
     """All that a tenant is told of its own: of another tenant's work, nothing may change in it."""
     limits = stranger.get("/v1/limits")["tenant"]
     return {
@@ -380,12 +381,12 @@ def puts(owner: Party, stranger: Party, model: str, pairs: int) -> LookupProbe:
             owner.make("/v1/caches", {"document": known, "model": model})
             for document in random.sample([known, fresh], 2):
                 answer, took_s = stranger.send("POST", "/v1/caches", {"document": document, "model": model})
-                made = _required(answer).json()
-                if made["existing"] or answer.status_code != 201:
-                    finding.differences = [f"status {answer.status_code}, existing {made['existing']}"]
+                created = _require_success(answer).json()
+                if created["existing"] or answer.status_code != 201:
+                    finding.differences = [f"status {answer.status_code}, existing {created['existing']}"]
                 times[document == known].append(took_s)
-                stranger.send("DELETE", f"/v1/caches/{made['id']}")
-            owner.send("DELETE", owner.made.pop())
+                stranger.send("DELETE", f"/v1/caches/{created['id']}")
+            owner.send("DELETE", owner.created.pop())
         finding.ms = 1e3 * median(times[False])
         finding.aucs.append(auc(times[True], times[False]))
         if finding.differences or not is_beyond(finding.aucs[-1], pairs):
@@ -400,13 +401,13 @@ def prove(url: str, keys: Sequence[str], *, pairs: int, show: Callable[[str], No
     something that was made could not be removed.
     """
     findings: list[LookupProbe] = []
-    with parties(url.rstrip("/"), keys) as both:
-        model = both[0].get("/v1/models")["data"][0]["id"]
-        for owner, stranger in (both, both[::-1]):
+    with parties(url.rstrip("/"), keys) as pair:
+        model = pair[0].get("/v1/models")["data"][0]["id"]
+        for owner, stranger in (pair, pair[::-1]):
             show(f"listings of tenant {stranger.tenant}")
-            before = seen(stranger)
+            before = listings(stranger)
             tried = list(lookups(owner, model))
-            differences = [f"{part} changed" for part, _, _ in _unequal(before, seen(stranger))]
+            differences = [f"{part} changed" for part, _, _ in _unequal(before, listings(stranger))]
             findings.append(LookupProbe("listings", owner.tenant, differences))
             for lookup in sorted(tried, key=lambda lookup: not lookup.timed):
                 show(f"{lookup.what} of tenant {owner.tenant}")

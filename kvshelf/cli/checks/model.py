@@ -1,5 +1,4 @@
-"""Tries a model: a put, a question, and the same question after a restart, each run in a process of its own; and says
-what of kvshelf the model can have."""
+"""Tries a model in processes of its own: a put, a question, the same after a restart, and what it can have."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
     check: str
     ok: bool
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ def findings(name: str, device: str, dtype: str) -> Iterator[Finding]:
     with TemporaryDirectory() as folder, ProcessPoolExecutor(1, spawned, max_tasks_per_child=1) as processes:
         trial = ModelToTry(name, device, dtype, f"disk://{folder}/shelf")
         try:
-            made = processes.submit(_put, trial).result()
-            yield from made.findings
-            again, load_s = processes.submit(_asked_again, trial, made).result()
+            stored = processes.submit(_put, trial).result()
+            yield from stored.findings
+            again, load_s = processes.submit(_asked_again, trial, stored).result()
         except BrokenProcessPool as error:
             raise NoWorker(
                 f"a process with {name} was ended by the system, perhaps for its memory; `kvshelf doctor` needs as "
                 "much as a replica"
             ) from error
-    if again == made.token_ids:
+    if again == stored.token_ids:
         yield Finding("restart", True, f"a new process read the cache in {load_s:.2f} s and gave the same answer")
     else:
         yield Finding(
-            "restart", False, f"a new process read the cache and answered {again} in place of {made.token_ids}"
+            "restart", False, f"a new process read the cache and answered {again} in place of {stored.token_ids}"
         )
 
 
@@ -105,17 +105,17 @@ def _put(trial: ModelToTry) -> Put:
         )
     weights = sum(weight.nbytes for weight in engine.passes.model.parameters())
     tokens_per_s = cache.num_tokens / max(compression.prefill_s, 1e-9)
-    said = (
+    summary = (
         f"{trial.name}: {engine.max_tokens} tokens, {engine.identity.dtype} on {engine.passes.devices.inputs}, "
         f"{weights:,} bytes of weights, "
         f"{tokens_per_s:,.0f} tokens prefilled a second, {compression.cache.nbytes / cache.num_tokens:,.0f} bytes a "
         f"token; {cache.num_tokens} put, answered {text!r}"
     )
-    checks = (Finding("model", True, said), *_features(engine, document.text))
+    checks = (Finding("model", True, summary), *_features(engine, document.text))
     return Put(cache_id, question.text, tuple(answer.token_ids), checks)
 
 
-def _asked_again(trial: ModelToTry, made: Put) -> tuple[tuple[int, ...], float]:
+def _asked_again(trial: ModelToTry, stored: Put) -> tuple[tuple[int, ...], float]:
     """The answer of another process, and the seconds in which it read the cache."""
     import time
 
@@ -124,9 +124,9 @@ def _asked_again(trial: ModelToTry, made: Put) -> tuple[tuple[int, ...], float]:
     engine = trial.engine()
     with StoreConfig(trial.shelf).open() as store:
         started = time.perf_counter()
-        cache = store.get(made.cache_id)
+        cache = store.get(stored.cache_id)
         load_s = time.perf_counter() - started
-    return tuple(engine.answer(cache, made.question).token_ids), load_s
+    return tuple(engine.answer(cache, stored.question).token_ids), load_s
 
 
 def _features(engine: Engine, text: str) -> Iterator[Finding]:
@@ -140,19 +140,19 @@ def _features(engine: Engine, text: str) -> Iterator[Finding]:
     form, document = engine.encoder.require_text("model"), engine.encode_document(text)
     attached = engine.attach(engine.compress(text, policy="full"))
 
-    def prepare(name: str) -> None:
-        engine.prepare(document, policy=name)
+    def prepare(name: str) -> Any:
+        return engine.prepare(document, policy=name)
 
     gates = [name for name in POLICIES if Needs.GATES in build(name, {}).needs]
     yield Finding("template", True, form.about_template)
-    yield _told("tools", lambda: ToolFormat.of(form, [Tool.model_validate(_TOOL)]).about)
+    yield _feature("tools", lambda: ToolFormat.of(form, [Tool.model_validate(_TOOL)]).about)
     yield Finding("thinking", True, form.about_thoughts)
     yield _available("policies", [name for name in POLICIES if name not in gates], prepare)
     yield _available("gates", gates, prepare)
-    yield _told("klt", lambda: f"transforms {engine.coders.own.transforms.digest[:12]}")
+    yield _feature("klt", lambda: f"transforms {engine.coders.own.transforms.digest[:12]}")
     yield _available("selectors", selectors.names(), lambda name: engine.select(attached, name, question_tokens=8))
-    yield _available("suffixes", SUFFIX_POLICIES, partial(_bounded, engine))
-    yield _told("vllm", partial(_in_vllm, engine))
+    yield _available("suffixes", SUFFIX_POLICIES, lambda name: engine.bound(name, question_tokens=8))
+    yield _feature("vllm", partial(_in_vllm, engine))
 
 
 def _in_vllm(engine: Engine) -> str:
@@ -162,11 +162,7 @@ def _in_vllm(engine: Engine) -> str:
     return "the connector reads its caches into vLLM's pages"
 
 
-def _bounded(engine: Engine, policy: str) -> None:
-    engine.bound(policy, question_tokens=8)
-
-
-def _told(check: str, say: Callable[[], str]) -> Finding:
+def _feature(check: str, say: Callable[[], str]) -> Finding:
     try:
         return Finding(check, True, say())
     except KvshelfError as error:
@@ -174,18 +170,15 @@ def _told(check: str, say: Callable[[], str]) -> Finding:
 
 
 def _available(check: str, names: Iterable[str], attempt: Callable[[str], Any]) -> Finding:
-    """Which of these the model can have, and why not the others. One that is refused for what it was not given, and not
-    for the model, can be had."""
-    taken, refused = list[str](), dict[str, list[str]]()
+    """Which of these the model can have, and why not the others. `InvalidRequest` says nothing against the model."""
+    available, refused = list[str](), dict[str, list[str]]()
     for name in names:
         try:
-            attempt(name)
-        except InvalidRequest:
-            taken.append(name)
+            with suppress(InvalidRequest):
+                attempt(name)
+            available.append(name)
         except KvshelfError as error:
             refused.setdefault(error.message.replace(name, "..."), []).append(name)
-        else:
-            taken.append(name)
-    said = [f"{len(taken)}: {', '.join(taken)}" if taken else "none"]
-    said += [f"not {', '.join(names)}: {message}" for message, names in refused.items()]
-    return Finding(check, True, "; ".join(said))
+    lists = [f"{len(available)}: {', '.join(available)}" if available else "none"]
+    lists += [f"not {', '.join(names)}: {message}" for message, names in refused.items()]
+    return Finding(check, True, "; ".join(lists))

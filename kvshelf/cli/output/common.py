@@ -1,7 +1,4 @@
-"""Exit codes and output shared by the commands.
-
-Results go to stdout, everything else to stderr, so that `ID=$(kvshelf put report.txt)` works.
-"""
+"""Exit codes and output that the commands share: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import datetime
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -67,12 +64,12 @@ def _has_width() -> bool:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Collection[int] = ()) -> Table:
     """A table without lines; the columns `numbers` are aligned right. Cells are never wrapped."""
-    made = Table(box=None, header_style="bold", pad_edge=False)
+    grid = Table(box=None, header_style="bold", pad_edge=False)
     for place, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
+        grid.add_column(heading, justify="right" if place in numbers else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*map(harmless, row))
-    return made
+        grid.add_row(*map(harmless, row))
+    return grid
 
 
 def heading(text: str) -> None:
@@ -81,39 +78,46 @@ def heading(text: str) -> None:
 
 
 def details(rows: Mapping[str, str]) -> Table:
-    """A table of one thing's properties."""
-    made = Table(box=None, show_header=False, pad_edge=False)
-    made.add_column(style="bold")
-    made.add_column(overflow="fold")
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
     for name, value in rows.items():
-        made.add_row(name, harmless(value))
-    return made
+        grid.add_row(name, harmless(value))
+    return grid
 
 
-def print_table(made: Table, *, cut: str | None = None) -> None:
+def print_table(grid: Table, *, cut: str | None = None) -> None:
     """Print a `table` on stdout. In a terminal that is too narrow, only the column with the heading `cut` is cut."""
     console = table_console()
-    for column in made.columns:
+    for column in grid.columns:
         column.width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
-    for column in made.columns:
-        room = console.width - _width(made, without=column)
+    for column in grid.columns:
+        room = console.width - _width(grid, without=column)
         if column.header == cut and _has_width() and room >= _LEAST:  # below that the lines are too long anyway
             column.width = min(column.width or 0, room)
-    console.width = _width(made)
-    console.print(made)
+    console.width = _width(grid)
+    console.print(grid)
 
 
 _LEAST = 8
 """Characters that are left of a cell that is cut."""
 
 
-def _width(made: Table, *, without: Column | None = None) -> int:
+def _width(grid: Table, *, without: Column | None = None) -> int:
     """The columns and the gaps between them."""
-    return sum(column.width or 0 for column in made.columns if column is not without) + 2 * (len(made.columns) - 1)
+    return sum(column.width or 0 for column in grid.columns if column is not without) + 2 * (len(grid.columns) - 1)
+
+
+def print_objects(objects: Iterable[Any], table: Callable[[], Table], *, as_json: bool) -> None:
+    """Print objects of the API, one JSON object per line, or the table that shows them."""
+    if not as_json:
+        print_table(table())
+        return
+    for value in objects:
+        say_json(value)
 
 
 def report(error: errors.KvshelfError, *, as_json: bool) -> int:
-    """Print the error and return its exit code."""
     if as_json:
         fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         say_json({"error": fields | ({"details": error.details} if error.details else {})})
@@ -152,7 +156,6 @@ class Failures:
 
 @contextmanager
 def connected(url: str | None) -> Iterator[Client]:
-    """A client of the service at `url`."""
     from kvshelf.client import Client
 
     with Client(url) as client:

@@ -39,20 +39,27 @@ def shown(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
         with Live(console=common.notes, refresh_per_second=4, transient=True) as live:
             yield lambda progress: live.update(_display(progress))
     else:
-        yield _Lines().show
+        lines, state = _Lines(_LINE_EVERY_S), ""
+
+        def show(progress: Progress) -> None:
+            nonlocal state
+            lines.print(_headline(progress), now=progress.state != state)
+            state = progress.state
+
+        yield show
 
 
 class _Lines:
-    def __init__(self) -> None:
-        self._next = 0.0
-        self._state = ""
+    """Lines of a log: no more than one in `every_s` seconds, but for those that are not to wait. The first one comes
+    after `wait_s`."""
 
-    def show(self, progress: Progress) -> None:
-        """Print a line when the state changes, otherwise once a minute."""
-        if progress.state == self._state and time.monotonic() < self._next:
-            return
-        self._state, self._next = progress.state, time.monotonic() + _LINE_EVERY_S
-        common.notes.print(_headline(progress), soft_wrap=True)
+    def __init__(self, every_s: float, wait_s: float = 0.0) -> None:
+        self._every_s, self._next = every_s, time.monotonic() + wait_s
+
+    def print(self, line: str, *, now: bool = False) -> None:
+        if now or time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            common.notes.print(line, soft_wrap=True)
 
 
 @contextmanager
@@ -64,19 +71,9 @@ def searching(title: str) -> Iterator[Callable[[int, int], None]]:
             task = progress.add_task(title, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
     else:
-        yield _SearchLines(title, started).show
+        lines = _Lines(_PUT_LINE_EVERY_S)
+        yield lambda done, total: lines.print(f"{title}: {done} of {total}, {time.monotonic() - started:.0f} s")
     common.notes.print(f"{title}: done in {time.monotonic() - started:.0f} s", soft_wrap=True)
-
-
-class _SearchLines:
-    def __init__(self, title: str, started: float) -> None:
-        self._title, self._started, self._next = title, started, started
-
-    def show(self, done: int, total: int) -> None:
-        """Print a line, but not more than one in `_PUT_LINE_EVERY_S`."""
-        if (now := time.monotonic()) >= self._next:
-            self._next = now + _PUT_LINE_EVERY_S
-            common.notes.print(f"{self._title}: {done} of {total}, {now - self._started:.0f} s", soft_wrap=True)
 
 
 @contextmanager
@@ -86,24 +83,18 @@ def put_shown(name: str) -> Iterator[Callable[[CreationProgress], None]]:
         with common.notes.status(f"{name}: waiting for the model") as status:
             yield lambda event: status.update(_step(name, event))
     else:
-        yield _PutLines(name).show
+        lines = _Lines(_PUT_LINE_EVERY_S, wait_s=_PUT_LINE_EVERY_S)
+        last: tuple[str, str | None] | None = None
 
+        def show(event: CreationProgress) -> None:
+            """One line when a phase ends, and one for the many short ones of auto."""
+            nonlocal last
+            phase = (event.phase, event.part)
+            ended = event.done == event.total and phase != last
+            lines.print(_step(name, event), now=ended)
+            last = phase if ended else last
 
-class _PutLines:
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._told = time.monotonic()
-        self._phase: tuple[str, str | None] | None = None
-
-    def show(self, event: CreationProgress) -> None:
-        """Print a line when a phase ends, and at least every few seconds; one line for the many short ones of auto."""
-        phase = (event.phase, event.part)
-        ended = event.done == event.total and phase != self._phase
-        if not ended and time.monotonic() < self._told + _PUT_LINE_EVERY_S:
-            return
-        self._told = time.monotonic()
-        self._phase = phase if ended else self._phase
-        common.notes.print(_step(self._name, event), soft_wrap=True)
+        yield show
 
 
 def _step(name: str, event: CreationProgress) -> str:
@@ -124,7 +115,7 @@ class Spent:
             self._runs.pop()
         self._runs.append(event)
 
-    def told(self, part: str | None) -> str:
+    def describe(self, part: str | None) -> str:
         """Of one part, or of a document that is not split."""
         of = [run for run in self._runs if run.part == part]
         ran = {run.phase for run in of}
@@ -135,7 +126,7 @@ class Spent:
 def _display(progress: Progress) -> Group:
     bar = ProgressBar(total=1.0, completed=progress.fraction, width=60)
     workers = _workers(progress) if len(progress.workers) > 1 else ""
-    return Group(Text(_headline(progress)), bar, Text(numbers_told(progress), style="dim"), workers)
+    return Group(Text(_headline(progress)), bar, Text(describe_numbers(progress), style="dim"), workers)
 
 
 def _headline(progress: Progress) -> str:
@@ -145,7 +136,7 @@ def _headline(progress: Progress) -> str:
     return f"{progress.state}{reason}: {progress.done + progress.failed:,}{of} documents, {progress.fraction:.0%}{left}"
 
 
-def numbers_told(progress: Progress) -> str:
+def describe_numbers(progress: Progress) -> str:
     return (
         f"{progress.reused:,} reused, {progress.failed:,} failed, {progress.tokens_per_s:,.0f} tokens/s, "
         f"{common.megabytes(progress.bytes_stored)} stored ({progress.bytes.share:.1%} of 16 bits), "

@@ -68,7 +68,7 @@ def erase(
         with common.written(output) as file:
             file.write(receipt.model_dump_json().encode())
         say(output)
-    common.notes.print(_told(receipt), soft_wrap=True)
+    common.notes.print(_describe(receipt), soft_wrap=True)
 
 
 def _by_service(url: str | None, fields: Mapping[str, Any]) -> Erasure:
@@ -79,10 +79,10 @@ def _by_service(url: str | None, fields: Mapping[str, Any]) -> Erasure:
             receipt = client.erasures.create(**fields)
             if receipt.status != "in_progress":
                 return receipt
-            common.notes.print(_told(receipt))
+            common.notes.print(_describe(receipt))
 
 
-def _told(receipt: Erasure) -> str:
+def _describe(receipt: Erasure) -> str:
     counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(receipt.counts.items())) or "nothing"
     what = {"dry_run": "would go", "in_progress": "found, and not all is gone yet", "completed": "gone"}
     again = "".join(

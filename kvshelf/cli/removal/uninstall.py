@@ -51,7 +51,7 @@ _SHARED: Final = "other programs may use it; remove it yourself"
 
 
 @dataclass(frozen=True)
-class Left:
+class Remainder:
     """One thing that is left. remedy: what a person must do, where this command removes nothing."""
 
     what: What
@@ -72,24 +72,25 @@ def uninstall(
     remark stays: servers and buckets, key files, units of systemd and their settings, and what other programs may use.
     Stop the services first.
     """
-    left = list(dict.fromkeys(found(os.environ, store)))
-    _show(left)
-    ours = [remainder for remainder in left if not remainder.remedy]
-    if dry_run or not ours:
+    remnants = list(dict.fromkeys(remainders(os.environ, store)))
+    _show(remnants)
+    removable = [remainder for remainder in remnants if not remainder.remedy]
+    if dry_run or not removable:
         return
-    if running := running_in([remainder.place for remainder in ours]):
+    if running := running_in([remainder.place for remainder in removable]):
         raise InvalidRequest(f"kvshelf runs (process {', '.join(running)}); stop it first", param="--yes")
     if not yes and not (sys.stdin.isatty() and typer.confirm("Remove all that has no remark?")):
         raise InvalidRequest("nothing was removed; repeat it with --yes", param="--yes")
-    for remainder in ours:
+    for remainder in removable:
         _remove(remainder)
         say("removed", remainder.place)
     common.notes.print("What is left is the package: pip uninstall kvshelf")
 
 
-def _show(left: list[Left]) -> None:
+def _show(remnants: list[Remainder]) -> None:
     rows = [
-        [remainder.what, remainder.place, common.megabytes(remainder.nbytes), remainder.remedy] for remainder in left
+        [remainder.what, remainder.place, common.megabytes(remainder.nbytes), remainder.remedy]
+        for remainder in remnants
     ]
     if rows:
         common.print_table(common.table(["WHAT", "PLACE", "SIZE", ""], rows, numbers=[2]))
@@ -97,35 +98,37 @@ def _show(left: list[Left]) -> None:
         common.notes.print("kvshelf has left nothing that it can find")
 
 
-def found(environment: Mapping[str, str], store: str | None) -> Iterator[Left]:
+def remainders(environment: Mapping[str, str], store: str | None) -> Iterator[Remainder]:
     """What is left, as the settings of this environment and of systemd's units say."""
     units = list(_units())
     every = [environment, *(settings for _, settings in units)]
     data = Path(environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvshelf"
-    for made in ("calibrations", "gates", "served"):
-        yield from _there("calibrations", str(data / made))
+    for folder in ("calibrations", "gates", "served"):
+        yield from _existing("calibrations", str(data / folder))
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    yield from _there("models", str(caches / "kvshelf"))
+    yield from _existing("models", str(caches / "kvshelf"))
     for url in (f"disk://{data}", store, *(settings.get("KVSHELF_STORE") for settings in every)):
         if url:
             yield from _of_store(url)
     yield from _of_ray(environment)
     for name in _KEY_FILES:
         for settings in every:
-            yield from _there("keys", settings.get(name), "a backup or another machine may need it; remove it yourself")
+            yield from _existing(
+                "keys", settings.get(name), "a backup or another machine may need it; remove it yourself"
+            )
     for script in _COMPLETIONS:
-        yield from _there("completion", script)
+        yield from _existing("completion", script)
     for library in sorted(_KERNELS.glob("*.so")):
-        yield from _there("kernels", str(library))
+        yield from _existing("kernels", str(library))
     for unit, settings in units:
-        yield from _there("settings", settings.get("KVSHELF_ENV_FILE"), "remove it with its unit")
-        yield Left("unit", str(unit), _size(unit), f"systemctl disable --now {unit.stem}, then remove it")
+        yield from _existing("settings", settings.get("KVSHELF_ENV_FILE"), "remove it with its unit")
+        yield Remainder("unit", str(unit), _size(unit), f"systemctl disable --now {unit.stem}, then remove it")
     hub = environment.get("HF_HOME") or "~/.cache/huggingface"
     for cache in (hub, environment.get("TRITON_CACHE_DIR") or "~/.triton"):
-        yield from _there("shared", cache, _SHARED)
+        yield from _existing("shared", cache, _SHARED)
 
 
-def _of_store(url: str) -> Iterator[Left]:
+def _of_store(url: str) -> Iterator[Remainder]:
     """The folders of a store, and what of it lies elsewhere."""
     from kvshelf.store.private import without_secret
 
@@ -137,31 +140,30 @@ def _of_store(url: str) -> Iterator[Left]:
             folder = Path(unquote(urlsplit(place).path))
             parts = [folder / name for name in _IN_A_HOME if (folder / name).exists()]
             if parts:
-                yield Left(kind, str(folder), sum(map(_size, parts)))
+                yield Remainder(kind, str(folder), sum(map(_size, parts)))
         elif urlsplit(place).scheme != "ram":
-            yield Left(
+            yield Remainder(
                 "server", without_secret(place), 0, "delete its keys there, or: kvshelf erase --tenant, for each"
             )
         if "blobs=" in query:
             bucket = re.sub(r"^.*\bblobs=([^&]*).*$", r"\1", query)
-            yield Left("server", without_secret(unquote(bucket)), 0, "delete the objects under this prefix there")
+            yield Remainder("server", without_secret(unquote(bucket)), 0, "delete the objects under this prefix there")
 
 
-def _of_ray(environment: Mapping[str, str]) -> Iterator[Left]:
-    yield from _there("Ray", str(Path(tempfile.gettempdir()) / f"kvshelf-{os.getuid()}"))
+def _of_ray(environment: Mapping[str, str]) -> Iterator[Remainder]:
+    yield from _existing("Ray", str(Path(tempfile.gettempdir()) / f"kvshelf-{os.getuid()}"))
     if (folder := environment.get("RAY_TMPDIR")) is not None:
-        yield from _there("Ray", str(Path(folder) / "ray"), _SHARED)
+        yield from _existing("Ray", str(Path(folder) / "ray"), _SHARED)
 
 
-def _there(what: What, place: str | None, remedy: str = "") -> Iterator[Left]:
+def _existing(what: What, place: str | None, remedy: str = "") -> Iterator[Remainder]:
     path = None if not place else Path(place).expanduser()
     if path is not None and path.exists():
-        yield Left(what, str(path), _size(path), remedy)
+        yield Remainder(what, str(path), _size(path), remedy)
 
 
 def running_in(places: Sequence[str]) -> list[str]:
-    """The processes of this user that are services or batches of kvshelf, or whose command names one of the places, as
-    those of Ray name their sockets."""
+    """The processes of this user that run kvshelf, or whose command names one of the places, as Ray's do."""
     names: list[str] = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -214,10 +216,10 @@ def _size(path: Path) -> int:
     return total
 
 
-def _remove(left: Left) -> None:
+def _remove(remainder: Remainder) -> None:
     """Remove a thing; of a home its own parts alone, and the folder if nothing else is in it."""
-    place = Path(left.place)
-    of_home = left.what in ("home", "tier")
+    place = Path(remainder.place)
+    of_home = remainder.what in ("home", "tier")
     try:
         for path in [place / name for name in _IN_A_HOME] if of_home else [place]:
             if path.is_dir() and not path.is_symlink():

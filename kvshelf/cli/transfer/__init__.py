@@ -32,7 +32,7 @@ _UNCHECKED = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportFile:
     """The file that an export becomes."""
 
     to: Annotated[
@@ -74,8 +74,7 @@ class Wanted:
             raise InvalidRequest(f"there is no GGUF file {self.engine_model}", param="engine_model")
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the service is told."""
+    def service_fields(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "engine_model": self.engine_model if self.to == "mlx" else None}
 
     def path(self, output: Path | None, id: str) -> Path:
@@ -89,7 +88,7 @@ class Wanted:
 
 def export_cache(
     cache: Cache,
-    wanted: Wanted,
+    target: ExportFile,
     output: Annotated[
         Path | None, typer.Option(help="File to write.  [default: the cache's id, in this folder]")
     ] = None,
@@ -105,19 +104,19 @@ def export_cache(
     from a running service, or with --store directly from a store. With --to llama.cpp it is the state of a sequence
     (`llama_state_seq_load_file`, llama-server's slots), with --to mlx a prompt cache of mlx-lm 0.32 or newer.
     """
-    wanted.require_sound(store)
+    target.require_sound(store)
     if store is None:
         with common.connected(url) as client, common.notes.status(f"fetching {cache} ..."):
             id = _references.id_at(client, cache)
-            if wanted.to is None:
+            if target.to is None:
                 blob = client.caches.download(id, about=True)
             else:
-                blob = client.caches.export(id, wanted.to, **wanted.told)  # type: ignore[arg-type]
-            _write(wanted, path := wanted.path(output, id), [blob])
+                blob = client.caches.export(id, target.to, **target.service_fields)  # type: ignore[arg-type]
+            _write(target, path := target.path(output, id), [blob])
     else:
         with stores.opened(store, encryption_key_file) as shelf:
             id = _references.id_in(shelf, cache)
-            _write(wanted, path := wanted.path(output, id), _stored(shelf, id, wanted))
+            _write(target, path := target.path(output, id), _stored(shelf, id, target))
     size = path.stat().st_size
     if as_json:
         say_json({"id": id, "file": str(path), "bytes": size})
@@ -126,10 +125,10 @@ def export_cache(
         common.notes.print(common.megabytes(size), style="dim")
 
 
-def _stored(shelf: Store, id: str, wanted: Wanted) -> Iterator[bytes]:
+def _stored(shelf: Store, id: str, target: ExportFile) -> Iterator[bytes]:
     """The pieces of an export from a store."""
     manifest = shelf.stat(id)
-    if wanted.to is None:
+    if target.to is None:
         from kvshelf.store.about import export_part
 
         with shelf.open_blob(id) as stored:
@@ -139,14 +138,14 @@ def _stored(shelf: Store, id: str, wanted: Wanted) -> Iterator[bytes]:
     with needs_extra("serve", purpose="kvshelf export --to"):
         from kvshelf.engine.engine import Engine
         from kvshelf.workers.replica.files import pieces
-    assert wanted.model is not None, "refused without"
-    engine = Engine.load(served_model(wanted.model), dtype=manifest.identity["model"]["dtype"], shown=wanted.model)
-    yield from pieces(engine, shelf, id, wanted.to, tenant=manifest.tenant, **wanted.told)  # type: ignore[arg-type]
+    assert target.model is not None, "refused without"
+    engine = Engine.load(served_model(target.model), dtype=manifest.identity["model"]["dtype"], shown=target.model)
+    yield from pieces(engine, shelf, id, target.to, tenant=manifest.tenant, **target.service_fields)  # type: ignore[arg-type]
 
 
-def _write(wanted: Wanted, path: Path, pieces: Iterable[bytes]) -> None:
+def _write(target: ExportFile, path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file whole, or not at all where it is not for the weights that its engine runs."""
-    weights = None if wanted.engine_model is None else Path(wanted.engine_model)
+    weights = None if target.engine_model is None else Path(target.engine_model)
     with common.written(path) as file:
         for piece in pieces:
             file.write(piece)
@@ -155,7 +154,7 @@ def _write(wanted: Wanted, path: Path, pieces: Iterable[bytes]) -> None:
                 from kvshelf.engine.files import llamacpp, mlx
                 from kvshelf.integrations.engine_weights import require_weights
             file.flush()
-            about_file = llamacpp.about_file if wanted.to == "llama.cpp" else mlx.about_file
+            about_file = llamacpp.about_file if target.to == "llama.cpp" else mlx.about_file
             require_weights(about_file(partial_of(path)), weights)
 
 
@@ -179,19 +178,12 @@ def import_cache(
     if fields["name"] is None and not blob.endswith(MAGIC):
         fields["name"] = file.name
     if store is None:
-        with (
-            common.connected(url) as client,
-            common.notes.status(f"sending {file} ..."),
-            _of_input(file),
-        ):
+        with common.connected(url) as client, common.notes.status(f"sending {file} ..."), _of_input(file):
             cache = client.caches.import_blob(blob, **fields)
     else:
         with _of_input(file), stores.opened(store, encryption_key_file) as shelf:
             cache = put_export(shelf, blob, fields)
-    if as_json:
-        say_json(cache)
-    else:
-        say(cache.id)
+    say_json(cache) if as_json else say(cache.id)
 
 
 @contextmanager

@@ -34,8 +34,6 @@ TrustFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Signing:
-    """What a bundle is called, and who signs it."""
-
     name: Annotated[str, typer.Option(help="Of the bundle; one of this name at the place is replaced.")] = "bundle"
     key: Annotated[
         Path | None,
@@ -86,8 +84,10 @@ def push(
     with ExitStack() as stack:
         ids, export = _exported(stack, shelf, caches or [], labels)
         software = f"kvshelf {kvshelf.__version__}"
-        said, signed_ids = (signing.producer, software), ids if signature_only else None
-        entry = push_bundle(place_at(place), signing.name, map(export, ids), signer, *said, signed_ids=signed_ids)
+        labels_of_bundle, signed_ids = (signing.producer, software), ids if signature_only else None
+        entry = push_bundle(
+            place_at(place), signing.name, map(export, ids), signer, *labels_of_bundle, signed_ids=signed_ids
+        )
     if as_json:
         say_json({"name": signing.name, "digest": entry.digest, "key": entry.annotations.key})
     else:
@@ -118,10 +118,7 @@ def pull(
         signed.verify()
         for export in signed.exports():
             cache = put(export, fields)
-            if as_json:
-                say_json(cache)
-            else:
-                say(cache.id)
+            say_json(cache) if as_json else say(cache.id)
     signed.taken()
     summary = f"{signed.about.name} number {signed.about.sequence}, signed by {signed.producer}"
     common.notes.print(summary, style="dim", soft_wrap=True)
@@ -170,7 +167,6 @@ def _exported(
 
 @contextmanager
 def _importing(signed: Bundle, shelf: BundledShelf) -> Iterator[Callable[[bytes, Mapping[str, Any]], CacheObject]]:
-    """What puts an export on the shelf."""
     if shelf.store is not None:
         with stores.opened(shelf.store, shelf.encryption_key_file) as store:
             yield partial(put_export, store)

@@ -14,9 +14,8 @@ from kvshelf.api import Usage
 from kvshelf.api.answers import Answer, Piece
 from kvshelf.engine.inputs.encode import Prompt
 from kvshelf.errors import CacheUnusable, InvalidRequest, KvshelfError, WorkerCrashed
-from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import QuestionBuilder, ShelfRequest
-from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.integrations.vllm.upstreams import ProxyMetrics, Upstreams
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.observe.logs import note, request_id
 from kvshelf.store.base import Store
@@ -33,12 +32,10 @@ class CacheAsk:
     body: dict[str, Any]
 
     async def whole(self) -> dict[str, Any]:
-        """vLLM's answer."""
         with self.asker.counted(self):
             return await self._whole()
 
     async def answer(self) -> Answer:
-        """vLLM's only answer."""
         with self.asker.counted(self):
             answer = await self._whole()
             (choice,) = answer["choices"]
@@ -109,8 +106,8 @@ class CacheAsker:
     async def prepare(
         self, cache_id: str, tenant: str, prompt: Prompt, model: str | None, fields: dict[str, Any]
     ) -> CacheAsk:
-        """model: None, the cache's, or as vLLM names it. fields: others of vLLM's body. Raises as `Store.stat` and
-        `shelf_request` do."""
+        """model: None, the cache's, or vLLM's name. fields: more of the body. Raises as `Store.stat`,
+        `shelf_request`."""
         with self._metrics.asking():
             cache = await off_loop(self._store.stat, cache_id, tenant=tenant)
             request = await off_loop(self._questions.request, cache, prompt)
@@ -155,8 +152,8 @@ class CacheAsker:
 class _Failed(Exception):
     """vLLM's refusal. Its text is vLLM's own message."""
 
-    def __init__(self, status: int, said: Any) -> None:
-        error = said.get("error") if isinstance(said, dict) else None
+    def __init__(self, status: int, body: Any) -> None:
+        error = body.get("error") if isinstance(body, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         super().__init__(f"{message or 'without a message'}"[:1000])
         self.status = status

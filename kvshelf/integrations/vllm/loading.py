@@ -14,16 +14,17 @@ import torch
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.errors import InternalError, KvshelfError, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.model import ReadingModel
-from kvshelf.integrations.vllm.pages import write_rows
+from kvshelf.integrations.vllm.pages import Rows, write_rows
 from kvshelf.integrations.vllm.ragged.pages import HeadPages, HeadTables
 from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
-from kvshelf.integrations.vllm.tails import Rows, Tails
 
 log = structlog.get_logger("kvshelf.vllm")
 
 _REMEMBERED: Final = 1_000
 """Ragged caches of which a worker knows the heads' lengths, 8 bytes each, beside those that are being asked."""
+
+_TAILS_BYTES: Final = 256 << 20
 
 
 class ShelfWorker:
@@ -43,13 +44,12 @@ class ShelfWorker:
         self._ragged: dict[str, HeadPages] = {}
 
     def start(self, step: ConnectorStep, layers: Mapping[str, Any]) -> None:
-        """Begin to read what a forward pass needs. layers: of vLLM, by name. A cache that several requests want is read
-        once."""
+        """Begin to read what a forward pass needs, each cache once. layers: of vLLM, by name."""
         self._layers = {name: layer for name, layer in layers.items() if getattr(layer, "kv_cache", None) is not None}
-        wanted: dict[tuple[str, str], list[Load]] = {}
+        by_cache: dict[tuple[str, str], list[Load]] = {}
         for load in step.loads:
-            wanted.setdefault((load.cache_id, load.root), []).append(load)
-        for (_, root), its_loads in wanted.items():
+            by_cache.setdefault((load.cache_id, load.root), []).append(load)
+        for (_, root), its_loads in by_cache.items():
             try:
                 source = self._source(its_loads)
             except KvshelfError as error:
@@ -150,14 +150,14 @@ class ShelfWorker:
         rest = page_of >= reading.head_pages.full
         if isinstance(reading.source, ArrivingCache):
             question, heads = reading.loads[0].entries, self._heads(layer.num_kv_heads)
-            rows, there = self._model.ragged_layer(reading.source, _index(name), question, heads), torch.ones_like(rest)
+            rows, known = self._model.ragged_layer(reading.source, _index(name), question, heads), torch.ones_like(rest)
             reading.tail[name] = rows[0][rest], rows[1][rest]
         else:
-            rows, there = reading.source[name], rest
+            rows, known = reading.source[name], rest
         for load in reading.loads:
-            wanted = page_of >= load.first // self._page
-            slots = self.rows.slots(stored, load.pages)[there & wanted]
-            keys, values = (part[wanted[there]] for part in rows)
+            missing = page_of >= load.first // self._page
+            slots = self.rows.slots(stored, load.pages)[known & missing]
+            keys, values = (part[missing[known]] for part in rows)
             layer.impl.do_kv_cache_update(layer, keys, values, self.rows.storage.rows, slots)
 
     def finish(self) -> None:
@@ -186,8 +186,7 @@ class ShelfWorker:
 
 
 class _Reading:
-    """One cache in one step. missing: names of vLLM's layers that are not in their pages. head_pages: of a ragged
-    cache. tail: rows to be kept."""
+    """One cache in one step. missing: vLLM's layers that are not in their pages yet. tail: rows to be kept."""
 
     def __init__(
         self,
@@ -201,6 +200,34 @@ class _Reading:
         self.source = source
         self.missing = missing
         self.tail: dict[str, Rows] = {}
+
+
+class Tails:
+    """The entries on the last, unfinished page of caches that were read. vLLM shares full pages between requests, not
+    the last one, so without these every further question would read its whole cache for a few entries. At most 256 MiB;
+    the least recently asked go first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Mapping[str, Rows]] = {}
+        self._nbytes = 0
+
+    def find(self, cache_id: str) -> Mapping[str, Rows] | None:
+        """The rows behind the last full page, of each layer by name."""
+        rows = self._kept.pop(cache_id, None)
+        if rows is not None:
+            self._kept[cache_id] = rows
+        return rows
+
+    def keep(self, cache_id: str, rows: Mapping[str, Rows]) -> None:
+        if cache_id not in self._kept:
+            self._kept[cache_id] = rows
+            self._nbytes += _nbytes(rows)
+        while self._nbytes > _TAILS_BYTES:
+            self._nbytes -= _nbytes(self._kept.pop(next(iter(self._kept))))
+
+
+def _nbytes(rows: Mapping[str, Rows]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in rows.values())
 
 
 def _index(name: str) -> int:

@@ -71,18 +71,18 @@ class ReadingModel:
                 "model of its own; compress the document by policy full",
                 param="cache_id",
             )
-        wanted = cache.identity.transforms
-        if wanted and wanted not in self.coders:
-            data = kept.get(wanted)
+        transforms_digest = cache.identity.transforms
+        if transforms_digest and transforms_digest not in self.coders:
+            data = kept.get(transforms_digest)
             if data is None or self.rope is None:
                 raise ModelMismatch(
-                    f"the cache is under codec klt with the transforms {wanted[:16]}, which come neither from "
-                    f"the shelf nor with {self.identity.name!r} here",
-                    transforms=wanted,
+                    f"the cache is under codec klt with the transforms {transforms_digest[:16]}, which come neither "
+                    f"from the shelf nor with {self.identity.name!r} here",
+                    transforms=transforms_digest,
                 )
             transforms = Transforms.from_bytes(data)
             transforms.require_of(self.identity, self.layers)
-            self.coders[wanted] = Coder(transforms, self.rope.rotate, self.rope.unrotate)
+            self.coders[transforms_digest] = Coder(transforms, self.rope.rotate, self.rope.unrotate)
 
     def layer(self, cache: ArrivingCache, index: int, entries: int, heads: slice) -> tuple[Tensor, Tensor]:
         """Keys and values `[entries, heads, D]` of a layer, keys rotated to the places 0 to `entries` - 1. Waits for

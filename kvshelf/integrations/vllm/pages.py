@@ -12,7 +12,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshelf.errors import MissingExtra
 from kvshelf.integrations.vllm.ragged.plugin import TESTED
-from kvshelf.integrations.vllm.tails import Rows
+
+Rows = tuple[Tensor, Tensor]
+"""Keys and values `[entries, heads, D]` of a layer."""
 
 QUESTION: Final = 16
 """Tokens that read the pages of a self-test."""
@@ -22,8 +24,7 @@ TOLERANCE: Final = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.
 
 
 def write_rows(layer: Any, rows: Rows, first: int, pages: Sequence[int], page: int) -> None:
-    """Keys and values of the entries from `first` on go to their places. layer: of vLLM. pages: those of all entries,
-    of `page` entries each."""
+    """Write the entries from `first` on to their places. layer: of vLLM. pages: of all entries, `page` in each."""
     places = torch.arange(first, first + len(rows[0]))
     slots = torch.tensor(pages)[places // page] * page + places % page
     device = layer.kv_cache.device
@@ -64,8 +65,8 @@ def _error(config: Any, name: str, layer: Any, pages: int) -> float:
     draw.seed()  # not what an earlier test has left in the pages
     keys, values = torch.randn(2, entries, layer.num_kv_heads, layer.head_size, generator=draw)
     group = layer.num_heads // layer.num_kv_heads
-    seen = torch.arange(QUESTION) * entries // QUESTION
-    queries = 2 * (keys[seen] + keys[page:]).repeat_interleave(group, 1)  # one entry and its own: a mean tells less
+    places = torch.arange(QUESTION) * entries // QUESTION
+    queries = 2 * (keys[places] + keys[page:]).repeat_interleave(group, 1)  # one entry and its own: a mean tells less
     dtype = config.model_config.dtype
     queries, keys, values = (part.to(dtype) for part in (queries, keys, values))
     write_rows(layer, (keys, values), 0, used, page)
@@ -80,8 +81,8 @@ def _error(config: Any, name: str, layer: Any, pages: int) -> float:
     mask = torch.arange(entries) <= torch.arange(page, entries)[:, None]
     q, k, v = (part.float().transpose(0, 1) for part in (queries, keys, values))
     k, v = (part.repeat_interleave(group, 0) for part in (k, v))
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=layer.impl.scale)
-    return float((read.float().cpu() - wanted.transpose(0, 1)).abs().max())
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=layer.impl.scale)
+    return float((read.float().cpu() - expected.transpose(0, 1)).abs().max())
 
 
 def _metadata(config: Any, name: str, layer: Any, table: Tensor) -> Any:

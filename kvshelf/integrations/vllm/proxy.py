@@ -24,9 +24,8 @@ from kvshelf.api.strict import RequestT
 from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.integrations.vllm.asking import CacheAsker
 from kvshelf.integrations.vllm.bodies import CacheCompletion, Directions
-from kvshelf.integrations.vllm.numbers import ProxyMetrics
 from kvshelf.integrations.vllm.request import QuestionBuilder
-from kvshelf.integrations.vllm.upstreams import Upstreams
+from kvshelf.integrations.vllm.upstreams import ProxyMetrics, Upstreams
 from kvshelf.model.loading import load_tokenizer
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import Admin, LiveKeys, Reader
@@ -122,7 +121,6 @@ async def models(request: Request, _caller: Reader) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Whether a server answers."""
     return _Forwarded(request)
 
 

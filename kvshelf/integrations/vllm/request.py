@@ -29,7 +29,7 @@ PAGE: Final = 128
 
 
 @dataclass(frozen=True)
-class Named:
+class CacheReference:
     """The content of `FIELD`: a cache, and the caller's key or the tenant that the caller says it is of. ragged: how
     many stand-ins a cache has whose heads keep different numbers of entries; None for any other."""
 
@@ -40,7 +40,7 @@ class Named:
 
     @classmethod
     def parse(cls, values: Any) -> Self:
-        """Raises `InvalidRequest`, without what was values: it may hold a key."""
+        """Raises `InvalidRequest`, without the values: one may be a key."""
         names = [member.name for member in fields(cls)]
         texts = isinstance(values, Mapping) and all(isinstance(value, str) for value in values.values())
         if not texts or "cache_id" not in values or not values.keys() <= set(names):
@@ -53,7 +53,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Told:
+class ServiceCache:
     """What a service tells of a cache. tenant: whose key asked it."""
 
     id: str
@@ -81,7 +81,6 @@ class ShelfRequest:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
-        """What tells the connector of the cache."""
         who = {"tenant": self.tenant} if self.api_key is None else {"api_key": self.api_key}
         named = who | {"ragged": str(self.entries) if self.ragged else None}
         return {
@@ -95,8 +94,8 @@ class ShelfRequest:
         return prompt, {"kv_transfer_params": self.kv_transfer_params}
 
     def body(self, model: str | None, **fields: Any) -> dict[str, Any]:
-        """The JSON of `POST /v1/completions`. model: as vLLM names it, or None for its own. fields: others of the body,
-        like max_tokens."""
+        """The JSON of `POST /v1/completions`. model: vLLM's name, or None. fields: more of the body, like
+        max_tokens."""
         return fields | {
             "model": model,
             "prompt": self.prompt_token_ids,
@@ -106,10 +105,10 @@ class ShelfRequest:
 
     @classmethod
     def parse(
-        cls, cache: Manifest | Told, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
+        cls, cache: Manifest | ServiceCache, prompt: Sequence[int], salt: str | None, ragged: str | None, page: int
     ) -> Self:
-        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `Named`. Raises
-        `InvalidRequest` for one that this module does not build."""
+        """The request that a server with pages of `page` tokens received for a cache. ragged: as of `CacheReference`.
+        Raises `InvalidRequest` for one that this module does not build."""
         cache_id, entries = cache.id, places_of(cache, page)
         own_places = is_ragged(cache)
         if ragged != (str(entries) if own_places else None):
@@ -134,10 +133,10 @@ class ShelfRequest:
         return cls(cache_id, entries, tuple(prompt[entries:]), cache.tenant, ragged=own_places)
 
 
-def is_ragged(cache: Manifest | Told) -> bool:
+def is_ragged(cache: Manifest | ServiceCache) -> bool:
     """Whether heads of a cache may keep different numbers of entries, by its policy. What a service tells, and
     a policy that is not installed here, do not say so."""
-    if isinstance(cache, Told) or cache.kept_tokens == cache.num_tokens:
+    if isinstance(cache, ServiceCache) or cache.kept_tokens == cache.num_tokens:
         return False
     with suppress(InvalidRequest):
         return build(cache.policy, cache.policy_params).ragged
@@ -156,14 +155,13 @@ def require_places(store: Store, cache: Manifest) -> None:
         )
 
 
-def places_of(cache: Manifest | Told, page: int) -> int:
+def places_of(cache: Manifest | ServiceCache, page: int) -> int:
     """Stand-ins that a request to a cache has, in a vLLM with pages of `page` tokens."""
     return stand_ins(cache.kept_tokens, page) if is_ragged(cache) else cache.kept_tokens
 
 
 class QuestionBuilder:
-    """Builds requests with one model's tokenizer, from transformers, for vLLMs with pages of `page` tokens.
-    Thread-safe."""
+    """Builds requests with a model's tokenizer for vLLMs with pages of `page` tokens. Thread-safe."""
 
     def __init__(self, tokenizer: Any, page: int = PAGE) -> None:
         self._page = page
@@ -173,11 +171,11 @@ class QuestionBuilder:
 
     def request(self, cache: Manifest, prompt: Prompt) -> ShelfRequest:
         """As `shelf_request`."""
-        made = cache.identity["model"]
-        for part, ours in zip(("tokenizer", "template"), self._digests, strict=True):
-            if made[part] not in ("", ours):
+        model = cache.identity["model"]
+        for part, digest in zip(("tokenizer", "template"), self._digests, strict=True):
+            if model[part] not in ("", digest):
                 raise ModelMismatch(
-                    f"cache {cache.id} was made by {made['name']!r} with another {part} than the one given; load the "
+                    f"cache {cache.id} was made by {model['name']!r} with another {part} than the one given; load the "
                     "tokenizer from that model's folder",
                     field=part,
                 )

@@ -14,7 +14,7 @@ import structlog
 
 from kvshelf.errors import InternalError, InvalidRequest, KvshelfError, PolicyUnsupported, StateConflict
 from kvshelf.integrations.vllm.ragged.pages import full_of
-from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, Named, ShelfRequest, require_places
+from kvshelf.integrations.vllm.request import FIELD, ID_PREFIX, CacheReference, ShelfRequest, require_places
 from kvshelf.integrations.vllm.service import ServiceShelf
 from kvshelf.integrations.vllm.settings import NO_TABLES, ShelfSettings
 from kvshelf.integrations.vllm.step import ConnectorStep, Load
@@ -29,8 +29,7 @@ answer of a connector ends one request without ending the server."""
 
 
 class ShelfScheduler:
-    """Decides by the index of the shelf alone; no blob is read. page: tokens of a page of vLLM. rows: whether its
-    attention can have page tables for heads."""
+    """Decides by the index of the shelf alone. page: tokens of a page. rows: whether heads can have page tables."""
 
     def __init__(self, settings: ShelfSettings, page: int, *, rows: bool) -> None:
         self._store = settings.open()
@@ -38,7 +37,7 @@ class ShelfScheduler:
         self._page = page
         self._has_rows = rows and settings.service is None
         self._roots: dict[str, str] = {}
-        self._named: dict[str, Named | KvshelfError] = {}
+        self._named: dict[str, CacheReference | KvshelfError] = {}
         self._decided: dict[str, ShelfRequest | KvshelfError] = {}
         self._ragged: dict[str, tuple[int, str]] = {}
         self._step = ConnectorStep()
@@ -50,7 +49,7 @@ class ShelfScheduler:
             return
         request.skip_reading_prefix_cache = False
         try:
-            named = Named.parse(_params(request).get(FIELD))
+            named = CacheReference.parse(_params(request).get(FIELD))
             named = replace(named, api_key=None, tenant=self._tenants.of(named))
             if named.ragged is not None:
                 self._keep_apart(request, named, named.ragged)
@@ -73,7 +72,7 @@ class ShelfScheduler:
             return _REFUSED
         return max(0, decision.entries - computed), False
 
-    def _checked(self, request: Any, named: Named) -> ShelfRequest:
+    def _checked(self, request: Any, named: CacheReference) -> ShelfRequest:
         sampling = request.sampling_params
         if request.lora_request is not None:
             raise InvalidRequest("an adapter changes the keys and values of the document", param="lora_request")
@@ -81,14 +80,15 @@ class ShelfScheduler:
             raise InvalidRequest("a stored document has no logprobs and gives no embedding", param="prompt_logprobs")
         assert named.tenant is not None, "as `arrived` writes it"
         cache = self._store.stat(named.cache_id, tenant=named.tenant)
-        if named.ragged is not None and isinstance(cache, Manifest):
-            self._require_root(request, cache)
-        if isinstance(cache, Manifest) and not isinstance(self._store, ServiceShelf):
-            require_places(self._store, cache)
+        if isinstance(cache, Manifest):
+            if named.ragged is not None and self._roots[request.request_id] != cache.blob_digest:
+                raise StateConflict(f"{cache.id} was made again after vLLM got the request; ask once more")
+            if not isinstance(self._store, ServiceShelf):
+                require_places(self._store, cache)
         prompt = request.prompt_token_ids or ()
         return ShelfRequest.parse(cache, prompt, request.cache_salt, named.ragged, self._page)
 
-    def _keep_apart(self, request: Any, named: Named, places: str) -> None:
+    def _keep_apart(self, request: Any, named: CacheReference, places: str) -> None:
         """Have vLLM share the pages with full head pages alone, and with requests to the same blob: the entries on
         later ones lie where only this request finds them. Answers of one request (`n`) are requests of their own with
         the same tokens."""
@@ -107,10 +107,6 @@ class ShelfScheduler:
         root = self._roots[request.request_id] = cache.blob_digest
         of_blob = [f"{cache.id} {root} {number}".encode() for number in range(len(hashes[:shared]))]
         hashes[:] = [*(sha256(text).digest() for text in of_blob), *(os.urandom(32) for _ in hashes[shared:])]
-
-    def _require_root(self, request: Any, cache: Manifest) -> None:
-        if self._roots[request.request_id] != cache.blob_digest:
-            raise StateConflict(f"{cache.id} was made again after vLLM got the request; ask once more")
 
     def allocated(self, request: Any, pages: list[int], tokens: int) -> None:
         """`tokens` of a request are to be loaded in this step."""

@@ -13,7 +13,7 @@ from kvshelf.artifact.blob.frame import TRAILER
 from kvshelf.artifact.opened.arriving import ArrivingCache
 from kvshelf.client import Client, Retries, Timeouts
 from kvshelf.errors import BlobError, ConnectionFailed, StoreUnavailable
-from kvshelf.integrations.vllm.request import Told
+from kvshelf.integrations.vllm.request import ServiceCache
 from kvshelf.store import checks
 
 T = TypeVar("T")
@@ -38,17 +38,17 @@ class ServiceShelf:
         self._client = Client(url, timeouts=timeouts, retries=Retries(max_retries=1, backoff_s=0, max_wait_s=0))
         self._rests_until = 0.0
 
-    def stat(self, cache_id: str, *, tenant: str) -> Told:
-        return Told(cache_id, self._asked(self._client.caches.retrieve, cache_id).tokens.kept, tenant)
+    def stat(self, cache_id: str, *, tenant: str) -> ServiceCache:
+        return ServiceCache(cache_id, self._ask(self._client.caches.retrieve, cache_id).tokens.kept, tenant)
 
     def open_cache(self, cache_id: str, *, tenant: str) -> ArrivingCache:  # noqa: ARG002
         """Downloads the whole blob; its layers are checked when they are read. That it is the cache of this id is for
         the service to check, because ids are keyed by its shelf."""
-        data = memoryview(self._asked(self._client.caches.download, cache_id))
-        with _named(cache_id):
+        data = memoryview(self._ask(self._client.caches.download, cache_id))
+        with _store_errors(cache_id):
             summary = blob.inspect(data)
         body = data[len(data) - TRAILER.size - summary.header.body_bytes : -TRAILER.size]
-        return ArrivingCache(summary, body, partial(_named, cache_id))
+        return ArrivingCache(summary, body, partial(_store_errors, cache_id))
 
     def touch(self, cache_id: str, *, tenant: str) -> None:
         """Nothing, because the API has no call that only counts a use."""
@@ -56,12 +56,12 @@ class ServiceShelf:
     def close(self) -> None:
         self._client.close()
 
-    def _asked(self, call: Callable[[str], T], cache_id: str) -> T:
+    def _ask(self, call: Callable[[str], T], cache_id: str) -> T:
         """Asks nothing for a second after the service did not answer: every request in vLLM would wait as long."""
         if time.monotonic() < self._rests_until:
             raise StoreUnavailable("the service did not answer a moment ago; try again in a second")
         try:
-            with _named(cache_id):
+            with _store_errors(cache_id):
                 return call(checks.require_id(cache_id))
         except StoreUnavailable:
             self._rests_until = time.monotonic() + _REST_S
@@ -69,7 +69,7 @@ class ServiceShelf:
 
 
 @contextmanager
-def _named(cache_id: str) -> Iterator[None]:
+def _store_errors(cache_id: str) -> Iterator[None]:
     """The errors that a store has."""
     try:
         yield

@@ -104,5 +104,5 @@ def require_supported(config: Any, page_groups: int) -> None:
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "several groups of pages, as of layers with windows or states": page_groups != 1,
     }
-    if refused := [what for what, there in conflicts.items() if there]:
+    if refused := [what for what, holds in conflicts.items() if holds]:
         raise PolicyUnsupported(f"kvshelf's connector does not take {', '.join(refused)} yet", param="kv_connector")

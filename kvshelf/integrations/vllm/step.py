@@ -29,9 +29,8 @@ class Load:
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):  # type: ignore[misc]
-    """Loads that the step's forward pass needs, and requests that fail without one. ragged: the roots of ragged caches
-    that its requests ask, by each request's first page. unfinished: those that any request asks, also one that
-    waits."""
+    """What the step's forward pass loads, and which requests fail. ragged: the roots of ragged caches that its requests
+    ask, by their first page. unfinished: the roots that any request asks, waiting ones too."""
 
     loads: list[Load] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)

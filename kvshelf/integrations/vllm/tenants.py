@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 from kvshelf.errors import Forbidden, InvalidRequest, Unauthorized
-from kvshelf.integrations.vllm.request import FIELD, Named
+from kvshelf.integrations.vllm.request import FIELD, CacheReference
 from kvshelf.integrations.vllm.settings import ShelfSettings
 from kvshelf.service.access.keyfile import KeyFile
 from kvshelf.service.access.keys import REREAD_S, LiveKeys
@@ -26,7 +26,7 @@ class Tenants:
         self._trusting = settings.trust_tenant
         self._only = settings.tenant or "default"
 
-    def of(self, named: Named) -> str:
+    def of(self, named: CacheReference) -> str:
         """Raises `Unauthorized` and `Forbidden` for a key as the service does, `Forbidden` for another tenant than the
         only one, and `InvalidRequest` for a request without its tenant."""
         if self._keys is not None:

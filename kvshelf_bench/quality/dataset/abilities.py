@@ -1,8 +1,4 @@
-"""Documents whose questions are not retrieval alone: what breaks first is seen here, where a needle is found still.
-
-After SCBench (key-value lists, copying), IFEval (instructions checked by program) and "The Pitfalls of KV Cache
-Compression" (several instructions, of which eviction loses some). All texts are made.
-"""
+"""Documents that ask for more than retrieval, after SCBench, IFEval and "The Pitfalls of KV Cache Compression"."""
 
 from __future__ import annotations
 
@@ -65,17 +61,17 @@ def instructions(rng: random.Random, prose: list[str]) -> tuple[str, list[Questi
         chosen = [(text, "begins_with:NOTICE" if rule.startswith("begins") else rule) for text, rule in chosen]
     text = _spread(rng, prose, [f"Rule: {text}" for text, _ in chosen])
     rules = tuple(rule for _, rule in chosen)
-    asked = [f"Follow all rules of the text. Say something about the {thing}." for thing in rng.sample(_THINGS, 2)]
-    return text, [Question(one, rules, "rules", max_new_tokens=32, task="instructions") for one in asked]
+    texts = [f"Follow all rules of the text. Say something about the {thing}." for thing in rng.sample(_THINGS, 2)]
+    return text, [Question(one, rules, "rules", max_new_tokens=32, task="instructions") for one in texts]
 
 
 def _key_values(rng: random.Random, _: list[str]) -> tuple[str, list[Question]]:
     pairs = {f"{rng.choice(_THINGS)}-{rng.randrange(1000, 9999)}": f"{rng.randrange(10**7, 10**8)}" for _ in range(10)}
-    asked = rng.sample(sorted(pairs), 4)
+    keys = rng.sample(sorted(pairs), 4)
     text = "Below is a JSON object.\n" + json.dumps(pairs, indent=0)
     return text, [
         Question(f'What is the value of "{key}"?', (pairs[key],), "stands_in", max_new_tokens=24, task="key-values")
-        for key in asked
+        for key in keys
     ]
 
 
@@ -137,7 +133,7 @@ def _reference(rng: random.Random, prose: list[str]) -> tuple[str, list[Question
 def _spread(rng: random.Random, prose: list[str], pieces: list[str]) -> str:
     """Pieces between sentences of prose, in their order."""
     places = sorted(rng.sample(range(1, len(prose)), len(pieces)))
-    said = list(prose)
+    sentences = list(prose)
     for place, piece in reversed(list(zip(places, pieces, strict=True))):
-        said.insert(place, piece.rstrip("."))
-    return ". ".join(said)
+        sentences.insert(place, piece.rstrip("."))
+    return ". ".join(sentences)

@@ -21,13 +21,13 @@ from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.measure import machine
 from kvshelf_bench.options import Reporting, publish, rendered, split
 from kvshelf_bench.quality.dataset import abilities, folder
-from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.documents import Document, draw_documents, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.kvpress import Kvpress
 from kvshelf_bench.quality.dataset.measuring import Asking, DatasetProtocol, DocumentUnit, make_units
 from kvshelf_bench.quality.dataset.rows import RowRules
-from kvshelf_bench.quality.dataset.summary import PLAIN, DatasetSummary, way_label
+from kvshelf_bench.quality.dataset.summary import DatasetSummary, way_label
 from kvshelf_bench.quality.dataset.tables import compare, compare_table, dataset_tables, notes
-from kvshelf_bench.quality.grid import FEATURED, Changes, Row, make_grid, make_rows
+from kvshelf_bench.quality.grid import FEATURED, PLAIN, Changes, Row, make_grid, make_rows
 from kvshelf_bench.quality.measuring import Progress, outcomes, require_resumable
 from kvshelf_bench.quality.options import DatasetOptions
 from kvshelf_bench.quality.outcome import Outcome
@@ -38,9 +38,8 @@ CUES = 150
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen(DatasetOptions):
-    """The options of `kvshelf bench quality` for a dataset, as they were given. changes: of the rows, where there are
-    no `ways`."""
+class DatasetRequest(DatasetOptions):
+    """The options of `kvshelf bench quality` for a dataset. changes: of the rows, where there are no `ways`."""
 
     bench: str
     resume: Path
@@ -75,11 +74,11 @@ class Chosen(DatasetOptions):
         if self.scorer:
             _require(self.scorer in SCORERS, "scorer", f"one of {', '.join(SCORERS)}", self.scorer)
         if self.dataset == abilities.NAME:
-            made = abilities.documents(self.seed, turns=self.turns)
-            return chosen(made, fraction=self.fraction, limit=self.limit, seed=self.seed)
+            documents = abilities.documents(self.seed, turns=self.turns)
+            return draw_documents(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
         prompts = read_prompts(self.prompts) if self.prompts is not None else {}
         documents = read_documents(self.dataset, RowRules(self.scorer, prompts))
-        return chosen(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
+        return draw_documents(documents, fraction=self.fraction, limit=self.limit, seed=self.seed)
 
     def longest(self) -> int | None:
         """As of `run`. Raises `InvalidRequest`."""
@@ -90,7 +89,7 @@ class Chosen(DatasetOptions):
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeDocuments:
     """Documents in place of those of a dataset. tables: more of them; draw: another picture."""
 
     documents: Sequence[Document]
@@ -98,55 +97,54 @@ class Made:
     draw: Callable[..., None]
 
 
-def measure(chosen_: Chosen, options: EngineOptions, made: Made | None = None) -> None:
+def measure(request: DatasetRequest, options: EngineOptions, source: MadeDocuments | None = None) -> None:
     """Read, measure, and publish. All that may be refused is refused before a model is loaded."""
-    if chosen_.results is not None:
-        folder.require_new(chosen_.results)
-    before = None if chosen_.compare is None else folder.read_report(chosen_.compare)
-    asking, rows, longest = chosen_.asking(), chosen_.rows(), chosen_.longest()
-    documents = chosen_.documents() if made is None else made.documents
-    kvpress = Kvpress.of(chosen_.baseline, chosen_.kvpress_python, options, asking)
+    if request.results is not None:
+        folder.require_new(request.results)
+    before = None if request.compare is None else folder.read_report(request.compare)
+    asking, rows, longest = request.asking(), request.rows(), request.longest()
+    documents = request.documents() if source is None else source.documents
+    kvpress = Kvpress.of(request.baseline, request.kvpress_python, options, asking)
     with _bar(len(make_units(documents, rows, asking))) as done:
         summary = run(
-            documents, rows, options, chosen_.resume, asking,
-            longest=longest, processes=chosen_.processes, progress=done,
+            documents, rows, options, request.resume, asking,
+            longest=longest, processes=request.processes, progress=done,
         )  # fmt: skip
     if kvpress is not None:
         summary = summary.beside("kvpress", kvpress.run(summary.documents, rows))
-    _publish(chosen_, options, asking, summary, before, made)
+    _publish(request, options, asking, summary, before, source)
 
 
 def _publish(
-    chosen_: Chosen,
+    request: DatasetRequest,
     options: EngineOptions,
     asking: Asking,
     summary: DatasetSummary,
     before: dict[str, Any] | None,
-    made: Made | None,
+    source: MadeDocuments | None,
 ) -> None:
-    part = {name: getattr(chosen_, name) for name in ("fraction", "limit", "seed", "scorer", "truncate")}
-    report: dict[str, Any] = {"bench": chosen_.bench, "dataset": chosen_.dataset, **asdict(options), **part}
+    part = {name: getattr(request, name) for name in ("fraction", "limit", "seed", "scorer", "truncate")}
+    report: dict[str, Any] = {"bench": request.bench, "dataset": request.dataset, **asdict(options), **part}
     report |= {"asking": asdict(asking), "machine": machine(), **summary.to_dict()}
-    title = f"{options.model} on {Path(chosen_.dataset).name}: {len(summary.documents)} documents, {told(asking)}"
-    tables = dataset_tables(summary, title) + ([] if made is None else made.tables(summary))
-    if before is not None and chosen_.compare is not None:
+    title = f"{options.model} on {Path(request.dataset).name}: {len(summary.documents)} documents, {_manner(asking)}"
+    tables = dataset_tables(summary, title) + ([] if source is None else source.tables(summary))
+    if before is not None and request.compare is not None:
         rows = compare(report, before)
         report["compared"] = rows
-        tables.append(compare_table(rows, f"this run beside {chosen_.compare.name}"))
-    drawn = None
+        tables.append(compare_table(rows, f"this run beside {request.compare.name}"))
+    picture = None
     if find_spec("matplotlib") is not None:
         from kvshelf_bench.quality.dataset.picture import draw
 
-        drawn = partial(draw if made is None else made.draw, summary, title=title)
-    if chosen_.results is not None:
-        folder.write(chosen_.results, report, summary, rendered(tables, notes(summary), report["machine"]), drawn)
-    if chosen_.picture is not None and drawn is not None:
-        drawn(chosen_.picture)
-    publish(report, tables, chosen_.reporting, notes=notes(summary))
+        picture = partial(draw if source is None else source.draw, summary, title=title)
+    if request.results is not None:
+        folder.write(request.results, report, summary, rendered(tables, notes(summary), report["machine"]), picture)
+    if request.picture is not None and picture is not None:
+        picture(request.picture)
+    publish(report, tables, request.reporting, notes=notes(summary))
 
 
-def told(asking: Asking) -> str:
-    """How the documents were asked."""
+def _manner(asking: Asking) -> str:
     if asking.turns:
         return "in turns"
     return f"the question {'known' if asking.known else 'unknown'} at compression"
@@ -159,18 +157,18 @@ def _bar(units: int) -> Iterator[Progress[DocumentUnit]]:
     with progress_bar() as progress:
         bar = progress.add_task("documents and policies", total=units)
 
-        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], found: bool) -> None:
+        def done(unit: DocumentUnit, outcomes: Sequence[Outcome], resumed: bool) -> None:
             for row, outcome in zip(unit.rows, outcomes, strict=True):
-                said = f"refused: {outcome.refused}"
+                text = f"refused: {outcome.refused}"
                 if outcome.refused is None:
-                    said = f"score {100 * fmean(outcome.partial):.1f} over {len(outcome.partial)} questions"
+                    text = f"score {100 * fmean(outcome.partial):.1f} over {len(outcome.partial)} questions"
                     if row == PLAIN:
                         full[unit.document.id] = outcome.exact
                     elif had := full.get(unit.document.id):
-                        said += f", {sum(was > now for was, now in zip(had, outcome.exact, strict=True))} lost"
-                said += " (measured before)" if found else ""
+                        text += f", {sum(was > now for was, now in zip(had, outcome.exact, strict=True))} lost"
+                text += " (measured before)" if resumed else ""
                 progress.console.print(
-                    f"{unit.document.id}, {way_label(row)}: {said}", highlight=False, markup=False, soft_wrap=True
+                    f"{unit.document.id}, {way_label(row)}: {text}", highlight=False, markup=False, soft_wrap=True
                 )
             progress.advance(bar)
 
@@ -210,8 +208,8 @@ def run(
     protocol = DatasetProtocol.of(engine, asking)
     units = make_units(documents, rows, asking)
     known = outcomes(units, protocol, engine, options, resume, processes=processes, progress=progress)
-    found = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
-    by_row = {row: [found[document.id, row] for document in documents] for row in rows}
+    by_place = {(unit.document.id, row): known[protocol.key(unit, row)] for unit in units for row in unit.rows}
+    by_row = {row: [by_place[document.id, row] for document in documents] for row in rows}
     return DatasetSummary.of(documents, by_row, Dimensions.of(engine.model).full_16bit_bytes(1))
 
 
@@ -223,11 +221,11 @@ def truncated(engine: Engine, document: Document, asking: Asking, longest: int) 
     room = longest
     if not longest:
         kept = [SCORERS[one.scorer].right(one.answers) or "" if asking.turns else "" for one in document.questions]
-        asked = (
+        counts = (
             form.count_tokens(one.text + one.prefix) + max(asking.tokens(one), form.count_tokens(right))
             for one, right in zip(document.questions, kept, strict=True)
         )
-        several = (tokens + _TEMPLATE_TOKENS for tokens in asked)
+        several = (tokens + _TEMPLATE_TOKENS for tokens in counts)
         room = engine.max_tokens - (sum(several) if asking.turns else max(several))
     token_ids = form.encode(document.context)
     if len(token_ids) <= room:

@@ -15,26 +15,23 @@ from kvshelf_bench.quality.dataset.rows import PLACE, Question, RowRules, beside
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and questions that it answers."""
-
     id: str
     context: str
     questions: tuple[Question, ...]
 
 
 def read_documents(source: str | Path, reading: RowRules | None = None) -> list[Document]:
-    """The documents of a file, a folder or a dataset of the hub, in its order. Raises `InvalidRequest` that names the
-    line."""
+    """The documents of a file, a folder or a dataset of the hub. Raises `InvalidRequest` that names the line."""
     documents: dict[str, Document] = {}
     named: dict[str, str] = {}
     shape, first = None, ""
     for row in read_rows(str(source)):
-        found = shape_of(row)
+        row_shape = shape_of(row)
         if shape is None:
-            shape, first = found, row.where
-        if found is not shape:
-            raise bad(f"{row.where} has the shape {found.name}, and {first} {shape.name}; give files of one shape")
-        context, questions = found.read(row, reading or RowRules())
+            shape, first = row_shape, row.where
+        if row_shape is not shape:
+            raise bad(f"{row.where} has the shape {row_shape.name}, and {first} {shape.name}; give files of one shape")
+        context, questions = row_shape.read(row, reading or RowRules())
         if known := documents.get(context):
             documents[context] = replace(known, questions=known.questions + questions)
         else:
@@ -64,7 +61,7 @@ def read_prompts(path: Path) -> dict[str, str]:
     return prompts
 
 
-def chosen(documents: Sequence[Document], *, fraction: float, limit: int | None, seed: int) -> list[Document]:
+def draw_documents(documents: Sequence[Document], *, fraction: float, limit: int | None, seed: int) -> list[Document]:
     """A fraction of the documents (at least one), drawn by a seed, and of these the first `limit`, in their order."""
     count = max(1, round(fraction * len(documents)))
     places = sorted(random.Random(seed).sample(range(len(documents)), count))

@@ -28,12 +28,12 @@ class FileRow:
     @property
     def id(self) -> str:
         """The row's own name, or its line; in a folder behind its file's. Raises `InvalidRequest`."""
-        own = self.fields.get("id", self.fields.get("_id", f"line {self.number}"))
-        if isinstance(own, int) and not isinstance(own, bool):
-            own = str(own)
-        if not isinstance(own, str) or not own.strip():
+        name = self.fields.get("id", self.fields.get("_id", f"line {self.number}"))
+        if isinstance(name, int) and not isinstance(name, bool):
+            name = str(name)
+        if not isinstance(name, str) or not name.strip():
             raise bad(f"{self.where}: id must be a text that is not empty")
-        return own if self.alone else f"{self.file}/{own}"
+        return name if self.alone else f"{self.file}/{name}"
 
 
 def read_rows(source: str) -> Iterator[FileRow]:
@@ -76,10 +76,10 @@ def _from_hub(source: str) -> Path:
 
     patterns = [f"{folder}/{one}" for one in _HUB_FILES] if folder else list(_HUB_FILES)
     try:
-        found = snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=patterns)
+        snapshot = snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise bad(f"--dataset {source} is no file here, and the hub did not give it: {error}") from error
-    return Path(found) / folder
+    return Path(snapshot) / folder
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -36,18 +36,18 @@ def require_new(path: Path) -> None:
 
 def write(path: Path, report: Mapping[str, Any], summary: DatasetSummary, text: str, draw: Any = None) -> None:
     """Write the folder as a whole, or nothing of it. draw: called with the path of the picture."""
-    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
     try:
-        (made / REPORT).write_text(json.dumps(report, indent=2, default=asdict) + "\n")
-        (made / "table.txt").write_text(text)
+        (folder / REPORT).write_text(json.dumps(report, indent=2, default=asdict) + "\n")
+        (folder / "table.txt").write_text(text)
         if draw is not None:
-            draw(made / "score.svg")
+            draw(folder / "score.svg")
         for way in summary.ways:
-            _write_way(made / _folder_name(report, way), report, summary, way)
-        made.chmod(0o755)
-        made.rename(path)
+            _write_way(folder / _folder_name(report, way), report, summary, way)
+        folder.chmod(0o755)
+        folder.rename(path)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -123,6 +123,6 @@ def _metrics(documents: Sequence[Document], outcomes: Sequence[Outcome]) -> dict
             metric = question.scorer.replace("string_match_all", "string_match").replace("_match_part", "_match")
             scores.setdefault(question.task or "all", {}).setdefault(metric, []).append(score)
     return {
-        task: {metric: round(100 * fmean(found), 2) for metric, found in metrics.items()}
+        task: {metric: round(100 * fmean(values), 2) for metric, values in metrics.items()}
         for task, metrics in scores.items()
     }

@@ -49,17 +49,17 @@ class Kvpress:
         device, dtype = chosen_device(self.options.device), self.options.dtype
         if dtype == "auto":
             dtype = "float32" if device.type == "cpu" else str(torch.bfloat16).removeprefix("torch.")
-        given = (readable(self.options.model), dtype, str(device), str(self.options.threads))
-        with running(str(self.python), "kvpress", given, "kvpress") as peer:
-            found: dict[Row, list[Outcome]] = {row: [] for row in rows if _has(peer, row)}
-            with counted("kvpress", len(documents) * len(found)) as step:
+        arguments = (readable(self.options.model), dtype, str(device), str(self.options.threads))
+        with running(str(self.python), "kvpress", arguments, "kvpress") as peer:
+            by_row: dict[Row, list[Outcome]] = {row: [] for row in rows if _has(peer, row)}
+            with counted("kvpress", len(documents) * len(by_row)) as step:
                 for document in documents:
-                    for row, outcomes in found.items():
-                        outcomes.append(self._asked(peer, document, row))
+                    for row, outcomes in by_row.items():
+                        outcomes.append(self._ask(peer, document, row))
                         step()
-        return found
+        return by_row
 
-    def _asked(self, peer: Peer, document: Document, row: Row) -> Outcome:
+    def _ask(self, peer: Peer, document: Document, row: Row) -> Outcome:
         questions = [
             {"text": one.text, "prefix": one.prefix, "max_new_tokens": self.asking.tokens(one)}
             for one in document.questions
@@ -70,21 +70,21 @@ class Kvpress:
 
 def _has(peer: Peer, row: Row) -> bool:
     """Whether kvpress has the row: a press by a share removed, with its defaults, and no codec."""
-    own = row.codec != "none" or row.select is not None or row.budget is not None
-    return row.variant.policy in peer.ready["methods"] and not row.variant.params and not own
+    kvshelf_alone = row.codec != "none" or row.select is not None or row.budget is not None
+    return row.variant.policy in peer.ready["methods"] and not row.variant.params and not kvshelf_alone
 
 
-def _outcome(document: Document, told: Mapping[str, Any]) -> Outcome:
-    if "refused" in told:
-        return Outcome("", refused=told["refused"])
-    answers = tuple(one["text"] for one in told["answers"])
+def _outcome(document: Document, reply: Mapping[str, Any]) -> Outcome:
+    if "refused" in reply:
+        return Outcome("", refused=reply["refused"])
+    answers = tuple(one["text"] for one in reply["answers"])
     scores = tuple(score_of(question, text) for question, text in zip(document.questions, answers, strict=True))
     return Outcome(
         key="",
         exact=tuple(int(score == 1) for score in scores),
         partial=scores,
-        document_tokens=told["tokens"],
-        stored_bytes=round(sum(one["bytes"] for one in told["answers"]) / len(answers)),
-        answer_s=sum(one["seconds"] for one in told["answers"]),
+        document_tokens=reply["tokens"],
+        stored_bytes=round(sum(one["bytes"] for one in reply["answers"]) / len(answers)),
+        answer_s=sum(one["seconds"] for one in reply["answers"]),
         answers=answers,
     )

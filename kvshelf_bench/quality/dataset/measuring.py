@@ -1,5 +1,4 @@
-"""One document of a dataset under the rows of one policy: compressed once, asked all its questions in one batch. Where
-the question is known: compressed once for each, and asked it under the rows of all policies in one batch."""
+"""One document under the rows of one policy, compressed once or once for each known question, asked in one batch."""
 
 from __future__ import annotations
 
@@ -35,16 +34,15 @@ NOTHING: Final = "(no answer)"
 Kept: TypeAlias = tuple[Variant, float, int | None]
 """As `Row.kept`."""
 
-Made: TypeAlias = tuple[Compression, Reference | None]
+Prefilled: TypeAlias = tuple[Compression, Reference | None]
 """What a prefill gave for one of its sizes."""
 
 
 @dataclass(frozen=True)
 class Asking:
     """How documents are asked. max_new_tokens: of an answer; 0: as the rows say. cues: of the figure of each cache; 0
-    measures none. known: the question is known at compression, which is done once for each question, under policies
-    that look at questions. turns: each question is asked behind the earlier ones and their right answers, kept as
-    turns."""
+    measures none. known: the question is known at compression, once for each, under policies that look at questions.
+    turns: each question is asked behind the earlier ones and their right answers."""
 
     max_new_tokens: int = 0
     cues: int = 0
@@ -62,8 +60,6 @@ class Asking:
 
 @dataclass(frozen=True)
 class DocumentUnit(Unit):
-    """Of a document of a dataset."""
-
     document: Document
 
     @property
@@ -96,20 +92,21 @@ class DatasetProtocol:
     def key(self, unit: DocumentUnit, row: Row) -> str:
         """A digest of all that the result depends on: model, document, questions and the settings of the row. Where a
         policy looks at no question, known and unknown ones have one result."""
-        own = replace(self, asking=replace(self.asking, known=self.asking.known_to(row)))
+        protocol = replace(self, asking=replace(self.asking, known=self.asking.known_to(row)))
         document = {"context": unit.document.context, "questions": [asdict(one) for one in unit.document.questions]}
-        settings = {"revision": REVISION, **document, **shared_settings(own, row)}
+        settings = {"revision": REVISION, **document, **shared_settings(protocol, row)}
         return digest("kvshelf_bench.quality.dataset", canonical_json(settings))
 
     def measure(self, engine: Engine, unit: DocumentUnit) -> list[Outcome]:
-        """The outcomes of the unit's rows: the document compressed once for all sizes, or for all sizes of each
-        question that is known."""
+        """The outcomes of the unit's rows: one compression for all sizes, or one for each known question."""
         keys = [self.key(unit, row) for row in unit.rows]
         if not self.asking.known_to(unit.rows[0]):
             outcomes = self._outcomes(engine, unit, unit.document.questions)
         else:
-            each = [self._outcomes(engine, unit, [question], (question.text,)) for question in unit.document.questions]
-            outcomes = [joined(of_row) for of_row in zip(*each, strict=True)]
+            by_question = [
+                self._outcomes(engine, unit, [question], (question.text,)) for question in unit.document.questions
+            ]
+            outcomes = [joined(of_row) for of_row in zip(*by_question, strict=True)]
         return [replace(outcome, key=key) for key, outcome in zip(keys, outcomes, strict=True)]
 
     def _outcomes(
@@ -125,25 +122,29 @@ class DatasetProtocol:
                     levels[row.kept] = engine.compressor.level(job)
                 except KvshelfError as error:
                     refused[row.kept] = error.message
-        made: dict[Kept, Made] = {}
+        prefilled: dict[Kept, Prefilled] = {}
         for group in shared(list(levels.values())):
             of_group = [kept for kept, level in levels.items() if any(level is one for one in group)]
             try:
                 prefill = engine.compressor.prefill(group, cues=self.asking.cues)
-                made |= {at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)}
+                prefilled |= {
+                    at: (one, prefill.reference) for at, one in zip(of_group, prefill.compressions, strict=True)
+                }
             except KvshelfError as error:
                 refused |= dict.fromkeys(of_group, error.message)
-        asked = [row for row in unit.rows if row.kept in made]
-        batches = [asked] if expected else [[row] for row in asked]
-        told = {row: one for batch in batches for row, one in self._answered(engine, questions, batch, made).items()}
-        return [told[row] if row in told else Outcome("", refused=refused[row.kept]) for row in unit.rows]
+        rows = [row for row in unit.rows if row.kept in prefilled]
+        batches = [rows] if expected else [[row] for row in rows]
+        answered = {
+            row: one for batch in batches for row, one in self._answered(engine, questions, batch, prefilled).items()
+        }
+        return [answered[row] if row in answered else Outcome("", refused=refused[row.kept]) for row in unit.rows]
 
     def _answered(
-        self, engine: Engine, questions: Sequence[Question], rows: Sequence[Row], made: Mapping[Kept, Made]
+        self, engine: Engine, questions: Sequence[Question], rows: Sequence[Row], prefilled: Mapping[Kept, Prefilled]
     ) -> dict[Row, Outcome]:
         """Of rows that are asked in one batch. One that cannot be asked is refused alone."""
         try:
-            measured = {row: self._measured(engine, row, *made[row.kept]) for row in rows}
+            measured = {row: self._measured(engine, row, *prefilled[row.kept]) for row in rows}
             started = time.perf_counter()
             ask = _in_turns if self.asking.turns else _at_once
             answers = ask(engine, [(row, cache) for row, (cache, _) in measured.items()], questions, self.asking)
@@ -151,7 +152,9 @@ class DatasetProtocol:
         except KvshelfError as error:
             if len(rows) == 1:
                 return {rows[0]: Outcome("", refused=error.message)}
-            return {row: one for each in rows for row, one in self._answered(engine, questions, [each], made).items()}
+            return {
+                row: one for alone in rows for row, one in self._answered(engine, questions, [alone], prefilled).items()
+            }
         return {
             row: replace(outcome, answer_s=seconds, **_scored(engine, cache, questions, of_row))
             for (row, (cache, outcome)), of_row in zip(measured.items(), answers, strict=True)
@@ -192,7 +195,6 @@ def _scored(
 
 
 def score_of(question: Question, answer: str) -> float:
-    """The score of an answer to a question."""
     return scored(question.scorer, answer, question.answers, question.classes, first_line=question.first_line)
 
 
@@ -212,37 +214,37 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _at_once(
-    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+    engine: Engine, caches: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
 ) -> list[list[Answer]]:
     """All questions of each cache as it is, those that are read alike and answered at one length in one batch."""
     groups: dict[Any, list[tuple[int, int]]] = {}
-    for place, (row, _) in enumerate(asked):
+    for place, (row, _) in enumerate(caches):
         for number, question in enumerate(questions):
             groups.setdefault((row.select, asking.tokens(question)), []).append((place, number))
     answers: dict[tuple[int, int], Answer] = {}
     for (select, tokens), places in groups.items():
-        prompts = [(asked[at][1], _prompt(engine, asked[at][1], questions[number])) for at, number in places]
+        prompts = [(caches[at][1], _prompt(engine, caches[at][1], questions[number])) for at, number in places]
         batch = engine.answer_all(prompts, max_new_tokens=tokens, **selecting(prompts[0][0], select))
         answers |= dict(zip(places, batch, strict=True))
-    return [[answers[place, number] for number in range(len(questions))] for place in range(len(asked))]
+    return [[answers[place, number] for number in range(len(questions))] for place in range(len(caches))]
 
 
 def _in_turns(
-    engine: Engine, asked: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
+    engine: Engine, caches: Sequence[tuple[Row, CompressedCache]], questions: Sequence[Question], asking: Asking
 ) -> list[list[Answer]]:
     """Each question behind the earlier ones with their right answers, as SCBench's multi-turn mode has it; with the
     row's own where no right one is known, as of rules."""
-    told: list[list[Answer]] = [[] for _ in asked]
+    answers_of: list[list[Answer]] = [[] for _ in caches]
     for question in questions:
-        for answers, of_row in zip(told, _at_once(engine, asked, [question], asking), strict=True):
+        for answers, of_row in zip(answers_of, _at_once(engine, caches, [question], asking), strict=True):
             answers += of_row
         right, grown = SCORERS[question.scorer].right(question.answers), []
-        for (row, cache), answers in zip(asked, told, strict=True):
-            said = right or answers[-1].text.strip() or NOTHING
-            turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": said}]
+        for (row, cache), answers in zip(caches, answers_of, strict=True):
+            text = right or answers[-1].text.strip() or NOTHING
+            turn = [{"role": "user", "content": question.text}, {"role": "assistant", "content": text}]
             grown.append((row, engine.extend(cache, turn, policy="full")))
-        asked = grown
-    return told
+        caches = grown
+    return answers_of
 
 
 def _prompt(engine: Engine, cache: CompressedCache, question: Question) -> str | list[int]:

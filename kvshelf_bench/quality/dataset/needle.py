@@ -18,6 +18,7 @@ from kvshelf.samples.tasks import SHORT_VALUE_DIGITS, haystacks, make_facts
 from kvshelf_bench.quality.dataset.documents import Document
 from kvshelf_bench.quality.dataset.rows import Question
 from kvshelf_bench.quality.dataset.summary import DatasetSummary
+from kvshelf_bench.quality.tables import bare_table
 
 _SENTENCE_ENDS = (". ", ".\n", "! ", "? ", "\n\n")
 
@@ -46,18 +47,18 @@ class Cells:
         return list(product(self.lengths, self.depths))
 
 
-def made(cells: Cells, form: TextFormat, haystack: str | None, needle: Needle | None) -> list[Document]:
+def make_documents(cells: Cells, form: TextFormat, haystack: str | None, needle: Needle | None) -> list[Document]:
     """The documents, cell by cell. haystack: a text; None: prose that is made. Raises `InvalidRequest` for a haystack
     that is shorter than a document, and for lengths that have no room for the needle."""
-    found = []
+    documents = []
     for number in range(cells.documents):
         rng = random.Random(f"needle/{cells.seed}/{number}")
         hidden = needle or _fact(rng)
         for tokens, depth in cells.places:
-            text = _hidden(form, _hay(form, haystack, tokens, number, cells), hidden, tokens, depth)
+            text = _hide(form, _hay(form, haystack, tokens, number, cells), hidden, tokens, depth)
             question = Question(hidden.question, (hidden.answer,), task=f"{tokens}")
-            found.append(Document(f"{tokens} tokens, {depth} %, {number}", text, (question,)))
-    return found
+            documents.append(Document(f"{tokens} tokens, {depth} %, {number}", text, (question,)))
+    return documents
 
 
 def read_haystack(path: Path) -> str:
@@ -76,7 +77,7 @@ def grids(summary: DatasetSummary, cells: Cells) -> list[Table]:
     """The mean score of each cell, in percent: a table for each way."""
     tables = []
     for name, scores in _scores(summary, cells).items():
-        table = Table(title=name, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
+        table = bare_table(name)
         for heading in ("tokens, depth", *(f"{depth} %" for depth in cells.depths)):
             table.add_column(heading, justify="right")
         for tokens in cells.lengths:
@@ -109,14 +110,14 @@ def draw(summary: DatasetSummary, path: Path, title: str, cells: Cells) -> None:
 
 def _scores(summary: DatasetSummary, cells: Cells) -> Mapping[str, Mapping[tuple[int, int], float | None]]:
     count = len(cells.places)
-    found = {}
+    by_way = {}
     for name, outcomes in summary.outcomes.items():
         of_cell = {place: outcomes[at::count] for at, place in enumerate(cells.places)}
-        found[name] = {
+        by_way[name] = {
             place: None if any(one.refused for one in several) else fmean(one.partial[0] for one in several)
             for place, several in of_cell.items()
         }
-    return found
+    return by_way
 
 
 def _fact(rng: random.Random) -> Needle:
@@ -135,15 +136,15 @@ def _hay(form: TextFormat, haystack: str | None, tokens: int, number: int, cells
     return ids[first : first + tokens]
 
 
-def _hidden(form: TextFormat, hay: list[int], needle: Needle, tokens: int, depth: int) -> str:
+def _hide(form: TextFormat, hay: list[int], needle: Needle, tokens: int, depth: int) -> str:
     """The needle behind the last sentence that ends before its depth."""
     room = tokens - form.count_tokens(f" {needle.sentence} ")
     if room < 1:
         raise InvalidRequest(f"{tokens} tokens have no room for the needle", param="lengths")
     hay = hay[:room]
     at = len(hay) * depth // 100
-    before, behind = form.decode(hay[:at]), form.decode(hay[at:])
+    before, after = form.decode(hay[:at]), form.decode(hay[at:])
     if depth < 100:
         cut = max((before.rfind(end) + len(end) for end in _SENTENCE_ENDS if end in before), default=0)
-        before, behind = before[:cut], before[cut:] + behind
-    return f"{before.rstrip()} {needle.sentence} {behind.lstrip()}".strip()
+        before, after = before[:cut], before[cut:] + after
+    return f"{before.rstrip()} {needle.sentence} {after.lstrip()}".strip()

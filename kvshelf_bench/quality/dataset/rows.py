@@ -66,8 +66,8 @@ def shape_of(row: FileRow) -> RowShape:
                 break
             return shape
     has = ", ".join(map(repr, row.fields)) or "none"
-    wanted = "; ".join(f"{', '.join(shape.needs)} ({shape.name})" for shape in SHAPES)
-    raise bad(f"{row.where} has the fields {has}; a row needs {wanted}")
+    shapes = "; ".join(f"{', '.join(shape.needs)} ({shape.name})" for shape in SHAPES)
+    raise bad(f"{row.where} has the fields {has}; a row needs {shapes}")
 
 
 def _kvpress(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
@@ -75,20 +75,20 @@ def _kvpress(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]
     letters = "letter" if {"choice_A", "difficulty"} <= row.fields.keys() else "contains"
     task = task_of(name) or Task(letters)
     right = row.fields["answers"] if row.fields.get("answers") is not None else row.fields.get("answer")
-    asked = _text(row, "question", row.fields["question"])
-    own = _whole(row, row.fields.get("max_new_tokens"))
+    text = _text(row, "question", row.fields["question"])
+    tokens = _whole(row, row.fields.get("max_new_tokens"))
     prefix = row.fields.get("answer_prefix") or ""
     if not isinstance(prefix, str):
         raise bad(f"{row.where}: answer_prefix must be a text")
-    question = _question(row, reading, asked, right, name, task, prefix=prefix, tokens=own)
+    question = _question(row, reading, text, right, name, task, prefix=prefix, tokens=tokens)
     return _text(row, "context", row.fields["context"]), (question,)
 
 
 def _longbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
     name = str(row.fields.get("dataset") or row.fields.get("task") or row.file)
-    context, asked = _prompted(row, reading, name, row.fields)
+    context, text = _prompted(row, reading, name, row.fields)
     task = task_of(name) or Task("f1")
-    return context, (_question(row, reading, asked, row.fields["answers"], name, task),)
+    return context, (_question(row, reading, text, row.fields["answers"], name, task),)
 
 
 def _scbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
@@ -103,7 +103,7 @@ def _scbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]
         options = turn.get("options") or []
         known = dict(zip(("OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D"), options, strict=False))
         fields = {**row.fields, **turn, **known, "question": turn["input"], "context": row.fields["context"]}
-        context, asked = _prompted(row, reading, name, fields)
+        context, text = _prompted(row, reading, name, fields)
         right = turn["answer"]
         if options and right in options:
             right = [right, "ABCD"[options.index(right)]]
@@ -111,43 +111,44 @@ def _scbench(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]
         task = task_of(name) or Task("contains")
         if (reading.scorer or task.scorer) == REPEATED:
             fields["all_classes"] = [fields.get(one) or "" for one in ("lang", "repo", "name")]
-        questions.append(_question(replace(row, fields=fields), reading, asked, right, name, task))
+        questions.append(_question(replace(row, fields=fields), reading, text, right, name, task))
     if len(set(contexts)) > 1:
         raise bad(f"{row.where}: the prompts of its turns put different texts before the context; give them one")
     return contexts[0], tuple(questions)
 
 
 def _lists(row: FileRow, reading: RowRules) -> tuple[str, tuple[Question, ...]]:
-    context, asked, right = (row.fields[name] for name in ("context", "question", "answers"))
-    if not (isinstance(asked, list) and asked and all(map(_is_text, asked))):
+    context, texts, right = (row.fields[name] for name in ("context", "question", "answers"))
+    if not (isinstance(texts, list) and texts and all(map(_is_text, texts))):
         raise bad(f"{row.where}: question must be a list of texts that are not empty")
-    if not (isinstance(right, list) and len(right) == len(asked)):
-        found = len(right) if isinstance(right, list) else type(right).__name__
-        raise bad(f"{row.where}: answers must be a list with one entry for each of {len(asked)} questions, not {found}")
-    said = row.fields.get("scorer") or "contains"
-    scorers = said if isinstance(said, list) else [said] * len(asked)
-    if len(scorers) != len(asked):
-        raise bad(f"{row.where}: scorer must be one name, or one for each of {len(asked)} questions")
+    if not (isinstance(right, list) and len(right) == len(texts)):
+        entries = len(right) if isinstance(right, list) else type(right).__name__
+        raise bad(
+            f"{row.where}: answers must be a list with one entry for each of {len(texts)} questions, not {entries}"
+        )
+    scorer_field = row.fields.get("scorer") or "contains"
+    scorers = scorer_field if isinstance(scorer_field, list) else [scorer_field] * len(texts)
+    if len(scorers) != len(texts):
+        raise bad(f"{row.where}: scorer must be one name, or one for each of {len(texts)} questions")
     tasks = row.fields.get("task") or ""
-    named = tasks if isinstance(tasks, list) and len(tasks) == len(asked) else [str(tasks)] * len(asked)
+    named = tasks if isinstance(tasks, list) and len(tasks) == len(texts) else [str(tasks)] * len(texts)
     tokens = _whole(row, row.fields.get("max_new_tokens"))
     questions = tuple(
         _question(row, reading, text, answers, str(name), Task(str(scorer)), tokens=tokens)
-        for text, answers, scorer, name in zip(asked, right, scorers, named, strict=True)
+        for text, answers, scorer, name in zip(texts, right, scorers, named, strict=True)
     )
     return _text(row, "context", context), questions
 
 
 def beside_others(questions: Sequence[Question]) -> dict[Question, Question]:
-    """The questions about functions, with the language and all functions of their repository as classes. Functions of
-    one name are one for RepoQA."""
-    asked = [one for one in questions if one.scorer == REPEATED]
-    named = {(*one.classes[1:], one.answers[0]): None for one in asked}
+    """The questions about functions, with the language and all functions of their repository as classes."""
+    about_functions = [one for one in questions if one.scorer == REPEATED]
+    named = {(*one.classes[1:], one.answers[0]): None for one in about_functions}
     known = {}
-    for one in asked:
+    for one in about_functions:
         language, repository, name = one.classes
-        functions = [(own, text) for of, own, text in named if of == repository]
-        right = dict.fromkeys((one.answers[0], *(text for own, text in functions if own == name)))
+        functions = [(function, text) for of, function, text in named if of == repository]
+        right = dict.fromkeys((one.answers[0], *(text for function, text in functions if function == name)))
         known[one] = replace(one, answers=tuple(right), classes=(language, *(text for _, text in functions)))
     return known
 
@@ -163,7 +164,7 @@ SHAPES: Final = (
 def _question(
     row: FileRow,
     reading: RowRules,
-    asked: str,
+    text: str,
     right: Any,
     name: str,
     task: Task,
@@ -171,7 +172,7 @@ def _question(
     prefix: str = "",
     tokens: int = 0,
 ) -> Question:
-    answers = _answers(row, asked, right)
+    answers = _answers(row, text, right)
     scorer = reading.scorer or task.scorer
     if scorer not in SCORERS:
         raise bad(f"{row.where}: there is no scorer {scorer!r}; one of {', '.join(SCORERS)}")
@@ -182,8 +183,8 @@ def _question(
     except MissingExtra as error:
         raise MissingExtra(f"{row.where}{f', task {name}' if name else ''}: {error.message}") from error
     if reason:
-        raise bad(f"{row.where}: the scorer {scorer} does not fit {asked[:80]!r}: {reason}; give another as --scorer")
-    return Question(asked, answers, scorer, prefix, known, tokens or task.tokens, name, task.first_line)
+        raise bad(f"{row.where}: the scorer {scorer} does not fit {text[:80]!r}: {reason}; give another as --scorer")
+    return Question(text, answers, scorer, prefix, known, tokens or task.tokens, name, task.first_line)
 
 
 def _answers(row: FileRow, question: str, right: Any) -> tuple[str, ...]:
@@ -203,11 +204,11 @@ def _prompted(row: FileRow, reading: RowRules, name: str, fields: Mapping[str, A
         if not _is_text(fields["input"]):
             raise bad(f"{row.where}: input is empty, as where a task's prompt asks: give --prompts, a file of prompts")
         return context, fields["input"]
-    before, place, behind = prompt.partition(PLACE)
+    before, place, after = prompt.partition(PLACE)
     try:
         if not place:
             raise KeyError("context")
-        written = before.format_map(fields) + context, behind.format_map(fields)
+        written = before.format_map(fields) + context, after.format_map(fields)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise bad(f"{row.where}: the prompt of {name} does not fit: {error}") from error
     if not written[1].strip():

@@ -10,11 +10,9 @@ from typing import Any
 
 from kvshelf_bench.measure import clustered_mean, clustered_wilson
 from kvshelf_bench.quality.dataset.documents import Document
-from kvshelf_bench.quality.grid import BASELINE, Row, Variant
+from kvshelf_bench.quality.grid import PLAIN, Row
 from kvshelf_bench.quality.outcome import Outcome
 from kvshelf_bench.quality.tables import read_label
-
-PLAIN = Row(Variant(BASELINE), 0.0)
 
 
 @dataclass(frozen=True)
@@ -59,42 +57,41 @@ class WayScore:
     ) -> WayScore:
         """`outcomes` and those of the full cache in the order of `documents`."""
         paired = list(zip(documents, outcomes, full, strict=True))
-        taken = [one for one in outcomes if one.refused is None]
-        both = [(one, plain) for _, one, plain in paired if one.refused is None and plain.refused is None]
-        pairs = [pair for one, plain in both for pair in zip(plain.exact, one.exact, strict=True)]
-        changes = [[b - a for a, b in zip(plain.partial, one.partial, strict=True)] for one, plain in both]
+        accepted = [one for one in outcomes if one.refused is None]
+        compared = [(one, plain) for _, one, plain in paired if one.refused is None and plain.refused is None]
+        pairs = [pair for one, plain in compared for pair in zip(plain.exact, one.exact, strict=True)]
+        changes = [[b - a for a, b in zip(plain.partial, one.partial, strict=True)] for one, plain in compared]
         change, error = clustered_mean(changes) if changes and outcomes is not full else (None, None)
-        firsts = [a == b for one, plain in both for a, b in zip(plain.first_tokens, one.first_tokens, strict=False)]
-        low, high = interval(taken)
+        firsts = [a == b for one, plain in compared for a, b in zip(plain.first_tokens, one.first_tokens, strict=False)]
+        low, high = interval(accepted)
         return cls(
             name=name,
-            documents=len(taken),
+            documents=len(accepted),
             refused={document.id: one.refused for document, one, _ in paired if one.refused is not None},
-            questions=sum(len(one.partial) for one in taken),
-            score=fmean(score for one in taken for score in one.partial) if taken else 0.0,
+            questions=sum(len(one.partial) for one in accepted),
+            score=fmean(score for one in accepted for score in one.partial) if accepted else 0.0,
             low=low,
             high=high,
             tasks=by_task((document, one) for document, one, _ in paired if one.refused is None),
             change=change,
             change_error=error,
-            right=sum(sum(one.exact) for one in taken),
+            right=sum(sum(one.exact) for one in accepted),
             lost=sum(had > has for had, has in pairs),
             won=sum(had < has for had, has in pairs),
             first_tokens=fmean(firsts) if firsts else None,
-            agreement=_mean([one.quality["agreement"] if one.quality else None for one in taken]),
-            agreement_low=_mean([one.quality["low"] if one.quality else None for one in taken]),
-            bytes=_mean([one.stored_bytes for one in taken]) or 0.0,
-            bytes_per_token=_mean([one.stored_bytes / one.document_tokens for one in taken]) or 0.0,
-            prefill_s=_mean([one.prefill_s + one.compress_s + one.encode_s for one in taken]) or 0.0,
-            quality_s=_mean([one.quality["probe_s"] if one.quality else 0.0 for one in taken]) or 0.0,
-            answer_s=_mean([one.answer_s for one in taken]) or 0.0,
+            agreement=_mean([one.quality["agreement"] if one.quality else None for one in accepted]),
+            agreement_low=_mean([one.quality["low"] if one.quality else None for one in accepted]),
+            bytes=_mean([one.stored_bytes for one in accepted]) or 0.0,
+            bytes_per_token=_mean([one.stored_bytes / one.document_tokens for one in accepted]) or 0.0,
+            prefill_s=_mean([one.prefill_s + one.compress_s + one.encode_s for one in accepted]) or 0.0,
+            quality_s=_mean([one.quality["probe_s"] if one.quality else 0.0 for one in accepted]) or 0.0,
+            answer_s=_mean([one.answer_s for one in accepted]) or 0.0,
         )
 
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The table: ways by name, the full cache first. full_16bit: bytes of the model's full cache per token in 16 bits.
-    rows: of the ways."""
+    """The table: rows by the name of their way, the full cache first. full_16bit: its bytes per token in 16 bits."""
 
     documents: Sequence[Document]
     outcomes: Mapping[str, Sequence[Outcome]]
@@ -106,13 +103,13 @@ class DatasetSummary:
         cls, documents: Sequence[Document], outcomes: Mapping[Row, Sequence[Outcome]], full_16bit: int
     ) -> DatasetSummary:
         """`outcomes` of each row in the order of `documents`."""
-        named = {way_label(row): found for row, found in outcomes.items()}
+        named = {way_label(row): of_row for row, of_row in outcomes.items()}
         return cls(documents, named, {way_label(row): row for row in outcomes}, full_16bit)
 
     def beside(self, system: str, others: Mapping[Row, Sequence[Outcome]]) -> DatasetSummary:
         """With the same rows as another system made them."""
         names = {row: f"{system} {way_label(row)}" for row in others}
-        outcomes = {names[row]: found for row, found in others.items()}
+        outcomes = {names[row]: of_row for row, of_row in others.items()}
         rows = {name: row for row, name in names.items()}
         return replace(self, outcomes={**self.outcomes, **outcomes}, rows={**self.rows, **rows})
 
@@ -123,7 +120,6 @@ class DatasetSummary:
 
     @property
     def tasks(self) -> list[str]:
-        """The names of the tasks of the questions."""
         return list(dict.fromkeys(question.task for document in self.documents for question in document.questions))
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +137,6 @@ class DatasetSummary:
 
 
 def way_label(row: Row) -> str:
-    """A row in one line."""
     read = f" {row.select.label} {read_label(row)}" if row.select is not None else ""
     return row.label + read
 
@@ -162,7 +157,7 @@ def by_task(outcomes: Any) -> dict[str, float]:
     for document, outcome in outcomes:
         for question, score in zip(document.questions, outcome.partial, strict=True):
             scores.setdefault(question.task, []).append(score)
-    return {task: fmean(found) for task, found in scores.items()}
+    return {task: fmean(of_task) for task, of_task in scores.items()}
 
 
 def _plain(way: WayScore) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvshelf_bench.measure import clustered_mean
 from kvshelf_bench.quality.dataset.summary import DatasetSummary, WayScore
+from kvshelf_bench.quality.tables import bare_table
 
 _NOTES: Final = (
     "score: the mean over all questions in %, with its 95 % interval (documents being the independent units). to full: "
@@ -25,13 +26,12 @@ _TASKS_A_TABLE: Final = 8
 
 
 def notes(summary: DatasetSummary) -> str:
-    """How to read the table."""
     return _NOTES.format(full=summary.full_16bit)
 
 
 def dataset_tables(summary: DatasetSummary, title: str) -> list[Table]:
     """One row a way; the scores of tasks below, where there are several, and refusals."""
-    table = _table(title)
+    table = bare_table(title)
     table.add_column("way", overflow="fold", max_width=30)
     for name in ("score", "95 %", "to full", "lost/won", "first", "agree", "kB", "B/token", "16 bits"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -67,7 +67,7 @@ def _tasks(summary: DatasetSummary) -> list[Table]:
         return []
     tables = []
     for first in range(0, len(names), _TASKS_A_TABLE):
-        table, shown = _table("scores by task"), names[first : first + _TASKS_A_TABLE]
+        table, shown = bare_table("scores by task"), names[first : first + _TASKS_A_TABLE]
         table.add_column("way", overflow="fold", max_width=30)
         for name in shown:
             table.add_column(name or "without task", justify="right", overflow="fold", max_width=14)
@@ -87,10 +87,6 @@ def _refusals(summary: DatasetSummary) -> list[Table]:
             shown = ", ".join(documents[:3]) + (f" and {len(documents) - 3} more" if len(documents) > 3 else "")
             table.add_row(way.name, shown, reason)
     return [table] if table.rows else []
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
 
 
 Scores = dict[str, dict[tuple[str, int], float]]
@@ -114,13 +110,12 @@ class Compared:
 
 def compare(report: Mapping[str, Any], other: Mapping[str, Any]) -> list[Compared]:
     """The ways of both reports, in the order of the first; those of one alone have no question."""
-    ours, theirs = _ways(report), _ways(other)
-    return [_compared(name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])]
+    ways, earlier = _ways(report), _ways(other)
+    return [_compared(name, ways.get(name), earlier.get(name)) for name in dict.fromkeys([*ways, *earlier])]
 
 
 def compare_table(rows: list[Compared], title: str) -> Table:
-    """One row a way."""
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
+    table = bare_table(title)
     table.add_column("way", overflow="fold", max_width=40)
     for name in ("questions", "score", "before", "change", "kB", "before"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -136,32 +131,32 @@ def compare_table(rows: list[Compared], title: str) -> Table:
 
 
 def _ways(report: Mapping[str, Any]) -> dict[str, tuple[Scores, float]]:
-    asked = {one["id"]: [question["text"] for question in one["questions"]] for one in report["documents"]}
-    return {way["way"]: (_scores(way["outcomes"], asked), way["bytes"]) for way in report["ways"]}
+    texts = {one["id"]: [question["text"] for question in one["questions"]] for one in report["documents"]}
+    return {way["way"]: (_scores(way["outcomes"], texts), way["bytes"]) for way in report["ways"]}
 
 
-def _scores(outcomes: list[dict[str, Any]], asked: Mapping[str, list[str]]) -> Scores:
+def _scores(outcomes: list[dict[str, Any]], texts_of: Mapping[str, list[str]]) -> Scores:
     scores: Scores = {}
     for outcome in outcomes:
-        texts = asked[outcome["id"]]
+        texts = texts_of[outcome["id"]]
         keys = [(text, texts[:at].count(text)) for at, text in enumerate(texts)]
         scores[outcome["id"]] = dict(zip(keys, outcome["scores"], strict=False))  # a refused document has none
     return scores
 
 
-def _compared(name: str, ours: tuple[Scores, float] | None, theirs: tuple[Scores, float] | None) -> Compared:
+def _compared(name: str, way: tuple[Scores, float] | None, earlier: tuple[Scores, float] | None) -> Compared:
     nothing = Compared(name, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    if ours is None or theirs is None:
+    if way is None or earlier is None:
         return nothing
-    pairs = [
-        [(score, before[key]) for key, score in found.items() if key in before]
-        for document, found in ours[0].items()
-        if (before := theirs[0].get(document))
+    pairs_of = [
+        [(score, before[key]) for key, score in after.items() if key in before]
+        for document, after in way[0].items()
+        if (before := earlier[0].get(document))
     ]
-    pairs = [both for both in pairs if both]
-    if not pairs:
+    pairs_of = [pairs for pairs in pairs_of if pairs]
+    if not pairs_of:
         return nothing
-    change, error = clustered_mean([[score - was for score, was in both] for both in pairs])
-    flat = [pair for both in pairs for pair in both]
-    score, other = fmean(score for score, _ in flat), fmean(was for _, was in flat)
-    return Compared(name, len(flat), score, other, change, error, ours[1], theirs[1])
+    change, error = clustered_mean([[after - before for after, before in pairs] for pairs in pairs_of])
+    flat = [pair for pairs in pairs_of for pair in pairs]
+    score, other = (fmean(scores) for scores in zip(*flat, strict=True))
+    return Compared(name, len(flat), score, other, change, error, way[1], earlier[1])

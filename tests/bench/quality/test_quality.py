@@ -18,7 +18,7 @@ from kvshelf_bench.cli import app
 from kvshelf_bench.engines import EngineOptions
 from kvshelf_bench.quality.grid import BASELINE, Block, Changes, Grid, Row, Variant, make_grid
 from kvshelf_bench.quality.measuring import ResumeFile
-from kvshelf_bench.quality.outcome import Outcome, Protocol, measure_unit
+from kvshelf_bench.quality.outcome import Outcome, Protocol
 from kvshelf_bench.quality.quality import run
 from kvshelf_bench.quality.tables import quality_tables
 
@@ -46,7 +46,7 @@ def test_a_unit_measures_the_policy_and_not_only_the_model(tiny):
     protocol = Protocol.of(tiny, grid.questions, grid.seed)
     hits = {BASELINE: 0, "streaming_llm": 0}
     for unit in grid.units():
-        (found,) = measure_unit(tiny, unit, protocol)
+        (found,) = protocol.measure(tiny, unit)
         assert found.refused is None
         assert len(found.exact) == len(found.partial) == 4
         assert found.stored_bytes > 0
@@ -118,7 +118,7 @@ def test_an_exported_row_is_answered_by_plain_transformers_or_refused(tiny):
     protocol = Protocol.of(tiny, grid.questions, grid.seed)
     found: dict[tuple[str, bool], list[Outcome]] = {}
     for unit in grid.units():
-        for row, measured in zip(unit.rows, measure_unit(tiny, unit, protocol), strict=True):
+        for row, measured in zip(unit.rows, protocol.measure(tiny, unit), strict=True):
             found.setdefault((row.variant.policy, row.exported), []).append(measured)
     assert [one.exact for one in found["full", True]] == [one.exact for one in found["full", False]]
     assert sum(sum(one.exact) for one in found["keydiff", True]) >= 3

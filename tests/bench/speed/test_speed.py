@@ -218,7 +218,7 @@ def test_what_would_go_beyond_the_budget_is_left_out_by_name(subject):
     with measuring(subject, [96, 3000], 60.0) as run:
         for work in run.works:
             run.measure_first(work)
-        assert "vLLM" not in run.taken["3,000 tokens prefilled"]
+        assert "vLLM" not in run.costs["3,000 tokens prefilled"]
         assert "3,000 tokens prefilled by vLLM (about 493 s)" in run.missing(1)
         run.ends = time.monotonic() + 1.0
         assert not run.measure_again(run.works[0], 1)
@@ -230,7 +230,7 @@ def test_no_question_is_asked_of_a_document_that_was_not_prefilled(subject):
         run.ends = time.monotonic() + 1.5
         for work in run.works:
             run.measure_first(work)
-    assert all("vLLM" not in taken for taken in run.taken.values())
+    assert all("vLLM" not in costs for costs in run.costs.values())
     assert len([line for line in run.missing(1) if "by vLLM" in line]) == 4
 
 

@@ -226,7 +226,7 @@ def test_every_put_writes(tmp_path: Path) -> None:
         with Shelf(index, blobs, on_step=steps) as store:
             for _ in range(3):
                 timed_put(store, cache, steps)
-    assert {name: len(taken) for name, taken in steps.taken.items()} == dict.fromkeys(STEPS.values(), 3)
+    assert {name: len(seconds) for name, seconds in steps.seconds.items()} == dict.fromkeys(STEPS.values(), 3)
 
 
 def test_the_shelf_that_is_listed_has_the_manifests_it_should(place: str) -> None:

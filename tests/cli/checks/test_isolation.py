@@ -71,7 +71,7 @@ def test_what_a_silent_service_keeps_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     party = Party(f"http://127.0.0.1:{port}", "key")
-    party.made = ["/v1/caches/one", "/v1/caches/two"]
+    party.created = ["/v1/caches/one", "/v1/caches/two"]
     left = party.clean()
     party.http.close()
     assert [path.split()[0] for path in left] == ["/v1/caches/two", "/v1/caches/one"]

@@ -48,7 +48,7 @@ class RowsImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # without vLLM i
         count, group = metadata.num_actual_tokens, self.num_queries_per_kv
         query, key, value = (part[:count] for part in states)
         self.do_kv_cache_update(layer, key.reshape(-1, 1, size), value.reshape(-1, 1, size), pages, rows.slots[at])
-        own = replace(
+        of_heads = replace(
             metadata,
             num_actual_tokens=len(rows.order),
             query_start_loc=rows.starts,
@@ -71,7 +71,7 @@ class RowsImpl(CPUAttentionBackendImpl):  # type: ignore[misc]  # without vLLM i
         )
         queries = query.reshape(-1, group, size)[rows.order]
         attended = torch.empty_like(queries)
-        super().forward(layer, queries, key, value, pages, own, attended)
+        super().forward(layer, queries, key, value, pages, of_heads, attended)
         output[:count].view(-1, group, size)[rows.order] = attended
         return output
 

@@ -53,7 +53,6 @@ class HeadPages:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], stand_ins: int, page: int) -> Self:
-        """lengths: of each head of each layer."""
         return cls(torch.tensor(lengths, dtype=torch.int64), stand_ins, full_of(stand_ins, page), page)
 
     @property
@@ -66,21 +65,20 @@ class HeadPages:
         layers, heads = self.lengths.shape
         full = self.lengths // self.page
         first = (full.flatten().cumsum(0) - full.flatten()).view(layers, heads)[of]
-        own = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)[of]
+        own_pages = -(-(self.lengths % self.page + tokens - self.stand_ins) // self.page)[of]
         full, layer = full[of], torch.arange(layers)[of, None, None]
-        column = torch.arange(int((full + own).max()))
+        column = torch.arange(int((full + own_pages).max()))
         number = first[..., None] + column
         shared = column < full[..., None]
-        behind = (self.full + column - full[..., None]).clamp(max=self.full + int(own.max()) - 1)
+        own_number = (self.full + column - full[..., None]).clamp(max=self.full + int(own_pages.max()) - 1)
         return Spread(
-            torch.where(shared, number // (layers * heads), behind),
+            torch.where(shared, number // (layers * heads), own_number),
             torch.where(shared, number // heads % layers, layer),
             torch.where(shared, number % heads, torch.arange(heads)[:, None]),
         )
 
     def stored(self, layer: int) -> tuple[Spread, Tensor, Tensor]:
-        """Where the entries of a layer lie, one head behind the other: head pages, in which of them each entry is, and
-        the place there."""
+        """Where the entries of a layer lie, head by head: head pages, each entry's head page, and its place there."""
         pages, *others = (part[0].flatten() for part in self.spread(self.stand_ins, slice(layer, layer + 1)))
         lengths = self.lengths[layer]
         place = torch.cat([torch.arange(length) for length in lengths.tolist()])
@@ -149,15 +147,15 @@ class HeadTables:
         return self.storage.numbers(spread, torch.tensor(pages))[which] * self.storage.page + places
 
     def of(self, metadata: Any) -> StepRows | None:
-        """None where no request of the pass has a cache with heads of different lengths. metadata: of vLLM's attention,
-        the same object for all layers."""
+        """None where all heads of the pass have equal lengths. metadata: of vLLM's attention, one object for all
+        layers."""
         if not self.requests:
             return None
         if self._last[0] is not metadata:
-            self._last = metadata, self._made(metadata)
+            self._last = metadata, self._make(metadata)
         return self._last[1]
 
-    def _made(self, metadata: Any) -> StepRows | None:
+    def _make(self, metadata: Any) -> StepRows | None:
         layers, heads, page = len(self.index), self.storage.heads, self.storage.page
         starts, totals = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         plans = [self.requests.get(int(first)) for first in metadata.block_table[: len(starts) - 1, 0]]

@@ -18,8 +18,7 @@ def is_tested(version: str) -> bool:
 
 
 def register() -> None:
-    """Have a vLLM that the tests run take our attention on a CPU, unless another one is registered already. May be
-    called again."""
+    """Have a tested vLLM take our attention on a CPU, unless another one is registered. May be called again."""
     if _is_for_us():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -28,7 +27,6 @@ def register() -> None:
 
 
 def is_registered() -> bool:
-    """Whether vLLM takes our attention."""
     if not _is_for_us():
         return False
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvshelf.errors import InvalidRequest, MissingExtra
-from kvshelf_bench.quality.dataset.documents import Document, chosen, read_documents, read_prompts
+from kvshelf_bench.quality.dataset.documents import Document, draw_documents, read_documents, read_prompts
 from kvshelf_bench.quality.dataset.measuring import score_of
 from kvshelf_bench.quality.dataset.rows import Question, RowRules
 
@@ -112,14 +112,14 @@ def test_a_dataset_that_the_hub_does_not_give_is_refused_by_name(monkeypatch):
 
 def test_a_fraction_is_drawn_by_the_seed_and_keeps_the_order():
     documents = [Document(str(number), "a", ()) for number in range(40)]
-    drawn = chosen(documents, fraction=0.25, limit=None, seed=3)
+    drawn = draw_documents(documents, fraction=0.25, limit=None, seed=3)
     assert len(drawn) == 10
     assert drawn == sorted(drawn, key=lambda document: int(document.id))
-    assert drawn == chosen(documents, fraction=0.25, limit=None, seed=3)
-    assert drawn != chosen(documents, fraction=0.25, limit=None, seed=4)
-    assert chosen(documents, fraction=0.25, limit=3, seed=3) == drawn[:3]
-    assert chosen(documents, fraction=1, limit=None, seed=3) == documents
-    assert len(chosen(documents, fraction=0, limit=None, seed=3)) == 1
+    assert drawn == draw_documents(documents, fraction=0.25, limit=None, seed=3)
+    assert drawn != draw_documents(documents, fraction=0.25, limit=None, seed=4)
+    assert draw_documents(documents, fraction=0.25, limit=3, seed=3) == drawn[:3]
+    assert draw_documents(documents, fraction=1, limit=None, seed=3) == documents
+    assert len(draw_documents(documents, fraction=0, limit=None, seed=3)) == 1
 
 
 def test_a_row_of_kvpress(tmp_path):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvshelf.errors import InvalidRequest
 from kvshelf_bench.cli import app
-from kvshelf_bench.quality.dataset.needle import Cells, Needle, made
+from kvshelf_bench.quality.dataset.needle import Cells, Needle, make_documents
 
 NEEDLE = Needle("The code of the lamp is 4821.", "What is the code of the lamp?", "4821")
 HAY = " ".join(f"Sentence {number} says nothing." for number in range(300))
@@ -17,7 +17,7 @@ HAY = " ".join(f"Sentence {number} says nothing." for number in range(300))
 
 def test_the_needle_stands_at_its_depth_between_sentences(tiny):
     cells = Cells([256, 512], [0, 50, 100], documents=2)
-    documents = made(cells, tiny.text, HAY, NEEDLE)
+    documents = make_documents(cells, tiny.text, HAY, NEEDLE)
     assert len({document.id for document in documents}) == len(documents) == 12
     for document, (tokens, depth) in zip(documents, cells.places * 2, strict=True):
         assert 0.9 * tokens < tiny.text.count_tokens(document.context) <= tokens
@@ -26,12 +26,12 @@ def test_the_needle_stands_at_its_depth_between_sentences(tiny):
         assert not before or depth == 100 or before.endswith("nothing. ")
         assert document.questions[0].answers == ("4821",)
     assert documents[0].context != documents[6].context, "the second begins elsewhere in the haystack"
-    facts = made(Cells([256], [50], documents=2), tiny.text, None, None)
+    facts = make_documents(Cells([256], [50], documents=2), tiny.text, None, None)
     assert facts[0].questions != facts[1].questions
     with pytest.raises(InvalidRequest, match="fewer than 9000"):
-        made(Cells([9000], [50]), tiny.text, HAY, NEEDLE)
+        make_documents(Cells([9000], [50]), tiny.text, HAY, NEEDLE)
     with pytest.raises(InvalidRequest, match="no room for the needle"):
-        made(Cells([8], [50]), tiny.text, HAY, NEEDLE)
+        make_documents(Cells([8], [50]), tiny.text, HAY, NEEDLE)
 
 
 def test_the_command_draws_a_grid_for_each_way(tmp_path):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvshelf.api import ByteCounts
-from kvshelf.cli.batch import ending_told
+from kvshelf.cli.batch import describe_end
 from kvshelf.cli.output import common as _common
-from kvshelf.cli.output.progress import numbers_told
+from kvshelf.cli.output.progress import describe_numbers
 from kvshelf.corpus.run.progress import Progress, RunState, Summary
 
 FORMAT = Path(__file__).resolve().parents[4] / "kvshelf" / "service" / "page" / "format.js"
@@ -38,12 +38,12 @@ def test_small_sizes_have_two_digits() -> None:
 
 
 def test_the_end_of_a_batch_tells_it() -> None:
-    told = ending_told(Summary(RunState.COMPLETED, done=1, **OF_FP32))  # type: ignore[arg-type]
+    told = describe_end(Summary(RunState.COMPLETED, done=1, **OF_FP32))  # type: ignore[arg-type]
     assert "1.00 MB, 25.0% of 4.00 MB uncompressed in 16 bits; 8.00 MB in the model's dtype; " in told
 
 
 def test_the_progress_of_a_batch_tells_it() -> None:
-    told = numbers_told(Progress(RunState.RUNNING, done=1, **OF_FP32))  # type: ignore[arg-type]
+    told = describe_numbers(Progress(RunState.RUNNING, done=1, **OF_FP32))  # type: ignore[arg-type]
     assert "1.00 MB stored (25.0% of 16 bits)" in told
 
 
