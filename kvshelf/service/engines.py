@@ -42,7 +42,7 @@ from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created, Found
+from kvshelf.workers.replica.results import Created, SearchResult
 
 log = logging.getLogger("kvshelf.service")
 
@@ -79,7 +79,7 @@ class EngineClient:
 
     def __post_init__(self, settings: Settings) -> None:
         self.model, self.parent = self.remote.model, self.remote.parent
-        self._telling: set[asyncio.Task[None]] = set()
+        self._hinting: set[asyncio.Task[None]] = set()
         replicas, waiting = settings.replicas, settings.max_queued_requests
         questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         self._queues = {
@@ -147,9 +147,9 @@ class EngineClient:
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
             async with self._queued("creation", caller) as left_s:
                 with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                    watched = self.remote.stream(ReplicaApi.watch, spec, caller=caller.within(left_s))
-                    async with aclosing(watched) as going:
-                        async for event in going:
+                    progress = self.remote.stream(ReplicaApi.watch, spec, caller=caller.within(left_s))
+                    async with aclosing(progress):
+                        async for event in progress:
                             if isinstance(event, Created):
                                 trace(event.phases)
                                 self._created(event, spec.policy, caller.tenant)
@@ -178,11 +178,11 @@ class EngineClient:
     def foretell(self, hints: Sequence[Hint], *, caller: Caller) -> None:
         """As `hint`, in the background: no answer waits for it or fails with it."""
         task = asyncio.ensure_future(self.hint(hints, caller=caller))
-        self._telling.add(task)
-        task.add_done_callback(self._was_told)
+        self._hinting.add(task)
+        task.add_done_callback(self._end_hint)
 
-    def _was_told(self, task: asyncio.Task[None]) -> None:
-        self._telling.discard(task)
+    def _end_hint(self, task: asyncio.Task[None]) -> None:
+        self._hinting.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replicas of %s could not be told of the next questions", self.model, exc_info=error)
 
@@ -192,7 +192,7 @@ class EngineClient:
         warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
         return [replica.model_copy(update={"model": self.model}) for replica in warmed]
 
-    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> SearchResult:
         """Which documents hold the words of a question; takes the turn of one."""
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
@@ -208,8 +208,8 @@ class EngineClient:
         self, caches: str | Sequence[str], query: Asking, *, caller: Caller, on_turn: Callable[[], None] = lambda: None
     ) -> list[Answer]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
-        turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
-        error ends all. on_turn: is called when the first one has its turn."""
+        turn of its own. An answer begins to wait for its turn when the one before has its own: a long list has one
+        place in the queue. The first error ends all. on_turn: is called when the first answer has its turn."""
         tasks: list[asyncio.Task[Answer]] = []
         with self.metrics.asking():
             try:

@@ -138,10 +138,10 @@ def _stored(shelf: Store, id: str, wanted: Wanted) -> Iterator[bytes]:
         return
     with needs_extra("serve", purpose="kvshelf export --to"):
         from kvshelf.engine.engine import Engine
-        from kvshelf.workers.replica.files import pieces
+        from kvshelf.workers.replica.reading import exported
     assert wanted.model is not None, "refused without"
     engine = Engine.load(served_model(wanted.model), dtype=manifest.identity["model"]["dtype"], shown=wanted.model)
-    yield from pieces(engine, shelf, id, wanted.to, tenant=manifest.tenant, **wanted.told)  # type: ignore[arg-type]
+    yield from exported(engine, shelf, id, wanted.to, tenant=manifest.tenant, **wanted.told)  # type: ignore[arg-type]
 
 
 def _write(wanted: Wanted, path: Path, pieces: Iterable[bytes]) -> None:

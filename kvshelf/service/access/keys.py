@@ -64,12 +64,12 @@ def _caller(request: Request) -> KeyCaller:
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], KeyCaller]:
-    def caller(request: Request) -> KeyCaller:
+    def with_scope(request: Request) -> KeyCaller:
         caller = _caller(request)
         caller.require(scope)
         return caller
 
-    return caller
+    return with_scope
 
 
 AnyCaller = Annotated[KeyCaller, Depends(_caller)]
@@ -109,10 +109,7 @@ class LiveKeys:
 
     def caller(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`."""
-        values = [
-            *headers.getlist("authorization"),
-            *(f"Bearer {key}" for key in headers.getlist("x-api-key")),
-        ]
+        values = [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
         if not values:
             raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
         scheme, _, key = values[0].partition(" ")

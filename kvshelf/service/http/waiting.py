@@ -23,8 +23,13 @@ async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> 
 
     Starlette does this for streamed responses only.
     """
+
+    async def hangup() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hangup(request))
+    gone = asyncio.ensure_future(hangup())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -34,8 +39,3 @@ async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> 
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _hangup(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -66,7 +66,11 @@ class QuestionMetrics:
             yield
         except BaseException as exc:
             self._queries.labels(result_of(exc)).inc()
-            reason = _miss(exc)
+            reason: str | None = miss_reason(exc) if isinstance(exc, KvshelfError) else None
+            if isinstance(exc, CacheNotFound):
+                reason = "not_found"
+            elif isinstance(exc, StoreUnavailable):
+                reason = "store_unavailable"
             if reason is not None:
                 self._misses.labels(reason).inc()
             raise
@@ -81,15 +85,6 @@ def result_of(exc: BaseException) -> str:
     if isinstance(exc, KvshelfError):
         return exc.code
     return "internal" if isinstance(exc, Exception) else "cancelled"  # its task or its stream was cancelled
-
-
-def _miss(exc: BaseException) -> str | None:
-    """Why a cache could not be used; None for other errors."""
-    if isinstance(exc, CacheNotFound):
-        return "not_found"
-    if isinstance(exc, StoreUnavailable):
-        return "store_unavailable"
-    return miss_reason(exc) if isinstance(exc, KvshelfError) else None
 
 
 def miss_reason(error: KvshelfError) -> MissReason | None:

@@ -24,7 +24,7 @@ class _Owner:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def registered() -> Iterator[None]:
     """Inside the block the cluster knows this process as an owner of deployments."""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(_Owner)
     handle = actor.options(name=_name(job_id()), namespace=_NAMESPACE).remote()

@@ -108,7 +108,9 @@ class RemoteEngine:
         ids = sum(len(getattr(arg, "token_ids", None) or ()) for arg in args)
         for split in (arg.split_options for arg in args if isinstance(arg, CreateCache)):
             if split is not None:
-                self._require_parts(characters, min(split.max_tokens or self.most_tokens, self.most_tokens))
+                size = min(split.max_tokens or self.most_tokens, self.most_tokens)
+                if characters > MOST_PARTS * size * self.token_characters:
+                    raise too_many_parts(size)
                 break
         else:
             self._require_fitting(characters, ids, question=any(isinstance(arg, Asking | SearchCaches) for arg in args))
@@ -126,17 +128,13 @@ class RemoteEngine:
             )
         if characters <= self.most_characters:
             return
-        found = (
+        problem = (
             f"the texts of this request have {characters} characters together, and {self.model!r} cannot take more "
             f"than {self.most_characters}, however they are encoded"
         )
         if question:
-            raise errors.InvalidRequest(f"{found}; ask a shorter question")
-        raise errors.DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
-
-    def _require_parts(self, characters: int, size: int) -> None:
-        if characters > MOST_PARTS * size * self.token_characters:
-            raise too_many_parts(size)
+            raise errors.InvalidRequest(f"{problem}; ask a shorter question")
+        raise errors.DocumentTooLong(f"{problem}; split the document (split=true), or send less", param="document")
 
     async def call(self, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs) -> ResultT:
         """As `call_within`, a little longer than the deadline of the `caller` among the arguments, which the

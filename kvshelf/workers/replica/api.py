@@ -14,7 +14,7 @@ from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created, Found
+from kvshelf.workers.replica.results import Created, SearchResult
 
 
 class ReplicaApi(Protocol):
@@ -23,12 +23,7 @@ class ReplicaApi(Protocol):
     async def settle(self, *, caller: Caller) -> None: ...
 
     async def create(
-        self,
-        spec: api.CreateCache,
-        *,
-        caller: Caller,
-        request_id: str | None = None,
-        max_attempts: int = MAX_ATTEMPTS,
+        self, spec: api.CreateCache, *, caller: Caller, request_id: str | None = None, max_attempts: int = MAX_ATTEMPTS
     ) -> Created: ...
 
     def watch(self, spec: api.CreateCache, *, caller: Caller) -> AsyncIterator[api.CreationProgress | Created]: ...
@@ -38,20 +33,11 @@ class ReplicaApi(Protocol):
     async def estimate(self, spec: api.Estimate, *, caller: Caller) -> api.EstimateObject: ...
 
     async def query(
-        self,
-        caches: str | Sequence[str],
-        query: api.Asking,
-        *,
-        caller: Caller,
-        of_batch: bool = False,
+        self, caches: str | Sequence[str], query: api.Asking, *, caller: Caller, of_batch: bool = False
     ) -> Answer: ...
 
     def stream(
-        self,
-        caches: str | Sequence[str],
-        query: api.Asking,
-        *,
-        caller: Caller,
+        self, caches: str | Sequence[str], query: api.Asking, *, caller: Caller
     ) -> AsyncIterator[Piece | Answer]: ...
 
     async def hint(self, hints: Sequence[Hint], *, caller: Caller) -> dict[str, int]: ...
@@ -70,20 +56,14 @@ class ReplicaApi(Protocol):
 
     async def prompt(self, cache_id: str, query: api.Query, *, caller: Caller) -> BuiltPrompt: ...
 
-    async def search(self, spec: api.SearchCaches, *, caller: Caller) -> Found: ...
+    async def search(self, spec: api.SearchCaches, *, caller: Caller) -> SearchResult: ...
 
     async def inspect(
         self, cache_id: str, body: KeptOf | None, *, caller: Caller, first_layer: int = 0
     ) -> KeptTokens: ...
 
     def export(
-        self,
-        cache_id: str,
-        to: ExportTo,
-        dtype: ExportDtype | None,
-        engine_model: str | None,
-        *,
-        caller: Caller,
+        self, cache_id: str, to: ExportTo, dtype: ExportDtype | None, engine_model: str | None, *, caller: Caller
     ) -> AsyncIterator[bytes]: ...
 
     async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None: ...

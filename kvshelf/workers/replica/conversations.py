@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvshelf.api import Asking
 from kvshelf.artifact.cache import CompressedCache
@@ -34,13 +34,6 @@ _TRIES: Final = 4
 unless it expired before the next, or the model has states."""
 
 
-class KeptConversation(NamedTuple):
-    """The cache of a stored turn, and the same in memory, if it is the one that was stored."""
-
-    manifest: Manifest
-    document: Attachment | None
-
-
 @dataclass(frozen=True)
 class Line:
     """A conversation behind its root, the cache `root_id`, and the cache to ask it of. read: how many of its tokens are
@@ -62,19 +55,16 @@ class Line:
         """What is left to read."""
         return self.dialogue.asked.token_ids[self.read :]
 
-    def turn_ids(self, answer: Said, ran: Sequence[int]) -> list[int]:
-        """What a kept turn appends to the cache. ran: the answer's tokens, without the one that ended it."""
-        return self.kept(answer, ran)[0]
-
-    def kept(self, answer: Said, ran: Sequence[int]) -> tuple[list[int], list[TurnEnd]]:
-        """As `turn_ids`, and the turns in it: counted from the root, those of tokens from the cache."""
-        said, ends = self.dialogue.answered(answer)
+    def turn(self, answer: Said, ran: Sequence[int]) -> tuple[list[int], list[TurnEnd]]:
+        """The tokens that a kept turn appends to the cache, and the ends of the turns in them: messages counted from
+        the root, tokens from the cache. ran: the answer's tokens, without the one that ended it."""
+        ids, ends = self.dialogue.answered(answer)
         before = self.dialogue.asked.token_ids[: self.read]
-        if said[: self.read] != before or len(said) <= self.read:
+        if ids[: self.read] != before or len(ids) <= self.read:
             # The template writes the cached turns otherwise once this one is an earlier turn. It is kept as it ran, and
             # the next question reads again from where that is right.
             return [*self.query_ids, *ran], [TurnEnd(len(self.dialogue.messages) + 1, len(self.query_ids) + len(ran))]
-        return said[self.read :], [TurnEnd(at, end - self.read) for at, end in ends if end > self.read]
+        return ids[self.read :], [TurnEnd(at, end - self.read) for at, end in ends if end > self.read]
 
 
 class Conversations:
@@ -98,12 +88,12 @@ class Conversations:
         chain, said = self._chain(self._store.stat(cache_id, tenant=tenant))
         root, before = Identity.from_dict(chain[0].identity), [message for turn in said for message in turn]
         form = self._engine.encoder.require_text("messages")
-        told = TemplateOptions.behind(root, variables)
-        dialogue = Dialogue(form, root.boundary, [*before, *messages], told, intro)
-        at = self._read(dialogue, chain, said)
-        while (further := self._next(dialogue, *at[:2])) is not None:
-            at = further
-        manifest, read, known = at
+        options = TemplateOptions.behind(root, variables)
+        dialogue = Dialogue(form, root.boundary, [*before, *messages], options, intro)
+        end = self._read(dialogue, chain, said)
+        while (later := self._next(dialogue, *end[:2])) is not None:
+            end = later
+        manifest, read, known = end
         return Line(dialogue, chain[0].id, manifest.id, read, known)
 
     def _chain(self, manifest: Manifest) -> tuple[list[Manifest], list[list[Said]]]:
@@ -128,8 +118,8 @@ class Conversations:
             messages = json.loads(source) if isinstance(source, str) else None
         except (SourceNotKept, CacheError, ValueError):
             return None
-        ours = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
-        return messages if ours else None
+        is_ours = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        return messages if is_ours else None
 
     @staticmethod
     def _read(
@@ -170,11 +160,13 @@ class Conversations:
         turn: Turn | KvshelfError | None,
         tenant: str,
         digest: str,
-    ) -> KeptConversation:
+    ) -> tuple[Manifest, Attachment | None]:
         """Store the turn of an answer behind the cache that it was asked of, and before it the turns that the question
-        has. The texts of a turn are its cache's source. document: that cache, attached, of a blob with this digest.
-        line: of a conversation; None for a plain text. said: the answer as the next request has it. turn: of the
-        answer. What was stored before an error stays.
+        has. Returns the manifest of the turn's cache, and that cache attached, if it is the one that was stored.
+
+        The texts of a turn are its cache's source. document: that cache, attached, of a blob with this digest. line: of
+        a conversation; None for a plain text. said: the answer as the next request has it. turn: of the answer. What
+        was stored before an error stays.
 
         Raises as `Store.put` and `Turns.caches`, and the error that kept the turn from being whole.
         """
@@ -198,8 +190,8 @@ class Conversations:
             )
             cache_id = manifest.id
         # An equal turn may have been stored before, by another batch, whose last bits are its own.
-        ours = cache.pack().root.hex() == manifest.blob_digest
-        return KeptConversation(manifest, self._engine.attach(cache) if ours else None)
+        is_ours = cache.pack().root.hex() == manifest.blob_digest
+        return manifest, self._engine.attach(cache) if is_ours else None
 
     def _lifetime(self, query: Asking, manifest: Manifest) -> dict[str, Any]:
         """How long a turn behind a cache is kept: arguments of `Store.put`."""
@@ -226,11 +218,11 @@ class Conversations:
         messages = [*line.dialogue.messages, said]
         ends = [TurnEnd(len(messages), len(turn.token_ids))]
         if not any(kind.states for kind in self._engine.kinds):
-            ids, found = line.kept(said, ())
+            ids, ends_within = line.turn(said, ())
             if ids == list(turn.token_ids):
-                ends = found
-        made, first = [], TurnEnd(line.known, 0)
+                ends = ends_within
+        turns, first = [], TurnEnd(line.known, 0)
         for end in ends:
-            made.append((messages[first.messages : end.messages], list(turn.token_ids[first.tokens : end.tokens])))
+            turns.append((messages[first.messages : end.messages], list(turn.token_ids[first.tokens : end.tokens])))
             first = end
-        return made
+        return turns

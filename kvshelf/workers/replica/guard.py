@@ -125,7 +125,7 @@ class Guard:
         self._drifts: dict[tuple[str, str], Drift] = {}
         self._groups: set[str] = set()
         self._remade: set[tuple[str, str]] = set()  # as many as caches were found below the floor
-        self._told: list[Guarded] = []
+        self._new_results: list[Guarded] = []
         self._checking = 0
 
     @property
@@ -144,7 +144,7 @@ class Guard:
 
     def take_results(self) -> tuple[Guarded, ...]:
         """What was found since the last call."""
-        results, self._told = tuple(self._told), []
+        results, self._new_results = tuple(self._new_results), []
         return results
 
     async def run_forever(self) -> NoReturn:
@@ -187,17 +187,16 @@ class Guard:
     def _prepared(self, answered: AnswerToCheck) -> tuple[list[Manifest], Recheck | None]:
         manifests = [self._store.stat(cache_id, tenant=answered.tenant) for cache_id in answered.cache_ids]
         identities = [Identity.from_dict(manifest.identity) for manifest in manifests]
-        if any(not one.has_source or made.parent for one, made in zip(manifests, identities, strict=True)):
+        pairs = list(zip(manifests, identities, strict=True))
+        if any(not manifest.has_source or identity.parent for manifest, identity in pairs):
             return manifests, None
         behind = len(answered.query) + min(len(answered.answer), MOST_TOKENS)
         if len(manifests) > 1:  # before a source is read
-            require_joint(self._engine, sum(one.num_tokens for one in manifests), behind)
-        jobs = [
-            source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
-        ]
+            require_joint(self._engine, sum(manifest.num_tokens for manifest in manifests), behind)
+        jobs = [source_job(self._engine, self._store, *pair) for pair in pairs]
         job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
         self._creations.require_room(job)
-        caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
+        caches = tuple(whole(self._engine, self._store, manifest.id, answered.tenant) for manifest in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)
 
@@ -225,7 +224,9 @@ class Guard:
         self._meter.add(
             manifests[0].tenant, guard_group=value or None, guarded_joint=1, guard_joint_differed=int(result.differs)
         )
-        self._told.append(Guarded(JOINT, self.group(value), result.differs, result.kl, below=False, drifts=False))
+        self._new_results.append(
+            Guarded(JOINT, self.group(value), result.differs, result.kl, below=False, drifts=False)
+        )
 
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
         key = manifest.id, manifest.tenant, manifest.blob_digest
@@ -242,7 +243,7 @@ class Guard:
         looks = quality.cues > 0 or checked.bit_count() == 1  # a bound that is looked at each time is none
         below = recorded or (looks and quality.high is not None and quality.high < self.rules.floor)
         new = result.differs and below and not recorded
-        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
+        self._new_results.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
         if result.differs and below:
             await self._repair(manifest, None if recorded else quality)
 
@@ -270,8 +271,9 @@ class Guard:
         """Record what a cache below the floor is worth, if that is new, and have a finer one made by the rule. What
         fails is tried again with the next answer that differs."""
         if quality is not None:
-            seen = {"tenant": manifest.tenant, "if_revision": [manifest.revision]}  # it is of the blob that was asked
-            await self._threads.run(self._store.update, manifest.id, quality=quality, **seen)
+            # The figure is of the blob that was asked.
+            condition = {"tenant": manifest.tenant, "if_revision": [manifest.revision]}
+            await self._threads.run(self._store.update, manifest.id, quality=quality, **condition)
             about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high}
             log.warning("the guard found a cache below its floor", floor=self.rules.floor, **about)
         if self.rules.below != "remake" or (key := (manifest.id, manifest.tenant)) in self._remade:

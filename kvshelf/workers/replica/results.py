@@ -45,7 +45,7 @@ class Created:
         return all(cache.existing for cache in self.caches)
 
 
-class Found(SearchList):
+class SearchResult(SearchList):
     """A search's result as the API reports it, with fields for the service alone. phases: list, read, code and rank.
     prefill_tokens: of the question."""
 

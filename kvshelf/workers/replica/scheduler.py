@@ -151,11 +151,11 @@ class Scheduler:
 
     def _suffix_bytes(self, tokens: int, reducer: SuffixReducer | None) -> int:
         """tokens: of question and answer."""
-        most = None if reducer is None else reducer.most
-        beside = 0 if reducer is None else reducer.beside
-        copied = 0 if reducer is None or beside else reducer.of_document  # what is beside a slab is not in it
-        entries = min(tokens, self._engine.max_tokens) + copied
-        entries = min(entries, most or entries)
+        entries, beside, most = min(tokens, self._engine.max_tokens), 0, None
+        if reducer is not None:
+            most, beside = reducer.most, reducer.beside
+            entries += 0 if beside else reducer.of_document  # what is beside a slab is not in it
+            entries = min(entries, most or entries)
         needed = (capacity_for(entries, most) + beside) * self._engine.kv_bytes_per_token
         if reducer is not None:
             needed += reducer.table_bytes + reducer.slot_bytes(entries) * self._engine.facts.kv_heads
@@ -181,9 +181,11 @@ class Scheduler:
     def _held_bytes(self) -> int:
         """What `_suffix_bytes` foretells, of all open answers by now."""
         states, entry = self._engine.passes.state_bytes, self._engine.kv_bytes_per_token
-        answers = [answering.generation for answering in self.open]
-        own = (one.row.beside * entry + one.held_bytes + (states if one.row.states else 0) for one in answers)
-        return self.batch.nbytes + sum(own)
+        beside = 0
+        for generation in (answering.generation for answering in self.open):
+            row = generation.row
+            beside += row.beside * entry + generation.held_bytes + (states if row.states else 0)
+        return self.batch.nbytes + beside
 
     def _run(self) -> None:
         try:
@@ -193,7 +195,10 @@ class Scheduler:
                     self._compress_next()
         finally:
             self._engine.driver.release()
-            self._refuse_rest()
+            rest: list[Answering | Compressing | Passing] = [*self.open, *self._queues.take_all()]
+            self.open.clear()
+            for work in rest:
+                work.ticket.resolve(None, self._queues.stopped())
 
     def _compress_next(self) -> None:
         self._compressing = queued = self._queues.take_document()
@@ -304,19 +309,19 @@ class Scheduler:
         try:
             generations = [work.generation for work in works]
             with self._charged(works):
-                told = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
+                texts = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
             error = out_of_memory(exc) or exc  # before the next tries need what this one held
             if len(works) == 1:
-                self._tell(works[0], error)
+                self._deliver(works[0], error)
             else:
                 for work in works:
                     self._advance([work], waiting)
         else:
-            for work, text in zip(works, told, strict=True):
-                self._tell(work, text)
+            for work, text in zip(works, texts, strict=True):
+                self._deliver(work, text)
 
-    def _tell(self, work: Answering, text: Piece | Exception) -> None:
+    def _deliver(self, work: Answering, text: Piece | Exception) -> None:
         """Deliver a step's text or error for one answer."""
         if work.generation.closing:
             if isinstance(text, Exception):
@@ -388,9 +393,3 @@ class Scheduler:
                 return
         if error is not None:
             raise error
-
-    def _refuse_rest(self) -> None:
-        rest: list[Answering | Compressing | Passing] = [*self.open, *self._queues.take_all()]
-        self.open.clear()
-        for work in rest:
-            work.ticket.resolve(None, self._queues.stopped())

@@ -172,18 +172,18 @@ class PolicyChoice:
         level, _, compression = search.best
         return AutoChoice(level, compression, tried)
 
-    def known(self, told: Sequence[Tried | None]) -> Level | None:
+    def known(self, outcomes: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
 
-        told: the earlier outcome of each level, None if it is unknown. Raises as `run` does.
+        outcomes: of each level, None if it is unknown. Raises as `run` does.
         """
-        pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
+        pairs = [(level, tried or _untried(level)) for level, tried in zip(self.levels, outcomes, strict=True)]
         met = [pair for pair in pairs if self.target.met(*pair)]
         best = max(met, key=lambda pair: self.target.preferred(*pair), default=None)
-        if not all(self._settled(level, one, best) for level, one in pairs):
+        if not all(self._settled(*pair, best) for pair in pairs):
             return None
         if best is None:
-            raise _none_met((*(one for _, one in pairs), *self.refused), self.target)
+            raise _none_met((*(tried for _, tried in pairs), *self.refused), self.target)
         return best[0]
 
     def worth_making(self, level: Level, best: tuple[Level, Tried]) -> bool:
@@ -267,10 +267,9 @@ class _Search:
             return
         progress = self._selection.progress
         prefill = self._engine.compressor.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
-        sized = [
-            (made.cache.pack().nbytes, level, made) for level, made in zip(group, prefill.compressions, strict=True)
-        ]
-        for nbytes, level, compression in sorted(sized, key=lambda one: one[0]):
+        pairs = zip(group, prefill.compressions, strict=True)
+        sized = [(compression.cache.pack().nbytes, level, compression) for level, compression in pairs]
+        for nbytes, level, compression in sorted(sized, key=lambda size: size[0]):
             self._try(level, nbytes, compression, prefill.reference)
             self._checkpoint()
 
@@ -315,29 +314,29 @@ def _untried(level: Level) -> Tried:
 
 
 def _none_met(tried: Sequence[Tried], target: SizeTarget) -> KvshelfError:
-    told = [one.model_dump(mode="json", exclude={"cache_id"}) for one in tried]
-    sizes = [one.bytes for one in tried if one.bytes is not None]
+    outcomes = [outcome.model_dump(mode="json", exclude={"cache_id"}) for outcome in tried]
+    sizes = [outcome.bytes for outcome in tried if outcome.bytes is not None]
     if target.max_bytes is not None and not any(map(target.fits, sizes)):
         return QualityBelowFloor(
             f"no level fits into {target.max_bytes} bytes: the smallest takes {min(sizes, default=0)}; allow more, or "
             "remove more",
             param="max_bytes",
-            tried=told,
+            tried=outcomes,
         )
-    measured = [one for one in tried if one.quality is not None]
-    bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
+    measured = [(outcome, outcome.quality) for outcome in tried if outcome.quality is not None]
+    bounded = [(quality.low, outcome) for outcome, quality in measured if quality.low is not None]
     if not bounded:
-        reason = next((one.quality.reason for one in measured if one.quality is not None), None)
+        reason = next((quality.reason for _, quality in measured), None)
         why = reason or (
             f"the document is too short for {LEAST} cues, is read chunk by chunk, or leaves no room behind it"
         )
         return PolicyUnsupported(
             f"no quality can be measured of these levels: {why}; leave min_quality out",
             param="min_quality",
-            tried=told,
+            tried=outcomes,
         )
     low, closest = max(bounded, key=lambda pair: pair[0])
-    most = highest_low(max(one.quality.asked for one in measured if one.quality is not None))
+    most = highest_low(max(quality.asked for _, quality in measured))
     never = "" if (target.min_quality or 0) <= most else f" (no cues of this document show more than {most:.3f})"
     within = "" if target.max_bytes is None else f" within {target.max_bytes} bytes"
     return QualityBelowFloor(
@@ -345,5 +344,5 @@ def _none_met(tried: Sequence[Tried], target: SizeTarget) -> KvshelfError:
         f"policy {closest.policy!r} at {closest.compression_ratio:g} removed under codec {closest.codec!r}, with "
         f"{low:.3f}; lower min_quality{never}, or remove less",
         param="min_quality",
-        tried=told,
+        tried=outcomes,
     )

@@ -84,19 +84,20 @@ class Cooling:
     def begin(self) -> None:
         """Look for cold caches from now on; nothing without a ladder, or where it does so already."""
         if self.ladder.rungs and self._task is None:
-            self._task = asyncio.ensure_future(self._run_forever())
+
+            async def look_forever() -> None:
+                while True:
+                    try:
+                        await self.look()
+                    except Exception as error:  # the next look may do better, whatever it is
+                        log.warning("the caches that cool could not be coded smaller", reason=str(error), exc_info=True)
+                    await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
+
+            self._task = asyncio.ensure_future(look_forever())
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-    async def _run_forever(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception as error:  # the next look may do better, whatever it is
-                log.warning("the caches that cool could not be coded smaller", reason=str(error), exc_info=True)
-            await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
 
     async def look(self) -> int:
         """Look through the home once and code what has cooled; returns how many caches. Nothing while another replica
@@ -146,7 +147,9 @@ class Cooling:
                         continue
                     cache, packed = smaller
                     quality = await self._quality(manifest, cache)
-                    if Codec.parse(codec).name == "lossless" or _reaches(manifest.min_quality, quality):
+                    floor, low = manifest.min_quality, None if quality is None or not quality.full else quality.low
+                    reached = floor is None or (low is not None and low >= floor)
+                    if reached or Codec.parse(codec).name == "lossless":
                         return await self._has_lease() and await self._replaced(cold, packed, quality)
             self._staying.add(_rung(cold))
         except _PASSING as error:
@@ -236,9 +239,3 @@ def unmeasured(manifest: Manifest, codec: str) -> Quality | None:
     return Quality(
         agreement=None, low=None, high=None, worst=None, cues=0, reason=reason, kl=0.0, probe_s=0.0, version=VERSION
     )
-
-
-def _reaches(floor: float | None, quality: Quality | None) -> bool:
-    if floor is None:
-        return True
-    return quality is not None and quality.full and quality.low is not None and quality.low >= floor

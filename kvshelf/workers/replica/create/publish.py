@@ -57,11 +57,11 @@ class Publisher:
         except InvalidRequest as error:
             raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
         certificate = spec.judged.certificate if isinstance(spec, Recreation) else None
-        made = cls(store, tenant, spec, ids, source=source, source_ttl_s=source_ttl_s, certificate=certificate)
+        publisher = cls(store, tenant, spec, ids, source=source, source_ttl_s=source_ttl_s, certificate=certificate)
         if parent is None:
-            return made
+            return publisher
         name = name_behind(parent, "append")
-        return replace(made, parent_id=parent.id, parent_digest=parent.blob_digest, name=name)
+        return replace(publisher, parent_id=parent.id, parent_digest=parent.blob_digest, name=name)
 
     @property
     def floor(self) -> float | None:
@@ -70,16 +70,16 @@ class Publisher:
             return self.spec.judged.min_quality
         return getattr(self.spec, "min_quality", None)
 
-    def there(self) -> dict[str, Manifest]:
+    def on_shelf(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
-        found: dict[str, Manifest] = {}
+        manifests: dict[str, Manifest] = {}
         for cache_id in self.ids:
             with suppress(CacheNotFound, CacheError):
-                found[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
-        return found
+                manifests[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
+        return manifests
 
     def known(
-        self, selection: PolicyChoice, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
+        self, selection: PolicyChoice, shelf: Mapping[str, Manifest], refused: Mapping[str, Tried]
     ) -> Manifest | None:
         """The cache on the shelf that a selection would choose, or None if that is not known.
 
@@ -88,24 +88,23 @@ class Publisher:
         anything of a cache that a ladder has coded smaller: it is made again. Raises as `PolicyChoice.run` does if no
         level is good enough.
         """
-        own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
-        recoded = {cache_id for cache_id, manifest in there.items() if manifest.recoded is not None}
-        for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
-            level = selection.known([None if cache_id in recoded else told.get(cache_id) for cache_id in self.ids])
-            if level is not None:
-                levels = zip(self.ids, selection.levels, strict=True)
-                found = there.get(next(cache_id for cache_id, one in levels if one is level))
-                if found is not None and found.id not in recoded:
-                    return found
+        measured = {cache_id: _measured(manifest) for cache_id, manifest in shelf.items()}
+        recoded = {cache_id for cache_id, manifest in shelf.items() if manifest.recoded is not None}
+        for source in (measured, *(_tried(manifest) for manifest in shelf.values()), refused):
+            chosen = selection.known([None if cache_id in recoded else source.get(cache_id) for cache_id in self.ids])
+            for cache_id, level in zip(self.ids, selection.levels, strict=True):
+                if level is chosen and cache_id in shelf.keys() - recoded:
+                    return shelf[cache_id]
         return None
 
-    def put(self, made: AutoChoice, queue_s: float) -> Manifest:
+    def put(self, choice: AutoChoice, queue_s: float) -> Manifest:
         """Store a level, with all levels that were tried, so that the same choice need not be made again. A cache that
         was on the shelf gets the new measurements. Raises as `Store.put` does."""
-        level, compression = made.level, made.compression
+        level, compression = choice.level, choice.compression
         self._require_parent()
-        ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
-        tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
+        # A level that was dropped before any work has no id.
+        pairs = zip(chain(self.ids, repeat(None)), choice.tried, strict=False)
+        tried = tuple(outcome.model_copy(update={"cache_id": cache_id}) for cache_id, outcome in pairs)
         judged = Judgement(
             quality=compression.quality, tried=tried, certificate=self.certificate, min_quality=self.floor
         )
@@ -197,19 +196,20 @@ def lifetime_of(manifest: Manifest) -> dict[str, Any]:
 
 def _measured(manifest: Manifest) -> Tried:
     """A stored cache as a level that was tried."""
-    one = Tried(
-        policy=manifest.policy,
-        compression_ratio=manifest.compression_ratio,
-        codec=manifest.codec,
-        bytes=manifest.bytes_stored,
-        quality=manifest.quality,
+    return comparable(
+        Tried(
+            policy=manifest.policy,
+            compression_ratio=manifest.compression_ratio,
+            codec=manifest.codec,
+            bytes=manifest.bytes_stored,
+            quality=manifest.quality,
+        )
     )
-    return comparable(one)
 
 
 def _tried(manifest: Manifest) -> dict[str, Tried]:
     """The levels that were tried when this cache was chosen, by the ids of their caches."""
-    return {one.cache_id: comparable(one) for one in manifest.tried if one.cache_id is not None}
+    return {tried.cache_id: comparable(tried) for tried in manifest.tried if tried.cache_id is not None}
 
 
 def comparable(tried: Tried) -> Tried:
