@@ -1,18 +1,15 @@
-"""A model's replicas as routes call them: tenants take turns, calls are measured, and no reader holds a replica up.
-
-And which served model can answer from stored caches.
-"""
+"""A model's replicas as routes call them, and which served model can answer from stored caches."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from opentelemetry.trace import Status, StatusCode, Tracer
 
@@ -38,15 +35,13 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.cluster.served import ServedModel, served_model
-from kvshelf.workers.replica.api import ReplicaApi
-from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.api import Created, ReplicaApi, SearchResult
+from kvshelf.workers.replica.calls import Caller, relayed
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created, SearchResult
 
 log = logging.getLogger("kvshelf.service")
 
-PieceT = TypeVar("PieceT")
 Trace = Callable[[Sequence[Phase]], None]
 
 CREATIONS_PER_REPLICA = 2
@@ -90,7 +85,6 @@ class EngineClient:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """How many requests wait, by kind of work."""
         return {kind: queue.waiting for kind, queue in self._queues.items()}
 
     async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
@@ -326,20 +320,6 @@ class EngineClient:
                 raise
             finally:
                 span.end()
-
-
-async def relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[None]]) -> AsyncGenerator[PieceT, None]:
-    """What `fetch` puts into its queue, as it comes; a reader that leaves ends the fetching."""
-    pieces: asyncio.Queue[PieceT | None] = asyncio.Queue()
-    fetching = asyncio.ensure_future(fetch(pieces))
-    fetching.add_done_callback(lambda _: pieces.put_nowait(None))
-    try:
-        while (piece := await pieces.get()) is not None:
-            yield piece
-        await fetching
-    finally:
-        fetching.cancel()
-        await asyncio.gather(fetching, return_exceptions=True)
 
 
 def each_alone(query: Asking) -> Iterator[Asking]:

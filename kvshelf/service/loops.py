@@ -39,7 +39,7 @@ class Hours:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Self:
-        """Of `07:30-18:00`. Raises `ValueError` that names the one at fault."""
+        """The hours of texts such as `07:30-18:00`. Raises `ValueError` that names the text at fault."""
         spans = []
         for text in texts:
             match = _SPAN.fullmatch(text)

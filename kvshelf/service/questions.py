@@ -23,9 +23,9 @@ from kvshelf.service.workflows import ModelHints, hints_for
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
+from kvshelf.workers.replica.api import Created, Stored
 from kvshelf.workers.replica.create.recreation import Recreation, document_fields, recreation
 from kvshelf.workers.replica.create.spec import require_policy
-from kvshelf.workers.replica.results import Created, Stored
 
 UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""

@@ -28,9 +28,9 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.served import served_model
+from kvshelf.workers.replica.api import Stored
 from kvshelf.workers.replica.calls import Caller, Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
-from kvshelf.workers.replica.results import Stored
 from kvshelf.workers.replica.singleflight import SingleFlight
 
 ResultT = TypeVar("ResultT")

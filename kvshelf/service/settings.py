@@ -365,7 +365,7 @@ class Settings(BaseSettings):
 
     @property
     def replica_processes(self) -> int:
-        """Processes that hold models."""
+        """The number of processes that hold models."""
         return self.replicas * len(self.served) * self.gpus_per_replica
 
     @property

@@ -104,7 +104,7 @@ class LiveKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """All that have a key."""
+        """All tenants that have a key."""
         return sorted({record.tenant for record in self._records})
 
     def caller(self, headers: Headers) -> KeyCaller:
@@ -122,7 +122,7 @@ class LiveKeys:
         return self.caller(headers)
 
     def holder(self, key: str) -> KeyCaller:
-        """Whose key this is. Raises `Unauthorized`."""
+        """The caller whose key this is. Raises `Unauthorized`."""
         record = self._keys.identify(key)
         return KeyCaller(record.tenant, frozenset(record.scopes), record.id)
 

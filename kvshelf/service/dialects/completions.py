@@ -124,7 +124,7 @@ class Completion:
         return self.whole([Answer("", [], "length", usage)])
 
     def _usage(self, usages: Sequence[Usage]) -> openai.ChatUsage:
-        """Of all choices: they have one prompt, which counts once."""
+        """The usage of all choices: they have one prompt, which counts once."""
         first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
         prompt = first.cache_read_tokens + first.prefill_tokens
         return openai.ChatUsage(

@@ -91,7 +91,7 @@ class MessageAnswering:
 
     @property
     def _known(self) -> anthropic.MessageUsage:
-        """What is known before the answer."""
+        """The usage that is known before the answer."""
         return anthropic.MessageUsage(
             input_tokens=0,
             cache_creation_input_tokens=self.created,

@@ -1,8 +1,4 @@
-"""Request bodies: read as a stream with limits on size and time, then parsed as JSON or as a multipart form.
-
-Starlette and uvicorn limit neither, so both limits apply here, before parsing. A parsed body fits in memory
-(`max_body_bytes`); an imported blob goes into a file.
-"""
+"""Query strings, multipart forms, and bodies that go into files."""
 
 from __future__ import annotations
 

@@ -65,7 +65,6 @@ def page(api: dict[str, Any]) -> str:
 
 
 def markdown(api: dict[str, Any]) -> str:
-    """The reference as Markdown."""
     used: dict[str, None] = {}
     routes = [
         part

@@ -1,8 +1,4 @@
-"""Background creations, accepted with 202. The store has them before the answer is sent, so they survive a restart.
-
-The queues here, one per model, hold only ids; the store holds the bodies. A worker records each attempt in the store
-before it starts, so that a document that kills its workers is given up after `MAX_ATTEMPTS`.
-"""
+"""Background creations, accepted with 202: the store has them before the answer is sent, so they survive a restart."""
 
 from __future__ import annotations
 
@@ -26,10 +22,10 @@ from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, RequestTable
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.create.existing import as_requested
+from kvshelf.workers.replica.create.publish import as_requested
 from kvshelf.workers.replica.queues import Rounds
-from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.service")
 

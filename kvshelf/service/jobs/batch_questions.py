@@ -70,7 +70,7 @@ def result_line(row: Row, batch_id: str) -> dict[str, Any]:
 
 
 def _response(row: Row, ask_id: str) -> dict[str, Any]:
-    """What the live route answers to the request `asked`."""
+    """The response of the live route to such a question."""
     if row.error is None:
         return {"status_code": 200, "request_id": ask_id, "body": row.answer}
     kind = by_code()[row.error.code]

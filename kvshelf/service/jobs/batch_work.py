@@ -152,7 +152,6 @@ class BatchWork:
                 log.warning("the lease of a batch could not be renewed", batch=self.record.id, code=error.code)
 
     async def _advance(self) -> None:
-        """Work on the batch until it ends or rests."""
         record = await self._change(lambda record: record)
         log.info("batch taken up", batch=self.record.id, state=record.state, attempt=record.attempts)
         try:

@@ -40,7 +40,7 @@ def configure(level: str) -> None:
 
 
 def request_id() -> str:
-    """That of the current request."""
+    """The id of the current request."""
     return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
 
 

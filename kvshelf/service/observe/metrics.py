@@ -16,7 +16,7 @@ from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import KvshelfError
 from kvshelf.service.observe.questions import QuestionMetrics, result_of
 from kvshelf.store.base import Store
-from kvshelf.workers.replica.results import Created, SearchResult
+from kvshelf.workers.replica.api import Created, SearchResult
 
 USAGE_AGE_S: Final = 5.0
 """Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
@@ -132,7 +132,6 @@ class Metrics(QuestionMetrics):
             self._retention.labels(model, event).inc(counts.get(event, 0))
 
     def guarded(self, model: str, results: Sequence[Guarded]) -> None:
-        """Records what the guard of a replica found."""
         for result in results:
             of = model, result.policy, result.group
             self._guarded.labels(*of, "differs" if result.differs else "same").inc()

@@ -1,8 +1,4 @@
-"""Counters and timers of whatever answers questions to caches over HTTP: the service, and the proxy before vLLM.
-
-Labels are few and have known values: route templates, names of models and policies, error codes. They never contain an
-id or a tenant, because readers of the metrics must not learn about tenants.
-"""
+"""Counters and timers of whatever answers questions to caches over HTTP: the service, and the proxy before vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +18,10 @@ _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 
 
 class QuestionMetrics:
-    """The instruments of one process, in their own registry, so that two apps in one process do not mix numbers."""
+    """The instruments of one process, in their own registry, so that two apps in one process do not mix numbers.
+
+    Labels never contain an id or a tenant, because readers of the metrics must not learn about tenants.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,12 +1,5 @@
-"""`kvshelf serve`: a small process that holds the listening socket and runs the service as its child.
-
-On SIGHUP it starts a new child on the same socket, with the current code and settings. Once the new child is ready, the
-old one stops accepting, finishes its open requests and exits. No connection is lost: both children share the socket's
-queue, in which connections wait until a child accepts them. If the new child does not start, nothing changes.
-
-The alternative, replacing Ray Serve's replicas one by one, would keep the front end's old code and settings.
-This module imports neither torch nor ray, to save memory.
-"""
+"""`kvshelf serve`: a small process, without torch or ray, that holds the listening socket and runs the service as its
+child."""
 
 from __future__ import annotations
 
@@ -35,6 +28,8 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def supervise(settings: Settings, command: Sequence[str]) -> int:
     """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code, 130 after SIGINT.
 
+    On SIGHUP a new child starts on the same socket, with the current code and settings; the old one then finishes its
+    open requests and exits. (To replace Ray Serve's replicas one by one would keep the front end's old code.)
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)

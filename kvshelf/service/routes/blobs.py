@@ -34,9 +34,8 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import BlobFile
 from kvshelf.workers.cluster.remote import RESTART_S
-from kvshelf.workers.replica.api import ReplicaApi
-from kvshelf.workers.replica.create.existing import as_requested
-from kvshelf.workers.replica.results import Stored
+from kvshelf.workers.replica.api import ReplicaApi, Stored
+from kvshelf.workers.replica.create.publish import as_requested
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
@@ -112,7 +111,6 @@ def _inspect(service: Service, file: BinaryIO) -> _Arrived:
 
 
 def _import(store: Store, arrived: _Arrived, options: ImportCache, tenant: str) -> Stored:
-    """Stores the cache that arrived."""
     cache, about = CompressedCache.from_bytes(arrived.blob), arrived.about
     manifest: Manifest | None = None
     with suppress(errors.CacheNotFound, errors.CacheError):  # an unusable cache on the shelf is replaced

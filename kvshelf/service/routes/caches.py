@@ -23,9 +23,9 @@ from kvshelf.service.service import TAKES_TOKENS, InService, Service, cache_obje
 from kvshelf.store.base import Store
 from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created
 
 router = APIRouter(prefix="/v1", tags=["caches"], responses=openapi.ERRORS)
 

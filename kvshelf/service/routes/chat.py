@@ -14,12 +14,12 @@ from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
 from kvshelf.service.dialects.completions import Completion
-from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
 from kvshelf.service.questions import CacheQuestion, beginning
 from kvshelf.service.service import TAKES_TOKENS, InService
+from kvshelf.workers.replica.calls import relayed
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 

@@ -1,8 +1,4 @@
-"""/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that.
-
-Clients want one id from the first event on, and the id of the turn's cache follows from the whole answer. So the store
-keeps what the response said under its own id, with that of the cache, with which it ends.
-"""
+"""/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that."""
 
 from __future__ import annotations
 
@@ -88,7 +84,8 @@ async def _keeping(
 
 
 def _keep(store: Store, tenant: str, response: dict[str, Any]) -> dict[str, Any]:
-    """Keep a response whose turn is stored. Returns it, with the reason where it could not be kept."""
+    """Keep a response whose turn is stored, under an id of its own: that of the turn's cache follows from the whole
+    answer, and clients want an id from the first event on. Returns it, with the reason where it could not be kept."""
     cache_id = response.get("stored_cache_id")
     if cache_id is None:
         return response

@@ -93,12 +93,10 @@ class ReplicaConfig:
 
     @property
     def name(self) -> str:
-        """The model's name in the API."""
         return self.adapter or served_name(self.model)
 
     @property
     def parent(self) -> str | None:
-        """The name of the model that the adapter is of."""
         return served_name(self.model.rpartition("+")[0]) if self.adapter else None
 
 

@@ -1,9 +1,4 @@
-"""Conversations on the shelf: each turn that was stored is a cache, appended to one before it.
-
-A client that sends the whole conversation each time is answered from the last turn that is there, one that goes on from
-a turn's cache from that, as long as the template writes the earlier turns as the cache has them. The id of a turn's
-cache follows from the cache before it and the turn's tokens, so finding it takes a look at the index and no search.
-"""
+"""Conversations on the shelf: each turn that was stored is a cache, appended to one before it."""
 
 from __future__ import annotations
 
@@ -47,12 +42,12 @@ class Line:
 
     @property
     def from_root(self) -> Line:
-        """The same, asked of the root."""
+        """The same conversation, asked of the root."""
         return replace(self, cache_id=self.root_id, read=0, known=0)
 
     @property
     def query_ids(self) -> list[int]:
-        """What is left to read."""
+        """The tokens that are left to read."""
         return self.dialogue.asked.token_ids[self.read :]
 
     def turn(self, answer: Said, ran: Sequence[int]) -> tuple[list[int], list[TurnEnd]]:
@@ -68,7 +63,8 @@ class Line:
 
 
 class Conversations:
-    """The stored turns of one model. Blocks; for threads."""
+    """The stored turns of one model. The id of a turn's cache follows from the cache before it and the turn's tokens,
+    so it takes a look at the index and no search. Blocks; for threads."""
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine

@@ -32,7 +32,6 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @asynccontextmanager
@@ -99,7 +98,6 @@ class LoopTurns:
         self._goes_on = False
 
     async def turn(self, tenant: str) -> None:
-        """Wait for the turn."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._waiting.add(tenant, place)

@@ -1,19 +1,4 @@
-"""The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work.
-
-Each check prefills the document from its kept source (`kvshelf.engine.certify.recheck`). One answer that differs is no
-proof: the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the
-upper bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It
-is then recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by
-it. By the rule "remake" the smallest cache of the document that reaches the floor is made beside it.
-
-An answer of several caches together is compared with one prefill of all their documents, in their order. That counts
-by itself, under the policy `JOINT`: what documents do not see of each other is no fault of one cache, so it raises no
-alarm.
-
-What differs over all caches of a policy is watched by adaptive conformal inference (Gibbs and Candes, 2021, eq. 2): a
-level begins at alpha = 1 - floor, and each check moves it by gamma * (alpha - differs). It is capped at where it began,
-and an alarm is raised when it falls to zero.
-"""
+"""The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work."""
 
 from __future__ import annotations
 
@@ -42,7 +27,8 @@ from kvshelf.workers.replica.reading import whole
 log = structlog.get_logger("kvshelf.workers")
 
 JOINT: Final = "joint"
-"""In place of a policy: of answers from several caches."""
+"""In place of a policy: of answers from several caches. They raise no alarm: what documents do not see of each other is
+no fault of one cache."""
 
 _WAITING: Final = 64
 """Answers that wait to be asked again; the oldest goes for a newer one. Their tokens are in memory alone."""
@@ -81,8 +67,9 @@ class AnswerToCheck:
 
 @dataclass
 class Drift:
-    """The level of adaptive conformal inference over the answers of one policy and group. alpha: the share of them that
-    may differ."""
+    """The level of adaptive conformal inference (Gibbs and Candes, 2021, eq. 2) over the answers of one policy and
+    group: it begins at alpha, the share of them that may differ, and each moves it by gamma * (alpha - differs), never
+    above alpha. At zero an alarm is raised."""
 
     alpha: float
     level: float = field(init=False)
@@ -100,7 +87,10 @@ class Drift:
 
 
 class Guard:
-    """See the module. Its methods are called on the replica's event loop.
+    """Each check prefills the document from its kept source. One answer that differs is no proof: the quality of its
+    cache is measured anew, by all cues of the document. The cache is below the floor where the upper bound of that
+    figure is, or, where no cue tells, that of the share of its own answers that agreed; it is then recorded with the
+    new quality. All methods run on the replica's event loop.
 
     now: of `time.monotonic`. draw: a number in [0, 1) for each answer. pause_s: between two looks whether the model has
     other work.
@@ -143,7 +133,7 @@ class Guard:
         return len(self._waiting) + self._checking
 
     def take_results(self) -> tuple[Guarded, ...]:
-        """What was found since the last call."""
+        """The results since the last call."""
         results, self._new_results = tuple(self._new_results), []
         return results
 
@@ -218,7 +208,7 @@ class Guard:
             self._meter.add(answered.tenant, guard_s=ticket.worked_s)
 
     def _record_joint(self, manifests: Sequence[Manifest], result: Rechecked) -> None:
-        """The group is that of all caches, if they are of one."""
+        """Record a result of several caches. Its group is theirs, if they are of one."""
         values = {self._value(manifest) for manifest in manifests}
         value = values.pop() if len(values) == 1 else ""
         self._meter.add(

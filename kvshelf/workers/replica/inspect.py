@@ -1,9 +1,5 @@
 """Which tokens of its document a stored cache kept, by layer and head, beside the text of each token; and which a
-question builds.
-
-A cache holds positions, not text. The kept source or the caller's own text is tokenized again, and shown only if its
-document id matches the cache's.
-"""
+question builds."""
 
 from __future__ import annotations
 
@@ -62,7 +58,8 @@ class Marks(NamedTuple):
 def kept_tokens(
     engine: Engine, store: Store, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0
 ) -> KeptTokens:
-    """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
+    """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on. A cache holds positions and no
+    text: its document is tokenized again.
 
     `document` None stands for the kept source. Raises as `Store.open_cache`, `Engine.prepare` and
     `Attachments.require_own` do; also `SourceNotKept`, `StateConflict` for a document other than the cache's, and

@@ -283,7 +283,7 @@ class Questions:
             ticket.cancel()
 
     def _keep_house(self) -> None:
-        """Begun by the first call: its event loop is the one that will run it."""
+        """Begin the housekeeping, with the first call: its event loop is the one that will run it."""
         if not self._housekeeping:
             forever = [self.residents.evict_idle_forever(), self.residents.read_ahead_forever()]
             if self.guard.rules.share:
@@ -405,7 +405,6 @@ class Questions:
         return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 
     def _count(self, loaded: _Loaded, answer: Answer, tenant: str) -> None:
-        """Count an answer for the tenant."""
         usage = answer.usage
         self.meter.add(
             tenant,
@@ -507,7 +506,7 @@ class _Loaded:
     _read: dict[str, ToolTurn] = field(default_factory=dict)
 
     def left_s(self, caller: Caller) -> float | None:
-        """Seconds that are left of the caller's, at least 0."""
+        """Seconds that the caller has left, at least 0."""
         return None if caller.deadline_s is None else max(0.0, self.started + caller.deadline_s - time.monotonic())
 
     def read(self, text: str) -> ToolTurn:
@@ -529,13 +528,13 @@ class _Loaded:
 
     @property
     def settled(self) -> Callable[[str], int]:
-        """How much of a beginning of the answer is text and no call, whatever follows it."""
+        """Tells how much of a beginning of the answer is text and no call, whatever follows it."""
         calls = isinstance(self.query, ToolAsking) and self.query.tool_choice != "none"
         return self.shape.tools.settled if calls and self.shape.tools is not None else len
 
     @property
     def failed(self) -> str | None:
-        """Of several caches, one that could not be read."""
+        """The id of one of several caches that could not be read."""
         unread = (cache_id for cache_id, (resident, _) in self.residents.items() if resident.document.failed)
         return next(unread, None) if len(self.cache_ids) > 1 else None
 
@@ -584,7 +583,7 @@ class _Loaded:
 
 
 def messages_of(query: Asking) -> list[Said]:
-    """What a query says, as a chat template reads it."""
+    """The messages of a query, as a chat template reads them."""
     if isinstance(query, ToolAsking):
         return [turn.said for turn in query.messages]
     if query.messages is not None:
@@ -593,7 +592,7 @@ def messages_of(query: Asking) -> list[Said]:
 
 
 def prompt_of(query: Asking) -> str | list[Said]:
-    """What a query asks: its one prompt, or its messages."""
+    """The one prompt of a query, or its messages."""
     if query.prompt is None:  # the type asks for exactly one of the two
         return messages_of(query)
     (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
@@ -601,7 +600,7 @@ def prompt_of(query: Asking) -> str | list[Said]:
 
 
 def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[Logprob, ...]:
-    """Those of an answer's text, behind its thoughts."""
+    """The logprobs of an answer's text, behind its thoughts."""
     if turn.reasoning_content is None:
         return logprobs
     before, first = len(text.encode()) - len(turn.content.encode()), 0
@@ -623,7 +622,7 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
 
 
 def _wait_for(documents: Sequence[Attachment]) -> None:
-    """Until all layers have arrived. Raises the error of one that could not be read."""
+    """Wait until all layers have arrived. Raises the error of one that could not be read."""
     for document in documents:
         for layer in range(document.num_layers):
             document.outlines(layer)

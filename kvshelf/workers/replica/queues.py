@@ -195,7 +195,6 @@ class Rounds(Generic[ItemT]):
         return None if tenant is None else self._take(tenant)
 
     def take_round(self) -> list[ItemT]:
-        """The next item of each tenant."""
         return [self._take(tenant) for tenant in list(self._queues)]
 
     def _take(self, tenant: str) -> ItemT:
@@ -323,7 +322,6 @@ class Queues:
 
     @property
     def waiting(self) -> bool:
-        """Whether any work waits."""
         return bool(self._questions or self._batch_questions or self._documents or self._passes)
 
     def take_passes(self) -> list[Passing]:

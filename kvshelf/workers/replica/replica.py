@@ -1,8 +1,4 @@
-"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray.
-
-The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Keys and values
-go from here to the store and back; only ids, text and numbers leave this process.
-"""
+"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray."""
 
 from __future__ import annotations
 
@@ -74,7 +70,8 @@ def _streamed(
 
 
 class Replica(ReplicaApi):
-    """See the module. `start` it on the event loop that will call it, `stop` it once.
+    """The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Only ids,
+    text and numbers leave this process. `start` it on the event loop that will call it, `stop` it once.
 
     quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
     """

@@ -1,17 +1,4 @@
-"""One thread owns the model and divides its time between layers of a prefill and steps of all open answers together.
-
-Continuous batching: between two steps new questions join, and finished and abandoned ones leave. While a cache is still
-being read, its questions run through each layer as it arrives, and the other answers take their steps meanwhile.
-
-Questions before documents: between two layers of a compression, queued questions are prefilled and open answers take
-their steps. A question is answered while a long document is still being prefilled, and a compression never starves: it
-keeps `batch_share` of the time. Users before batches: while a user's question is open, the questions of batches take
-part in a `batch_share` of the steps.
-
-Callers stay on their own threads and get a `Ticket` with a `concurrent.futures.Future`. Every ticket ends: with a
-result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit of work, or with `NoWorker`
-when the scheduler stops.
-"""
+"""One thread owns the model and divides its time between layers of a prefill and steps of all open answers together."""
 
 from __future__ import annotations
 
@@ -47,7 +34,15 @@ _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks agai
 
 
 class Scheduler:
-    """Runs all work of one engine. Every method may be called from any thread."""
+    """Runs all work of one engine. Every method may be called from any thread.
+
+    Questions before documents: between two layers of a compression, queued questions are prefilled and open answers
+    take their steps; a compression keeps `batch_share` of the time. Users before batches: while a user's question is
+    open, those of batches take part in a `batch_share` of the steps.
+
+    Every ticket ends: with a result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit
+    of work, or with `NoWorker` when the scheduler stops.
+    """
 
     def __init__(self, engine: Engine, limits: SchedulerLimits | None = None) -> None:
         self._engine = engine
@@ -80,7 +75,6 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether the scheduler accepts work."""
         return self._queues.accepting and self._thread.is_alive()
 
     @property
@@ -91,12 +85,10 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether the model has nothing to do."""
         return not (self.open or self._compressing or self._queues.waiting)
 
     @property
     def has_documents(self) -> bool:
-        """Whether documents wait to be compressed."""
         return self._queues.has_documents
 
     def compress(
@@ -179,7 +171,7 @@ class Scheduler:
 
     @property
     def _held_bytes(self) -> int:
-        """What `_suffix_bytes` foretells, of all open answers by now."""
+        """The bytes that `_suffix_bytes` foretells, of all open answers by now."""
         states, entry = self._engine.passes.state_bytes, self._engine.kv_bytes_per_token
         beside = 0
         for generation in (answering.generation for answering in self.open):
@@ -280,7 +272,7 @@ class Scheduler:
             self._advance(joining, waiting=lambda record: self._wait(record, joining))
 
     def _next_of(self, works: Sequence[Answering]) -> Sequence[Answering]:
-        """Those of users alone, or all of them in `batch_share` of the steps."""
+        """The answers that take the next step: those of users alone, or all in `batch_share` of the steps."""
         users = [work for work in works if not work.order.of_batch]
         if users and self._steps_of_users + 1 < 1 / self._limits.batch_share:
             self._steps_of_users += 1

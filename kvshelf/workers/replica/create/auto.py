@@ -90,7 +90,6 @@ class SizeTarget:
         return self.min_quality is not None or self.certified is not None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a blob is small enough."""
         return self.max_bytes is None or nbytes <= self.max_bytes
 
     def met(self, level: Level, tried: Tried) -> bool:
@@ -167,10 +166,9 @@ class PolicyChoice:
         for group in shared(self.levels):
             search.try_group(group)
         tried = (*(search.tried[id(level)] for level in self.levels), *self.refused)
-        if search.best is None:
+        if search.best is None or search.compression is None:
             raise _none_met(tried, self.target)
-        level, _, compression = search.best
-        return AutoChoice(level, compression, tried)
+        return AutoChoice(search.best[0], search.compression, tried)
 
     def known(self, outcomes: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
@@ -243,60 +241,56 @@ def under(
     return PolicyChoice((whole, *(level for level in levels if level is not None)), SizeTarget(certified=bound))
 
 
+@dataclass(eq=False)
 class _Search:
-    """The best level so far, and the outcome of each."""
+    """The best level so far with its compression, and the outcome of each level."""
 
-    def __init__(self, engine: Engine, selection: PolicyChoice, checkpoint: Checkpoint) -> None:
-        self._engine = engine
-        self._selection = selection
-        self._checkpoint = checkpoint
-        self.best: tuple[Level, Tried, Compression] | None = None
-        self.tried: dict[int, Tried] = {}
+    engine: Engine
+    selection: PolicyChoice
+    checkpoint: Checkpoint
+    best: tuple[Level, Tried] | None = None
+    compression: Compression | None = None
+    tried: dict[int, Tried] = field(default_factory=dict)
 
     def try_group(self, group: Sequence[Level]) -> None:
-        """Try the levels of one prefill."""
-        cues = self._selection.cues
-        if self._engine.probe(group[0].job, cues) is None:
+        cues = self.selection.cues
+        if self.engine.probe(group[0].job, cues) is None:
             self._leave_out([level for level in group if not level.keeps_all], UNMEASURABLE)
             group = [level for level in group if level.keeps_all]
-        best = self._best
-        if best is not None and not any(self._selection.worth_making(level, best) for level in group):
+        best = self.best
+        if best is not None and not any(self.selection.worth_making(level, best) for level in group):
             self._leave_out(group, _NOT_MADE)
             return
         if not group:
             return
-        progress = self._selection.progress
-        prefill = self._engine.compressor.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
+        progress = self.selection.progress
+        prefill = self.engine.compressor.prefill(group, cues=cues, checkpoint=self.checkpoint, progress=progress)
         pairs = zip(group, prefill.compressions, strict=True)
         sized = [(compression.cache.pack().nbytes, level, compression) for level, compression in pairs]
         for nbytes, level, compression in sorted(sized, key=lambda size: size[0]):
             self._try(level, nbytes, compression, prefill.reference)
-            self._checkpoint()
-
-    @property
-    def _best(self) -> tuple[Level, Tried] | None:
-        return None if self.best is None else self.best[:2]
+            self.checkpoint()
 
     def _try(self, level: Level, nbytes: int, compression: Compression, reference: Reference | None) -> None:
-        target = self._selection.target
+        target = self.selection.target
         tried = _untried(level).model_copy(update={"bytes": nbytes})
         if not target.fits(nbytes):
             self._note(level, tried, _TOO_LARGE)
             return
-        if not self._selection.worth_measuring(tried, self._best):
+        if not self.selection.worth_measuring(tried, self.best):
             self._note(level, tried, _NOT_MEASURED)
             return
         if reference is None:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
-            self._selection.progress("quality", 0, 1)
-            quality = self._engine.compressor.measure(compression.cache, reference, target.min_quality)
+            self.selection.progress("quality", 0, 1)
+            quality = self.engine.compressor.measure(compression.cache, reference, target.min_quality)
             compression = replace(compression, quality=quality)
-            self._selection.progress("quality", 1, 1)
+            self.selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
-        best = self._best
+        best = self.best
         if target.met(level, tried) and (best is None or target.preferred(level, tried) > target.preferred(*best)):
-            self.best = level, tried, compression
+            self.best, self.compression = (level, tried), compression
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
         for level in levels:

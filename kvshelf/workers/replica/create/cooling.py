@@ -1,10 +1,4 @@
-"""Caches that cool are coded smaller, by the rule of a ladder, while the model has no other work.
-
-A cache that nobody has asked for long goes to the smallest rung that is due, else to one before it: where its kind
-cannot be coded so, where the blob is not smaller, or where the quality that a creation asked for is not reached. Then,
-and after an error that is its own, it stays as it is until the next start. A figure of its quality is measured anew
-where the document is kept; otherwise it is no figure of this cache any more, and its reason says what it was.
-"""
+"""Caches that cool are coded smaller, by the rule of a ladder, while the model has no other work."""
 
 from __future__ import annotations
 
@@ -47,7 +41,9 @@ _PASSING: Final = (errors.Cancelled, errors.QueueFull, errors.NoWorker, errors.O
 
 
 class Cooling:
-    """See the module. Its methods are called on the replica's event loop.
+    """A cache that nobody has asked for long goes to the smallest rung that is due, else to one before it: where its
+    kind cannot be coded so, the blob is not smaller, or the quality that a creation asked for is not reached. Then, and
+    after an error that is its own, it stays as it is until the next start. All methods run on the replica's event loop.
 
     now: of `time.monotonic`, for the share of the time since then that coding may take. pause_s: between two looks
     whether the model has other work. renew_s: between two renewals of the lease.
@@ -189,7 +185,7 @@ class Cooling:
         return True
 
     async def _quality(self, manifest: Manifest, cache: CompressedCache) -> Quality | None:
-        """Of the cache as it is coded now. None where nobody measured or asked for one."""
+        """The quality of the cache as it is coded now. None where nobody measured or asked for one."""
         former = manifest.quality
         if Codec.parse(cache.codec).name == "lossless" or (former is None and manifest.min_quality is None):
             return former

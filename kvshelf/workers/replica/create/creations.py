@@ -21,8 +21,9 @@ from kvshelf.errors import CacheError, CacheNotFound, QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import Created, Stored
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors, relayed
 from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.plan import MemoryPlan
@@ -32,7 +33,6 @@ from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, 
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.create.spread import SpreadPlan
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.results import Created, Stored
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.singleflight import SingleFlight
 from kvshelf.workers.replica.ticket import Ticket
@@ -130,22 +130,18 @@ class Creations:
             document = await self.threads.compute(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.compute(estimate, self.engine, self.rates, document, spec)
 
-    async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
-        """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
-        events: asyncio.Queue[CreationProgress | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+    def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
+        """The progress of a creation as it goes on, then the creation. Closing the iterator cancels it."""
 
-        def put(event: CreationProgress | None) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+        async def create(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
+            loop = asyncio.get_running_loop()
 
-        creating = asyncio.ensure_future(self.create(spec, caller=caller, watcher=put))
-        creating.add_done_callback(lambda _: put(None))
-        try:
-            while (event := await events.get()) is not None:
-                yield event
-            yield await creating
-        finally:
-            creating.cancel()
+            def put(event: CreationProgress | Created) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+            put(await self.create(spec, caller=caller, watcher=put))
+
+        return relayed(create)
 
     async def create(
         self,
@@ -237,9 +233,9 @@ class Creations:
         work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date, certificate)
         if self.plan is not None and isinstance(work, PolicyChoice):
             work = await self.threads.compute(self.plan.fitting, self.engine, work)
-        publisher = Publisher.of(self.store, tenant, spec, work.levels)
-        if isinstance(work, PolicyChoice) and work.target.certified is not None:
-            publisher = replace(publisher, certificate=work.target.certified.by)
+        certified = work.target.certified if isinstance(work, PolicyChoice) else None
+        by = None if certified is None else certified.by
+        publisher = Publisher.of(self.store, tenant, spec, work.levels, certificate=by)
         return await Creation(self, work, publisher, caller.deadline_s, teller).run()
 
 
@@ -271,7 +267,7 @@ class Creation:
         return replace(created, caches=tuple(caches)) if is_first else Created(tuple(caches))
 
     async def _make(self) -> Created:
-        """What is missing, from as few prefills as possible."""
+        """Make the missing caches, from as few prefills as possible."""
         run = self.creations.threads.run
         shelf = await run(self.publisher.on_shelf)
         if isinstance(self.work, PolicyChoice):

@@ -37,7 +37,6 @@ class Rates:
         """Tokens and seconds by `cost_name`."""
 
     def add(self, policy: str, params: Mapping[str, Any], tokens: int, timings: Timings) -> None:
-        """Record a compression."""
         cost = cost_name(policy, params)
         before, seconds = self._measured.get(cost, (0, 0.0))
         now = before + tokens, seconds + timings.prefill_s + timings.compress_s
@@ -66,7 +65,6 @@ class Rates:
 
     @property
     def measured_tokens(self) -> int:
-        """Tokens of all measured documents."""
         return sum(tokens for tokens, _ in self._measured.values())
 
 
@@ -125,7 +123,6 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
 
 
 def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
-    """The codecs that a job takes."""
     taken = []
     for codec in codecs:
         with suppress(CallerError):

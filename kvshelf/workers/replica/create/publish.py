@@ -5,38 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
-from kvshelf.api import AppendCache, CertifiedBy, CreateCache, Timings, Tried
+from kvshelf.api import AppendCache, CertifiedBy, CreateCache, ImportCache, Timings, Tried
 from kvshelf.engine.inputs.job import Level
 from kvshelf.engine.quality import VERSION
 from kvshelf.errors import CacheError, CacheNotFound, EtagMismatch, InvalidRequest, StateConflict
 from kvshelf.store.base import Store
+from kvshelf.store.checks import LABEL_LIMIT
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import Source
 from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
-from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.create.recreation import Recreation
 from kvshelf.workers.replica.create.spec import source_of
 
 
 @dataclass(frozen=True)
 class Publisher:
-    """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
-    the cache that the document is appended to, if it is, and the digest of its blob. source: to be kept with each, for
-    `source_ttl_s`. certificate: by which the level is chosen."""
+    """The store as one creation uses it. ids: of its levels' caches, whether they are stored or not. parent: the cache
+    that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`. certificate: by which
+    the level is chosen."""
 
     store: Store
     tenant: str
     spec: CreateCache | AppendCache
     ids: tuple[str, ...]
-    parent_id: str | None = None
-    parent_digest: str = ""
+    parent: Manifest | None = None
     source: Source | None = None
     source_ttl_s: float | None = None
-    name: str = ""
     certificate: CertifiedBy | None = None
 
     @classmethod
@@ -47,6 +45,7 @@ class Publisher:
         spec: CreateCache | AppendCache,
         levels: Sequence[Level],
         parent: Manifest | None = None,
+        certificate: CertifiedBy | None = None,
     ) -> Publisher:
         """Raises `InvalidRequest` for an unknown codec, and for a source that would live too long."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
@@ -56,12 +55,9 @@ class Publisher:
             store.expiry(source_ttl_s, None)
         except InvalidRequest as error:
             raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
-        certificate = spec.judged.certificate if isinstance(spec, Recreation) else None
-        publisher = cls(store, tenant, spec, ids, source=source, source_ttl_s=source_ttl_s, certificate=certificate)
-        if parent is None:
-            return publisher
-        name = name_behind(parent, "append")
-        return replace(publisher, parent_id=parent.id, parent_digest=parent.blob_digest, name=name)
+        if isinstance(spec, Recreation):
+            certificate = certificate or spec.judged.certificate
+        return cls(store, tenant, spec, ids, parent, source, source_ttl_s, certificate)
 
     @property
     def floor(self) -> float | None:
@@ -119,12 +115,12 @@ class Publisher:
             ttl_renew_s=self.spec.ttl_renew_s,
             guaranteed_until=getattr(self.spec, "guaranteed_until", None),
             labels=self.spec.labels,
-            name=self.spec.name or self.name,
+            name=self.spec.name or ("" if self.parent is None else name_behind(self.parent, "append")),
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=self.source,
             source_ttl_s=self.source_ttl_s,
             judged=judged,
-            parent_id=self.parent_id,
+            parent_id=None if self.parent is None else self.parent.id,
         )
         # Another process may have put it meanwhile.
         digest = manifest.blob_digest
@@ -135,9 +131,9 @@ class Publisher:
         """Raises `StateConflict` if the parent has another blob than the one that was appended to, as after a ladder:
         what names the former one as its parent would be found behind no cache."""
         with suppress(CacheNotFound, CacheError):  # without its parent a cache is whole, too
-            if self.parent_id is not None:
-                parent = self.store.stat(self.parent_id, tenant=self.tenant)
-                if parent.blob_digest != self.parent_digest:
+            if self.parent is not None:
+                parent = self.store.stat(self.parent.id, tenant=self.tenant)
+                if parent.blob_digest != self.parent.blob_digest:
                     raise StateConflict(f"cache {parent.id} was coded anew while it was appended to; append again")
 
     def _judged(self, manifest: Manifest, judged: Judgement, digest: str) -> Manifest:
@@ -148,7 +144,7 @@ class Publisher:
                 judged = judged.model_copy(update={"quality": None})
             before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
             newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
-            floors = [one.min_quality for one in (before, judged) if one.min_quality is not None]
+            floors = [floor for floor in (before.min_quality, judged.min_quality) if floor is not None]
             newest = newest.model_copy(update={"min_quality": max(floors, default=None)})
             if newest == before:
                 return manifest
@@ -217,3 +213,67 @@ def comparable(tried: Tried) -> Tried:
     if tried.quality is None or tried.quality.version == VERSION:
         return tried
     return tried.model_copy(update={"quality": None})
+
+
+def as_requested(
+    store: Store,
+    manifest: Manifest,
+    *,
+    labels: Mapping[str, str] | None = None,
+    name: str = "",
+    lifetime: CreateCache | AppendCache | ImportCache | None = None,
+) -> Manifest:
+    """An existing cache with what its newest request says: the labels beside its own, the name unless that is empty,
+    and its life, which is never shortened.
+
+    Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
+    """
+    while changes := _changes(manifest, labels or {}, name) | _prolong(store, manifest, lifetime):
+        if len(changes.get("labels", ())) > LABEL_LIMIT:
+            raise InvalidRequest(
+                f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
+                f"these; at most {LABEL_LIMIT} are possible, so take some off first",
+                param="labels",
+            )
+        try:
+            return store.update(manifest.id, tenant=manifest.tenant, if_revision=[manifest.revision], **changes)
+        except EtagMismatch:  # it was changed since it was read
+            manifest = store.stat(manifest.id, tenant=manifest.tenant)
+    return manifest
+
+
+def _changes(manifest: Manifest, labels: Mapping[str, str], name: str) -> dict[str, Any]:
+    """What labels and a name change, as arguments of `Store.update`; nothing where the cache has them."""
+    changes: dict[str, Any] = {}
+    if (joined := _join(manifest.labels, labels)) != manifest.labels:
+        changes["labels"] = joined
+    if name not in ("", manifest.name):
+        changes["name"] = name
+    return changes
+
+
+def _prolong(store: Store, manifest: Manifest, spec: CreateCache | AppendCache | ImportCache | None) -> dict[str, Any]:
+    """The changes that give an existing cache the longer of two lives, of two renewals and of two guarantees."""
+    changes: dict[str, Any] = {}
+    if spec is None:
+        return changes
+    until = spec.guaranteed_until if isinstance(spec, CreateCache) else None
+    if until is not None and until > (manifest.guaranteed_until or 0.0):
+        changes["guaranteed_until"] = until
+    have, want = manifest.expires_at, store.expiry(spec.ttl_s, spec.expires_at)
+    renewal = max(filter(None, (manifest.ttl_renew_s, spec.ttl_renew_s)), default=None)
+    if have is None or (want is not None and want <= have and renewal == manifest.ttl_renew_s):
+        return changes
+    return changes | {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
+
+
+def _join(labels: Mapping[str, str], newest: Mapping[str, str]) -> dict[str, str]:
+    """The labels of a cache that was on the shelf, with those of its newest creation.
+
+    A part of a document may have those of an earlier split, of another version of the document say: it belongs to the
+    newest.
+    """
+    joined = {**labels, **newest}
+    if newest.get("split") is not None and labels.get("split") == newest["split"] == newest.get("document"):
+        joined["document"] = labels.get("document", newest["document"])  # the newest has no name: the old one stays
+    return joined

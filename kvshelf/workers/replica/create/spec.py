@@ -97,7 +97,7 @@ def requested_levels(
 
 
 def _target(spec: CreateCache, num_tokens: int) -> SizeTarget:
-    """What the choice has to reach: of the policy "auto" by default a floor."""
+    """The target of a choice: of the policy "auto" by default a floor."""
     size = spec.max_bytes if spec.bytes_per_token is None else max(1, int(spec.bytes_per_token * num_tokens))
     floor = spec.min_quality
     return SizeTarget(MIN_QUALITY if floor is None and size is None else floor, size)
@@ -139,10 +139,8 @@ def encode(
     variables = spec.chat_template_kwargs
     if isinstance(spec, Recreation):
         if spec.token_ids is not None:
-            ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
-            document = EncodedDocument(
-                ids, spec.protected_prefix, layout, spec.boundary, variables=dict(variables or {})
-            )
+            ids, layout, kwargs = list(spec.token_ids), cast(Layout, spec.layout), dict(variables or {})
+            document = EncodedDocument(ids, spec.protected_prefix, layout, spec.boundary, variables=kwargs)
             if spec.date:
                 document = engine.encoder.require_text("token_ids").dated(document, spec.date)
     elif spec.date is not None:

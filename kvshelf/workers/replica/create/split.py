@@ -16,8 +16,8 @@ from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.create.spec import document_of, encode
-from kvshelf.workers.replica.results import Created
 
 _ID_CHARACTERS: Final = 16
 _OF_ALL_PARTS: Final = {

@@ -1,9 +1,4 @@
-"""Attached caches that stay in memory between questions, and that are read before the question that a hint foretells.
-`kvshelf.workers.replica.memory.retention` says which is evicted first.
-
-Each use reads the manifest from the store first, so a cache that was deleted, has expired or was replaced is never
-answered from memory.
-"""
+"""Attached caches that stay in memory between questions, and that are read before a question that a hint foretells."""
 
 from __future__ import annotations
 
@@ -89,8 +84,9 @@ class _NoRoomAhead(Exception):
 
 
 class Residents:
-    """The caches that one replica holds, by tenant and id. Its methods run on the replica's event loop; reading and
-    everything else that touches the store runs on its threads."""
+    """The caches that one replica holds, by tenant and id. Each use reads the manifest from the store first, so a cache
+    that was deleted, has expired or was replaced is never answered from memory. Its methods run on the replica's event
+    loop; reading and everything else that touches the store runs on its threads."""
 
     def __init__(
         self,
@@ -126,7 +122,6 @@ class Residents:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all resident caches."""
         return sum(resident.document.nbytes for resident in self.caches.values())
 
     def __len__(self) -> int:
@@ -340,7 +335,6 @@ class Residents:
         return len(self._opening) > 0 or any(reading is not None and not reading.done() for reading in reads)
 
     async def evict_idle_forever(self) -> NoReturn:
-        """Evict idle caches, for as long as this task lives."""
         while True:
             await asyncio.sleep(min(self.limits.idle_s / 4, 30.0))
             self.evict_idle(time.monotonic() - self.limits.idle_s)
@@ -361,7 +355,6 @@ class Residents:
         }
 
     def close(self) -> None:
-        """Drop everything."""
         for key, resident in list(self.caches.items()):
             self._drop(key, resident)
         self._readers.shutdown(wait=False, cancel_futures=True)

@@ -23,8 +23,8 @@ from kvshelf.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, ModelMismatch
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import SearchResult
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
-from kvshelf.workers.replica.results import SearchResult
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.summaries import Places, Record, Shelved, Shortlist, Summary
 from kvshelf.workers.replica.ticket import Ticket
@@ -288,12 +288,11 @@ def _placed(
 
 
 async def _timed(work: Awaitable[ResultT]) -> tuple[float, ResultT]:
-    """The seconds that work took, and its result."""
     started = time.monotonic()
     result = await work
     return time.monotonic() - started, result
 
 
 async def _nothing() -> list[Any]:
-    """Where there is no document to compare."""
+    """The result where there is no document to compare."""
     return []

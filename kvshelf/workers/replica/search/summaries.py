@@ -73,7 +73,7 @@ class Shortlist:
 
     @property
     def missing(self) -> list[Record]:
-        """Those whose summaries are not in memory."""
+        """The records whose summaries are not in memory."""
         return [] if self.placed else [record for record in self.records if record.place == UNREAD]
 
 
@@ -172,7 +172,6 @@ class Shelved:
         return self.place if time.monotonic() - self._asked_at < KEEP_CHANGES_S / 2 else None
 
     def follow(self, changes: Changes, is_own: Callable[[Manifest], bool]) -> None:
-        """Take up what changed."""
         for cache_id in changes.ended:
             self._forget(cache_id)
         self.take(changes.data, is_own)
