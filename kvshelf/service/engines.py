@@ -339,9 +339,9 @@ def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) 
     """The name of a served model that can use caches made under this one: that model before any that is linked to it.
     Raises `ModelMismatch` if none can."""
     refusals: dict[str, ModelMismatch] = {}
-    for name, ours in sorted(identities.items(), key=lambda item: item[1].links(made_under)):
+    for name, identity in sorted(identities.items(), key=lambda item: item[1].links(made_under)):
         try:
-            ours.require_match(made_under)
+            identity.require_match(made_under)
         except ModelMismatch as error:
             refusals[name] = error
         else:

@@ -243,11 +243,8 @@ class BatchWork:
         elif reason := rest_reason(record, self.store.now()):
             self._let_go = True
             run.cancel(reason)
-        elif reason := self.outranked():
-            self._let_go, self._waits_for = True, reason
-            run.cancel(reason)
-        elif self.others_wait() and (reason := stuck(progress, time.time())):
-            # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.
+        elif reason := self.outranked() or (stuck(progress, time.time()) if self.others_wait() else ""):
+            # A stuck run leaves for another tenant alone: a restart costs seconds and remakes caches that were deleted.
             self._let_go, self._waits_for = True, reason
             run.cancel(reason)
 

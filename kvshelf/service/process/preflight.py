@@ -72,8 +72,8 @@ def _require_planned(settings: Settings) -> None:
 
     chosen_device(settings.device)
     for model, _ in settings.served:
-        there = (Path(source_of(model)) / "config.json").is_file()  # of one to be downloaded its replica says it
-        if there and (plan := memory_plan(settings, model)) is not None:
+        downloaded = (Path(source_of(model)) / "config.json").is_file()  # otherwise its replica says it
+        if downloaded and (plan := memory_plan(settings, model)) is not None:
             plan.require()
 
 

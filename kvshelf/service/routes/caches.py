@@ -112,11 +112,11 @@ async def _events(
 
 def require_tokenizer(service: Service, model: str, body: api.CreateCache | api.AppendCache) -> None:
     """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
-    ours = service.identities[model].tokenizer
-    if body.tokenizer not in (None, ours):
+    tokenizer = service.identities[model].tokenizer
+    if body.tokenizer not in (None, tokenizer):
         raise InvalidRequest(
-            f"the token ids come from the tokenizer {body.tokenizer!r}, and {model!r} has {ours!r}; use that one, or "
-            "send the document as text",
+            f"the token ids come from the tokenizer {body.tokenizer!r}, and {model!r} has {tokenizer!r}; use that one, "
+            "or send the document as text",
             param="tokenizer",
         )
 
@@ -187,7 +187,7 @@ async def update_cache(
     """Change the expiry, name, labels, pin or guarantee of a cache, or say when its next question comes. Absent fields
     stay as they are."""
     body = await read_json(request, api.UpdateCache, service)
-    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _revisions(if_match)}
     if "next_use_s" not in body.model_fields_set:
         return _tagged(await off_loop(service.store.update, cache_id, **condition, **body.changes()))
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
@@ -208,7 +208,7 @@ async def delete_cache(
 
     A cache that others extend is deleted with these, by `cascade`, or not at all: they have its bytes.
     """
-    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    condition = {"tenant": caller.tenant, "if_revision": _revisions(if_match)}
     receipt = await off_loop(service.store.delete, cache_id, cascade=cascade, **condition)
     deleted = api.Deleted(id=receipt.id, descendants=list(receipt.descendants))
     return await service.computing.run(written, deleted)
@@ -223,7 +223,7 @@ def _tags(header: str) -> list[str]:
     return [tag.strip() for tag in header.split(",")]
 
 
-def _seen(if_match: str) -> list[str] | None:
+def _revisions(if_match: str) -> list[str] | None:
     """The revisions that If-Match names; None: any. The comparison is strong, so weak tags match no revision."""
     if not if_match or "*" in _tags(if_match):
         return None

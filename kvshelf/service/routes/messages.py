@@ -69,5 +69,5 @@ async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> 
         cache_id, created = begun.manifest.id, not begun.existing
     question = await CacheQuestion.find(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
-    read, made = (0, tokens) if created else (tokens, 0)
-    return question, MessageAnswering(body.model, cache_id, read, made)
+    read, written = (0, tokens) if created else (tokens, 0)
+    return question, MessageAnswering(body.model, cache_id, read, written)

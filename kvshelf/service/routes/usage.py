@@ -101,7 +101,7 @@ def _rows(used: DayUsed, groups: Sequence[str]) -> Iterator[UsageRow]:
             "conversation": {name: models[model] for name, models in used.conversations.items() if model in models},
             "guard_group": amounts.guard_groups,
         }
-        of = [({kind: name}, own) for kind in parts.keys() & set(groups) for name, own in parts[kind].items()]
-        for part, own in of:
-            yield UsageRow.model_validate(dict(own) | about | part)
-        yield UsageRow.model_validate(dict(amounts - sum((own for _, own in of), Metered())) | about)
+        uses = [({kind: name}, use) for kind in parts.keys() & set(groups) for name, use in parts[kind].items()]
+        for part, use in uses:
+            yield UsageRow.model_validate(dict(use) | about | part)
+        yield UsageRow.model_validate(dict(amounts - sum((use for _, use in uses), Metered())) | about)

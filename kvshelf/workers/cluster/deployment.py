@@ -302,26 +302,26 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
         serve.delete(engine.app)
 
 
-def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
+def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, gpus: float, *, local: bool) -> None:
     shares = [share for config in configs for share in [resources_of(config).get("num_gpus", 0)] if share]
     needed = replicas * sum(shares)
     if shares and max(shares) < 1:  # of one share of a card, which as many have as fit whole
         needed = math.ceil(replicas * len(shares) / int(1 / max(shares)))
-    if needed > there and local:
+    if needed > gpus and local:
         raise InvalidRequest(
-            f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, fewer "
+            f"the replicas take {needed:g} GPUs, and Ray finds {gpus:g} on this machine; take --device cpu, fewer "
             "--replicas, --gpus-per-replica or models, or let replicas share GPUs (KVSHELF_GPU_MEMORY=0.5)",
             param="device",
         )
-    if needed > there:
-        log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=there)
+    if needed > gpus:
+        log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=gpus)
 
 
 def resources_of(config: ReplicaConfig) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
     device = config.device
-    there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
-    on_gpus = there or device.startswith("cuda")
+    has_gpus = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
+    on_gpus = has_gpus or device.startswith("cuda")
     share = 1 if config.memory is None or config.gpus > 1 else min(1, config.memory)
     return {"num_gpus": config.gpus * share, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 

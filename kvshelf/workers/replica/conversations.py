@@ -81,12 +81,12 @@ class Conversations:
         """The conversation that these messages go on with behind a cache, and the cache behind the longest beginning of
         it that is on the shelf. variables: of the question, beside those of the root. Raises as `Store.stat` for that
         cache, and `InvalidRequest` for messages that the template does not write."""
-        chain, said = self._chain(self._store.stat(cache_id, tenant=tenant))
-        root, before = Identity.from_dict(chain[0].identity), [message for turn in said for message in turn]
+        chain, turns = self._chain(self._store.stat(cache_id, tenant=tenant))
+        root, before = Identity.from_dict(chain[0].identity), [message for turn in turns for message in turn]
         form = self._engine.encoder.require_text("messages")
         options = TemplateOptions.behind(root, variables)
         dialogue = Dialogue(form, root.boundary, [*before, *messages], options, intro)
-        end = self._read(dialogue, chain, said)
+        end = self._read(dialogue, chain, turns)
         while (later := self._next(dialogue, *end[:2])) is not None:
             end = later
         manifest, read, known = end
@@ -96,16 +96,16 @@ class Conversations:
         """The caches from the root of a conversation to one of its turns, and the messages of each, which the root has
         none of. A cache whose messages are not known is a root."""
         chain: list[Manifest] = []
-        said: list[list[Said]] = []
+        turns: list[list[Said]] = []
         for member in lineage(self._store, manifest):
             chain.insert(0, member)
-            messages = None if member.parent_id is None else self._said(member)
-            said.insert(0, messages or [])
+            messages = None if member.parent_id is None else self._messages(member)
+            turns.insert(0, messages or [])
             if messages is None:
                 break
-        return chain, [[], *said[1:]]  # without its parent a turn is all that there is, and stands for a root
+        return chain, [[], *turns[1:]]  # without its parent a turn is all that there is, and stands for a root
 
-    def _said(self, manifest: Manifest) -> list[Said] | None:
+    def _messages(self, manifest: Manifest) -> list[Said] | None:
         """The messages of a stored turn; None for any other cache."""
         if not manifest.has_source or manifest.identity["layout"] != "chat":
             return None
@@ -119,12 +119,12 @@ class Conversations:
 
     @staticmethod
     def _read(
-        dialogue: Dialogue, chain: Sequence[Manifest], said: Sequence[Sequence[Said]]
+        dialogue: Dialogue, chain: Sequence[Manifest], turns: Sequence[Sequence[Said]]
     ) -> tuple[Manifest, int, int]:
         """The last cache of a chain that holds what the conversation says, and how many of its tokens and messages.
-        said: the messages of each cache."""
+        turns: the messages of each cache."""
         at, read, known = chain[0], 0, 0
-        for manifest, messages in zip(chain[1:], said[1:], strict=True):
+        for manifest, messages in zip(chain[1:], turns[1:], strict=True):
             identity, parent = Identity.from_dict(manifest.identity), Identity.from_dict(at.identity)
             end = identity.num_tokens - chain[0].num_tokens
             if end >= len(dialogue.asked.token_ids) or not dialogue.reads(parent, identity, read, end):
@@ -152,7 +152,7 @@ class Conversations:
         document: Attachment,
         query: Asking,
         line: Line | None,
-        said: Said,
+        answer: Said,
         turn: Turn | KvshelfError | None,
         tenant: str,
         digest: str,
@@ -161,7 +161,7 @@ class Conversations:
         has. Returns the manifest of the turn's cache, and that cache attached, if it is the one that was stored.
 
         The texts of a turn are its cache's source. document: that cache, attached, of a blob with this digest. line: of
-        a conversation; None for a plain text. said: the answer as the next request has it. turn: of the answer. What
+        a conversation; None for a plain text. answer: as the next request has it. turn: of the answer. What
         was stored before an error stays.
 
         Raises as `Store.put` and `Turns.caches`, and the error that kept the turn from being whole.
@@ -174,7 +174,7 @@ class Conversations:
             raise StateConflict(f"cache {cache_id} was coded anew while it was asked; ask again", param="store")
         parent = document.stored(manifest.codec) or whole(self._engine, self._store, cache_id, tenant)
         lives = self._lifetime(query, manifest)
-        for messages, cache in self._caches(parent, query, line, said, turn):
+        for messages, cache in self._caches(parent, query, line, answer, turn):
             manifest = self._store.put(
                 cache,
                 codec=cache.codec,
@@ -198,23 +198,23 @@ class Conversations:
         return {"expires_at": manifest.expires_at, "ttl_renew_s": manifest.ttl_renew_s}
 
     def _caches(
-        self, parent: CompressedCache, query: Asking, line: Line | None, said: Said, turn: Turn
+        self, parent: CompressedCache, query: Asking, line: Line | None, answer: Said, turn: Turn
     ) -> Iterator[tuple[Sequence[Said], CompressedCache]]:
         """Each turn, and the cache after it; all as one where states of the model are known behind the last alone."""
         layout = parent.identity.layout
         if line is None:
-            turns = [([{"role": "user", "content": str(query.prompt)}, said], list(turn.token_ids))]
+            turns = [([{"role": "user", "content": str(query.prompt)}, answer], list(turn.token_ids))]
         else:
-            turns = self._turns(line, said, turn)
+            turns = self._turns(line, answer, turn)
         documents = [whole_turn(layout, token_ids) for _, token_ids in turns]
         caches = self._engine.turns.caches(parent, documents, turn)
         yield from ((messages, cache) for (messages, _), cache in zip(turns, caches, strict=True))
 
-    def _turns(self, line: Line, said: Said, turn: Turn) -> list[tuple[list[Said], list[int]]]:
-        messages = [*line.dialogue.messages, said]
+    def _turns(self, line: Line, answer: Said, turn: Turn) -> list[tuple[list[Said], list[int]]]:
+        messages = [*line.dialogue.messages, answer]
         ends = [TurnEnd(len(messages), len(turn.token_ids))]
         if not any(kind.states for kind in self._engine.kinds):
-            ids, ends_within = line.turn(said, ())
+            ids, ends_within = line.turn(answer, ())
             if ids == list(turn.token_ids):
                 ends = ends_within
         turns, first = [], TurnEnd(line.known, 0)

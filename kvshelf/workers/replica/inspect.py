@@ -199,15 +199,15 @@ def require_source(engine: Engine, identity: Identity, source: str) -> None:
 
 def _page(cache: CompressedCache, first_layer: int) -> Iterator[KeptLayer]:
     """The bitmaps of as many layers as one answer holds, at least one."""
-    left = BITMAP_BYTES
+    room = BITMAP_BYTES
     for index in range(first_layer, len(cache.layers)):
         marks = marks_of(cache.layers[index], cache.num_tokens)
-        own = _bitmaps(marks.kept)
+        kept = _bitmaps(marks.kept)
         merged = _bitmaps(marks.merged) if _merges(cache.layers[index]) else None
-        left -= sum(map(len, own + (merged or [])))
-        if left < 0 and index > first_layer:
+        room -= sum(map(len, kept + (merged or [])))
+        if room < 0 and index > first_layer:
             return
-        yield KeptLayer(layer=index, kept=own, merged=merged)
+        yield KeptLayer(layer=index, kept=kept, merged=merged)
 
 
 def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
@@ -217,14 +217,14 @@ def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
 
 def _counts(cache: CompressedCache) -> dict[str, Any]:
     """For each token, the number of heads that keep it, and of heads that merge it into another."""
-    own = np.zeros(cache.num_tokens, np.int64)
+    kept = np.zeros(cache.num_tokens, np.int64)
     merged = np.zeros(cache.num_tokens, np.int64)
     for layer in cache.reduced:
         marks = marks_of(layer, cache.num_tokens)
-        own += marks.kept.sum(axis=0)
+        kept += marks.kept.sum(axis=0)
         merged += marks.merged.sum(axis=0)
     some = any(map(_merges, cache.layers))
-    return {"counts": own.tolist(), "merged_counts": merged.tolist() if some else None}
+    return {"counts": kept.tolist(), "merged_counts": merged.tolist() if some else None}
 
 
 def _merges(record: LayerRecord) -> bool:

@@ -317,8 +317,8 @@ class Queues:
         with self.changed:
             while self.accepting and not (busy or self.waiting):
                 self.changed.wait()
-            left = busy or self.waiting
-        return self.accepting or (left and time.monotonic() < self._stop_at)
+            has_work = busy or self.waiting
+        return self.accepting or (has_work and time.monotonic() < self._stop_at)
 
     @property
     def waiting(self) -> bool:

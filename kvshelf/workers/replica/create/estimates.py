@@ -83,7 +83,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
             if any_codec:
-                codecs = _taken(engine, job, way.codecs)
+                codecs = _usable(engine, job, way.codecs)
             else:  # refuses what a creation would refuse
                 codecs = tuple(engine.compressor.level(job, codec).codec for codec in way.codecs)
         except CallerError as error:
@@ -122,12 +122,12 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     return CODECS if engine.coders.writes_klt else CODECS[:-1]
 
 
-def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
-    taken = []
+def _usable(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
+    usable = []
     for codec in codecs:
         with suppress(CallerError):
-            taken.append(engine.compressor.level(job, codec).codec)
-    return tuple(taken)
+            usable.append(engine.compressor.level(job, codec).codec)
+    return tuple(usable)
 
 
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:

@@ -401,20 +401,20 @@ def _beside(device: torch.device, there: int | None) -> int:
     return int(resident) * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def machine_bytes(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
     """Memory of this machine, or the least that a control group of this process may use (as of `docker --memory`).
-    root: where their files are. own: the file with this process's group."""
+    root: where their files are. groups: the file with this process's group."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in own.read_text().splitlines() if own.is_file() else ():
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kinds, name = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         file, top = ("memory.limit_in_bytes", root / "memory") if kinds else ("memory.max", root)
         folder = top / name.lstrip("/")
         for group in (folder, *folder.parents):
-            said = (group / file).read_text().strip() if (group / file).is_file() else "max"
-            if said != "max":
-                least = min(least, int(said))
+            limit = (group / file).read_text().strip() if (group / file).is_file() else "max"
+            if limit != "max":
+                least = min(least, int(limit))
             if group == top:
                 break
     return least

@@ -55,13 +55,13 @@ def parts_of(
         variables=spec.chat_template_kwargs,
     )
     split_id = _split_id(engine, store, spec, tenant)
-    own = {"document": spec.name or split_id} | spec.labels
+    labels = {"document": spec.name or split_id} | spec.labels
     return (
         spec.model_copy(
             update={
                 "document": text,
                 "split": False,
-                "labels": own | _labels(PART_LABELS, number, len(texts), split_id),
+                "labels": labels | _labels(PART_LABELS, number, len(texts), split_id),
             }
         )
         for number, text in enumerate(texts, 1)

@@ -59,7 +59,7 @@ class SpreadPlan:
                 torch.device(card.device).index: card.beside_others if offloaded else card.for_weights
                 for card in plan.cards
             }
-            most = {number: min(left, room.get(number, left)) for number, left in most.items()}
+            most = {number: min(nbytes, room.get(number, nbytes)) for number, nbytes in most.items()}
             placement = Placement.expected(model, most)
             if all(device.type == "cpu" for device in placement.layers):
                 break  # the refusal of the cards is better than a model that answers from the CPU
@@ -73,9 +73,9 @@ class SpreadPlan:
         """The plan of a model, with or without weights, that is placed so. Other arguments as the fields."""
         kinds, cards = layer_kinds(model.config), []
         for device in sorted({*placement.layers, *placement.weights}, key=str):
-            own = [kind for kind, at in zip(kinds, placement.layers, strict=True) if at == device]
-            if own or device.type != "cpu":
-                card = whole.on(device, placement.weights.get(device, 0), own, len(kinds))
+            here = [kind for kind, at in zip(kinds, placement.layers, strict=True) if at == device]
+            if here or device.type != "cpu":
+                card = whole.on(device, placement.weights.get(device, 0), here, len(kinds))
                 cards.append(card if placement.alone else replace(card, recorded=0))
         return cls(whole, tuple(cards), most)
 

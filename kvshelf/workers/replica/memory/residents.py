@@ -118,7 +118,7 @@ class Residents:
         self._taking = FairQueue("documents that are asked together", 1, sys.maxsize)
         # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
         self._beside: dict[Key, int] = {}
-        self._wanted: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
+        self._requested: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +169,12 @@ class Residents:
     @contextmanager
     def _wanting(self, keys: Sequence[Key]) -> Iterator[None]:
         """While a question waits for its caches, none of them leaves for one that is read ahead."""
-        self._wanted.update(keys)
+        self._requested.update(keys)
         try:
             yield
         finally:
-            self._wanted.subtract(keys)
-            self._wanted = +self._wanted
+            self._requested.subtract(keys)
+            self._requested = +self._requested
 
     @asynccontextmanager
     async def using(
@@ -507,8 +507,8 @@ class Residents:
         now = time.monotonic()
         near = self.retention.presses(key, self.limits.ahead_s, now)
         unused = {other: resident.document.nbytes for other, resident in self._unused()} if near else {}
-        for wanted in self._wanted:
-            unused.pop(wanted, None)
+        for requested in self._requested:
+            unused.pop(requested, None)
         return self.retention.leaving_for(key, unused, self.nbytes + nbytes - self.limits.max_bytes, now)
 
     def _unused(self) -> list[tuple[Key, Resident]]:
