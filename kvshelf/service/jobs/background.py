@@ -24,7 +24,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, RequestTable
 from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.create.publish import as_requested
+from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.queues import Rounds
 
 log = structlog.get_logger("kvshelf.service")

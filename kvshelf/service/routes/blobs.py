@@ -35,7 +35,7 @@ from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import BlobFile
 from kvshelf.workers.cluster.remote import RESTART_S
 from kvshelf.workers.replica.api import ReplicaApi, Stored
-from kvshelf.workers.replica.create.publish import as_requested
+from kvshelf.workers.replica.create.existing import as_requested
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
 
