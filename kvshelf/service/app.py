@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from fastapi import FastAPI
@@ -23,14 +23,12 @@ from kvshelf.service.access.keys import ANYONE, LiveKeys
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient
 from kvshelf.service.front import guard, rereading
-from kvshelf.service.hours import Hours
 from kvshelf.service.http import openapi
-from kvshelf.service.http.extract import Extractor
-from kvshelf.service.http.parsing import Parser
+from kvshelf.service.http.parsing import Extractor, Parser
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
 from kvshelf.service.jobs.warming import warm_labelled
-from kvshelf.service.loops import repeat
+from kvshelf.service.loops import Hours, repeat
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.routes import (
     batches,
@@ -39,7 +37,6 @@ from kvshelf.service.routes import (
     certificates,
     chat,
     erasures,
-    estimate,
     files,
     growth,
     inspect,
@@ -86,17 +83,21 @@ def create_app(
         threads = Threads(THREADS, "service")
         asyncio.get_running_loop().set_default_executor(threads)
         service = app.state.service = await _service(settings, workers, engines, store, numbers, limits)
-        engines_watched, nap = partial(watch, list(workers.values())), partial(asyncio.sleep, 1.0)
         jobs = [
             _take_stock(store),
-            repeat("watch over the replicas", engines_watched, nap),
+            repeat("watch over the replicas", partial(watch, list(workers.values())), partial(asyncio.sleep, 1.0)),
             repeat("sweep", partial(_sweep, store), partial(asyncio.sleep, settings.sweep_interval_s)),
         ]
         if settings.warm:
-            hours = Hours.parse(settings.warm_hours)
-            look = partial(_until_next_look, hours, settings.warm_interval_s)
-            jobs.append(repeat("warming", partial(_warm, service, keys, hours), look))
-        beside = [asyncio.create_task(job) for job in jobs]
+            hours, interval_s = Hours.parse(settings.warm_hours), settings.warm_interval_s
+            jobs.append(
+                repeat(
+                    "warming",
+                    partial(_warm, service, keys, hours),
+                    lambda: asyncio.sleep(hours.next_look_s(time.time(), interval_s)),
+                )
+            )
+        tasks = [asyncio.create_task(job) for job in jobs]
         service.background.start()
         service.batches.start()
         try:
@@ -106,28 +107,16 @@ def create_app(
             await service.batches.stop()
             await service.background.stop()
             await _settle(workers.values())
-            for task in beside:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     app = FastAPI(
         title="kvshelf", version=kvshelf.__version__, lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    asking = (queries, chat, responses, messages)
-    jobs = (requests, files, batches, erasures)
     resources = (
-        caches,
-        growth,
-        blobs,
-        *asking,
-        inspect,
-        estimate,
-        certificates,
-        workflows,
-        *jobs,
-        meta,
-        usage,
-        page_files,
+        *(caches, growth, blobs, queries, chat, responses, messages, inspect, certificates, workflows),
+        *(requests, files, batches, erasures, meta, usage, page_files),
     )
     guard(app, [resource.router for resource in resources], settings, keys, limits, numbers, tracer)
     openapi.install(app)
@@ -145,7 +134,9 @@ async def _service(
     """The state that the routes share. Asks each worker to describe its model."""
     described = await asyncio.gather(*(engine.described(limit_s=60.0) for engine in workers.values()))
     for about in described:
-        _tell_of(about)
+        tell = log.warning if about["default_layout"] == "plain" else log.info  # it takes no conversation
+        keys = ("dtype", "device", "max_tokens", "chat_template")
+        tell("a model is served", model=about["id"], **{key: about[key] for key in keys})
     identities: dict[str, ModelIdentity] = {
         about["id"]: LinkedIdentity(**about["identity"], linked=about["linked"]) for about in described
     }
@@ -172,13 +163,6 @@ async def _service(
         readiness=SingleFlight(),
         limits=limits,
     )
-
-
-def _tell_of(about: Mapping[str, Any]) -> None:
-    """Logs what a model is served as; a warning where it takes no conversation."""
-    tell = log.warning if about["default_layout"] == "plain" else log.info
-    keys = ("dtype", "device", "max_tokens", "chat_template")
-    tell("a model is served", model=about["id"], **{key: about[key] for key in keys})
 
 
 async def _settle(workers: Iterable[RemoteEngine]) -> None:
@@ -218,10 +202,6 @@ async def _warm(service: Service, keys: LiveKeys | None, hours: Hours) -> None:
     limit_s = service.settings.request_deadline_s
     engines, identities = service.engines, service.identities
     await warm_labelled(service.store, engines, identities, tenants, labels, hours=hours, limit_s=limit_s)
-
-
-async def _until_next_look(hours: Hours, interval_s: float) -> None:
-    await asyncio.sleep(hours.next_look_s(time.time(), interval_s))
 
 
 async def _sweep(store: Store) -> None:

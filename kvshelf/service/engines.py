@@ -1,18 +1,15 @@
-"""A model's replicas as routes call them: tenants take turns, calls are measured, and no reader holds a replica up.
-
-And which served model can answer from stored caches.
-"""
+"""A model's replicas as routes call them, and which served model can answer from stored caches."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from opentelemetry.trace import Status, StatusCode, Tracer
 
@@ -38,15 +35,13 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.cluster.served import ServedModel, served_model
-from kvshelf.workers.replica.api import ReplicaApi
-from kvshelf.workers.replica.calls import Caller
+from kvshelf.workers.replica.api import Created, ReplicaApi, SearchResult
+from kvshelf.workers.replica.calls import Caller, relayed
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created, Found
 
 log = logging.getLogger("kvshelf.service")
 
-PieceT = TypeVar("PieceT")
 Trace = Callable[[Sequence[Phase]], None]
 
 CREATIONS_PER_REPLICA = 2
@@ -79,7 +74,7 @@ class EngineClient:
 
     def __post_init__(self, settings: Settings) -> None:
         self.model, self.parent = self.remote.model, self.remote.parent
-        self._telling: set[asyncio.Task[None]] = set()
+        self._hinting: set[asyncio.Task[None]] = set()
         replicas, waiting = settings.replicas, settings.max_queued_requests
         questions = replicas * min(settings.max_open_generations, settings.max_ongoing_requests)
         self._queues = {
@@ -90,7 +85,6 @@ class EngineClient:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """How many requests wait, by kind of work."""
         return {kind: queue.waiting for kind, queue in self._queues.items()}
 
     async def estimate(self, spec: Estimate, *, caller: Caller) -> EstimateObject:
@@ -147,9 +141,9 @@ class EngineClient:
         async def fetch(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
             async with self._queued("creation", caller) as left_s:
                 with self.metrics.creating(self.model, spec.policy), self._observed("create") as trace:
-                    watched = self.remote.stream(ReplicaApi.watch, spec, caller=caller.within(left_s))
-                    async with aclosing(watched) as going:
-                        async for event in going:
+                    progress = self.remote.stream(ReplicaApi.watch, spec, caller=caller.within(left_s))
+                    async with aclosing(progress):
+                        async for event in progress:
                             if isinstance(event, Created):
                                 trace(event.phases)
                                 self._created(event, spec.policy, caller.tenant)
@@ -178,11 +172,11 @@ class EngineClient:
     def foretell(self, hints: Sequence[Hint], *, caller: Caller) -> None:
         """As `hint`, in the background: no answer waits for it or fails with it."""
         task = asyncio.ensure_future(self.hint(hints, caller=caller))
-        self._telling.add(task)
-        task.add_done_callback(self._was_told)
+        self._hinting.add(task)
+        task.add_done_callback(self._end_hint)
 
-    def _was_told(self, task: asyncio.Task[None]) -> None:
-        self._telling.discard(task)
+    def _end_hint(self, task: asyncio.Task[None]) -> None:
+        self._hinting.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("replicas of %s could not be told of the next questions", self.model, exc_info=error)
 
@@ -192,7 +186,7 @@ class EngineClient:
         warmed = await self.remote.broadcast(caller.deadline_s, ReplicaApi.warm, keys, caller=caller)
         return [replica.model_copy(update={"model": self.model}) for replica in warmed]
 
-    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> SearchResult:
         """Which documents hold the words of a question; takes the turn of one."""
         self.remote.require_bounded(spec)
         with self.metrics.searching(self.model):
@@ -208,8 +202,8 @@ class EngineClient:
         self, caches: str | Sequence[str], query: Asking, *, caller: Caller, on_turn: Callable[[], None] = lambda: None
     ) -> list[Answer]:
         """The answers of a cache, or of several together: `query.n` to each prompt, in their order. Each answer takes a
-        turn of its own, for which the next one does not wait before: a long list has one place in the queue. The first
-        error ends all. on_turn: is called when the first one has its turn."""
+        turn of its own. An answer begins to wait for its turn when the one before has its own: a long list has one
+        place in the queue. The first error ends all. on_turn: is called when the first answer has its turn."""
         tasks: list[asyncio.Task[Answer]] = []
         with self.metrics.asking():
             try:
@@ -328,20 +322,6 @@ class EngineClient:
                 span.end()
 
 
-async def relayed(fetch: Callable[[asyncio.Queue[PieceT | None]], Awaitable[None]]) -> AsyncGenerator[PieceT, None]:
-    """What `fetch` puts into its queue, as it comes; a reader that leaves ends the fetching."""
-    pieces: asyncio.Queue[PieceT | None] = asyncio.Queue()
-    fetching = asyncio.ensure_future(fetch(pieces))
-    fetching.add_done_callback(lambda _: pieces.put_nowait(None))
-    try:
-        while (piece := await pieces.get()) is not None:
-            yield piece
-        await fetching
-    finally:
-        fetching.cancel()
-        await asyncio.gather(fetching, return_exceptions=True)
-
-
 def each_alone(query: Asking) -> Iterator[Asking]:
     """A query for each answer of one."""
     for prompt in query.prompt if isinstance(query.prompt, list) else [query.prompt]:
@@ -359,9 +339,9 @@ def serving(identities: Mapping[str, ModelIdentity], made_under: ModelIdentity) 
     """The name of a served model that can use caches made under this one: that model before any that is linked to it.
     Raises `ModelMismatch` if none can."""
     refusals: dict[str, ModelMismatch] = {}
-    for name, ours in sorted(identities.items(), key=lambda item: item[1].links(made_under)):
+    for name, identity in sorted(identities.items(), key=lambda item: item[1].links(made_under)):
         try:
-            ours.require_match(made_under)
+            identity.require_match(made_under)
         except ModelMismatch as error:
             refusals[name] = error
         else:

@@ -1,7 +1,4 @@
-"""What stands before the routes of every HTTP application of kvshelf: keys, tenants' limits, errors and metrics.
-
-The service and the proxy before vLLM servers are made of it, so both admit, refuse and count alike.
-"""
+"""What stands before the routes of every HTTP application of kvshelf: keys, tenants' limits, errors and metrics."""
 
 from __future__ import annotations
 

@@ -59,26 +59,25 @@ def warnings_of(manifest: Manifest) -> list[str]:
         parts.append(f"made under codec {manifest.recoded.codec}, and since coded as {manifest.codec}{measured}")
     if manifest.compression_ratio > 0:
         parts.append(f"{manifest.policy} removed {manifest.compression_ratio:.0%} of the entries; {_cost(manifest)}")
-    return [f"{'; '.join(parts)}; {_without_loss(manifest)}"] if parts else []
+    if not parts:
+        return []
+    best = next(loss for loss in LOSSES if (loss.policy, loss.codec) == (DEFAULT_POLICY, DEFAULT_CODEC))
+    megabytes = best.share * manifest.bytes["full_16bit"] / 1e6
+    parts.append(
+        f"policy {best.policy} under codec {best.codec}, the default, lost {best}, at {best.share:.0%} of 16 bits, "
+        f"here {megabytes:.2g} MB"
+    )
+    return ["; ".join(parts)]
 
 
 def _cost(manifest: Manifest) -> str:
     """What the policy cost on real documents; of one that nobody measured, what others did."""
     removing = [loss for loss in LOSSES if loss.removed]
-    own = next((loss for loss in removing if loss.policy == manifest.policy), None)
-    if own is not None:
-        return f"with half removed {MODEL} lost {own}"
+    measured = next((loss for loss in removing if loss.policy == manifest.policy), None)
+    if measured is not None:
+        return f"with half removed {MODEL} lost {measured}"
     least, most = (choose(removing, key=lambda loss: loss.lost / loss.right) for choose in (min, max))
     return (
         f"nobody measured what {manifest.policy} costs on real documents: with half removed {MODEL} lost from {least} "
         f"({least.policy}) to {most} ({most.policy})"
-    )
-
-
-def _without_loss(manifest: Manifest) -> str:
-    best = next(loss for loss in LOSSES if (loss.policy, loss.codec) == (DEFAULT_POLICY, DEFAULT_CODEC))
-    megabytes = best.share * manifest.bytes["full_16bit"] / 1e6
-    return (
-        f"policy {best.policy} under codec {best.codec}, the default, lost {best}, at {best.share:.0%} of 16 bits, "
-        f"here {megabytes:.2g} MB"
     )

@@ -23,9 +23,9 @@ from kvshelf.service.workflows import ModelHints, hints_for
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.types import Source, TokenIds
+from kvshelf.workers.replica.api import Created, Stored
 from kvshelf.workers.replica.create.recreation import Recreation, document_fields, recreation
 from kvshelf.workers.replica.create.spec import require_policy
-from kvshelf.workers.replica.results import Created, Stored
 
 UNUSABLE: Final = (errors.CacheCorrupt, errors.CacheExpired, errors.ModelMismatch)
 """Errors of a cache that is or was on the shelf and cannot be used."""
@@ -40,8 +40,7 @@ _SAME_DOCUMENT = ("model", "document", "layout", "boundary")
 class AskedCache:
     """A cache of a question, and its kept source if the query may need it.
 
-    requested_id: in the query. manifest: of the cache that answers, perhaps one that was made again: `recomputed` says
-    why. The source is read before the cache, even if the cache is known to be gone or corrupt.
+    requested_id: in the query. manifest: of the cache that answers. recomputed: why that one was made again, if it was.
     """
 
     requested_id: str
@@ -52,7 +51,7 @@ class AskedCache:
 
 @dataclass(frozen=True)
 class CacheQuestion:
-    """What is asked, the caches that are asked together, mostly one, and the engine that answers."""
+    """A question to one cache or to several together, and the engine that answers it."""
 
     service: Service
     caller: KeyCaller
@@ -63,11 +62,19 @@ class CacheQuestion:
 
     @classmethod
     async def find(
-        cls, service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, *, compare: bool = False
+        cls,
+        service: Service,
+        caller: KeyCaller,
+        cache_ids: Sequence[str],
+        asking: Asking,
+        model: str | None = None,
+        *,
+        compare: bool = False,
     ) -> CacheQuestion:
-        """Look up the caches. Raises as `Store.stat` and `hints_for` do, and `InvalidRequest` for caches of several
-        models, and `ModelMismatch` for one of a model that nobody runs. If a cache may be made again,
-        `Service.successor` makes it; `SourceNotKept` for one that was lost together with its source."""
+        """Look up the caches. model: that the request names. Raises as `Store.stat`, `hints_for` and `require_model`
+        do, `InvalidRequest` for caches of several models, and `ModelMismatch` for one of a model that nobody runs. If a
+        cache may be made again, `Service.successor` makes it; `SourceNotKept` for one that was lost together with its
+        source."""
         recompute = asking.on_miss == "recompute"
         service.engine(None, adapter=asking.adapter)  # one that is not served is refused before the store is asked
         if (compare or recompute or asking.store) and "write" not in caller.scopes:
@@ -75,9 +82,9 @@ class CacheQuestion:
                 "store, compare and on_miss: recompute may store caches; they need a key with the scope 'write'"
             )
 
-        def look_up() -> tuple[AskedCache, ...]:
-            needs = {"source": compare or recompute, "recompute": recompute}
-            return tuple(_found(service.store, cache_id, caller.tenant, **needs) for cache_id in cache_ids)
+        def look_up(cache_id: str) -> AskedCache:
+            source = compare or recompute
+            return _look_up(service.store, cache_id, caller.tenant, source=source, recompute=recompute)
 
         try:
             with service.metrics.asking():
@@ -86,7 +93,7 @@ class CacheQuestion:
                     hints = await off_loop(hints_for, service.store, at, asking.program, caller.tenant)
                     if "write" not in caller.scopes:  # as next_use_s of a PATCH
                         hints = {}
-                caches = await off_loop(look_up)
+                caches = await off_loop(lambda: tuple(map(look_up, cache_ids)))
                 engine = service.engine_for_all(
                     [cache.manifest for cache in caches],
                     lambda manifest: service.successor(manifest, asking.adapter) if recompute else None,
@@ -96,6 +103,8 @@ class CacheQuestion:
             if not recompute:
                 raise
             raise _lost(miss) from miss
+        manifest = caches[0].manifest
+        require_model(model, manifest.id, (manifest.model, engine.model, asking.adapter and engine.parent))
         return cls(service, caller, asking, caches, engine, hints)
 
     @property
@@ -103,8 +112,8 @@ class CacheQuestion:
         """The caches that answer."""
         return [cache.manifest.id for cache in self.caches]
 
-    def _told(self, answer: Answer) -> Answer:
-        """An answer that names the caches of the query that were made again."""
+    def _name_remade(self, answer: Answer) -> Answer:
+        """The answer, which names the caches of the query that were made again."""
         remade = [
             Remade(cache_id=cache.requested_id, reason=cache.recomputed) for cache in self.caches if cache.recomputed
         ]
@@ -112,22 +121,26 @@ class CacheQuestion:
 
     async def answered(self) -> tuple[CacheQuestion, list[Answer]]:
         """The answer to each prompt, and the question with the caches that gave them: some may have been made again."""
-        question = self
+        question, caller = self, self.service.within(self.caller)
         while True:
             try:
-                return question, list(map(question._told, await question.answers()))
+                answers = await self.engine.query(
+                    question.cache_ids, self.asking, caller=caller, on_turn=self._foretell
+                )
+                return question, list(map(question._name_remade, answers))
             except UNUSABLE as miss:
                 question = await question.again(miss)
 
     async def pieces(self) -> AsyncGenerator[Piece | Answer, None]:
         """The one answer in pieces, and then as a whole. No cache is made again once a piece is there."""
-        question, begun = self, False
+        question, caller, begun = self, self.service.within(self.caller), False
         while True:
+            pieces = self.engine.stream(question.cache_ids, self.asking, caller=caller, on_turn=self._foretell)
             try:
-                async with aclosing(question.stream()) as pieces:
+                async with aclosing(pieces):
                     async for piece in pieces:
                         begun = True
-                        yield question._told(piece) if isinstance(piece, Answer) else piece
+                        yield question._name_remade(piece) if isinstance(piece, Answer) else piece
                 return
             except UNUSABLE as miss:
                 if begun:
@@ -138,19 +151,6 @@ class CacheQuestion:
         """A question for each answer of this one. The first tells what is asked next."""
         first, *others = each_alone(self.asking)
         return [replace(self, asking=first), *(replace(self, asking=asking, hints={}) for asking in others)]
-
-    async def answers(self) -> list[Answer]:
-        """The answers to each prompt."""
-        within = self.service.within(self.caller)
-        return await self.engine.query(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
-
-    async def stream(self) -> AsyncGenerator[Piece | Answer, None]:
-        """The one answer in pieces, and then as a whole."""
-        within = self.service.within(self.caller)
-        pieces = self.engine.stream(self.cache_ids, self.asking, caller=within, on_turn=self._foretell)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield piece
 
     def _foretell(self) -> None:
         """Tell replicas what the question's workflow asks next, while they answer: not before its turn, when it could
@@ -172,9 +172,9 @@ class CacheQuestion:
             raise miss
         if cache.source is None:
             raise _lost(miss) from miss
-        made = await _made_again(self.service, self.caller, self.engine, cache, miss)
-        anew = replace(cache, manifest=made.manifest, recomputed=miss_reason(miss))
-        return replace(self, caches=(*self.caches[:at], anew, *self.caches[at + 1 :]))
+        stored = await _make_again(self.service, self.caller, self.engine, cache, miss)
+        cache = replace(cache, manifest=stored.manifest, recomputed=miss_reason(miss))
+        return replace(self, caches=(*self.caches[:at], cache, *self.caches[at + 1 :]))
 
     def _missed(self, miss: errors.KvshelfError) -> int:
         """The place of the cache that a miss is about. Of several, a replica names it; otherwise raises the miss."""
@@ -184,10 +184,10 @@ class CacheQuestion:
             raise miss
         return self.cache_ids.index(named)
 
-    async def full(self) -> CacheQuestion:
-        """The question to the full cache of the one document: from the shelf, or compressed now and kept for
-        `FULL_TTL_S`."""
-        (cache,) = self.caches
+    async def full_answers(self) -> list[Answer]:
+        """The answer of the full cache of the one document to each prompt. That cache is on the shelf, or it is
+        compressed now and kept for `FULL_TTL_S`."""
+        (cache,), caller = self.caches, self.service.within(self.caller)
         full_cache = await self._stored_full(cache.manifest)
         if full_cache is None:
             if cache.source is None or _is_linked(self.service, self.engine, cache.manifest):
@@ -199,24 +199,22 @@ class CacheQuestion:
                 )
             fields = document_fields(cache.manifest, cache.source)
             spec = Recreation.model_construct(**fields, policy="full", ttl_s=FULL_TTL_S, model=self.engine.model)
-            full_cache = (await self.engine.create(spec, caller=self.service.within(self.caller))).manifest
-        return replace(self, caches=(AskedCache(full_cache.id, full_cache),), hints={})
+            full_cache = (await self.engine.create(spec, caller=caller)).manifest
+        return await self.engine.query([full_cache.id], self.asking, caller=caller)
 
     async def _stored_full(self, manifest: Manifest) -> Manifest | None:
-        listing = self.service.store.list
-        document_id = manifest.document_id
-        page = await off_loop(listing, tenant=self.caller.tenant, document_id=document_id, policy="full", limit=100)
-        ours = manifest.identity
+        criteria = {"document_id": manifest.document_id, "policy": "full", "limit": 100}
+        page = await off_loop(self.service.store.list, tenant=self.caller.tenant, **criteria)
         for candidate in page.data:
-            same = all(candidate.identity[field] == ours[field] for field in _SAME_DOCUMENT)
+            same = all(candidate.identity[field] == manifest.identity[field] for field in _SAME_DOCUMENT)
             if same and candidate.codec == "none":
                 return candidate
         return None
 
 
-async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str | None) -> tuple[Manifest, bool]:
-    """The cache of the same document under a served model, made from the kept source with the same parameters, and
-    whether it was there. A cache of that model is its own. The source is kept for the new one, too.
+async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str | None) -> Stored:
+    """The cache of the same document under a served model, made from the kept source with the same parameters. A cache
+    of that model is its own. The source is kept for the new one, too.
 
     Raises as `Store.stat` and `Store.source`, `SourceNotKept` for one that was appended, and `ModelMismatch` for token
     ids of another tokenizer.
@@ -225,46 +223,47 @@ async def remade(service: Service, caller: KeyCaller, cache_id: str, model: str 
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
     try:
         service.identities[engine.model].own.require_match(ModelIdentity(**manifest.identity["model"]))
-        return manifest, True
+        return Stored(manifest, existing=True)
     except errors.ModelMismatch as other:
-        cache = await off_loop(_found, service.store, cache_id, caller.tenant, source=True, recompute=False)
+        cache = await off_loop(_look_up, service.store, cache_id, caller.tenant, source=True, recompute=False)
         if cache.source is None:
             raise errors.SourceNotKept(
                 f"cache {cache_id} cannot be made under {engine.model!r}, because its source is not kept, or it was "
                 "appended to another; send the document again",
                 param="cache_id",
             ) from other
-        made = await _made_again(service, caller, engine, cache, other)
-        return made.manifest, made.existing
+        return await _make_again(service, caller, engine, cache, other)
 
 
-async def _made_again(
+async def _make_again(
     service: Service, caller: KeyCaller, engine: EngineClient, cache: AskedCache, miss: errors.KvshelfError
 ) -> Stored:
-    """The cache of a miss, compressed again from its source by the engine's model. Raises as `CacheQuestion.again`."""
+    """Compress the cache of a miss again from its source, by the engine's model. Raises as `CacheQuestion.again`."""
     assert cache.source is not None
     moved = isinstance(miss, errors.ModelMismatch) or _is_linked(service, engine, cache.manifest)
-    if moved and isinstance(cache.source, TokenIds) and not _reads_tokens_of(service, engine, cache.manifest):
-        raise miss
+    if moved and isinstance(cache.source, TokenIds):
+        ours, theirs = service.identities[engine.model], cache.manifest.identity["model"]
+        if (ours.tokenizer, ours.template) != (theirs["tokenizer"], theirs["template"]):
+            raise miss
     spec = recreation(cache.manifest, cache.source, keep=moved, now=service.store.now()).model_copy(
         update={"model": engine.model}
     )
     created = await engine.create(spec, caller=service.within(caller))
-    made = created.manifest
-    if made.id != cache.requested_id and not moved:
+    manifest = created.manifest
+    if manifest.id != cache.requested_id and not moved:
         raise errors.ModelMismatch(
-            f"from the source of cache {cache.requested_id} this version of kvshelf makes another cache, {made.id}: "
-            "its policy or format is another one now. Ask that one instead",
+            f"from the source of cache {cache.requested_id} this version of kvshelf makes another cache, "
+            f"{manifest.id}: its policy or format is another one now. Ask that one instead",
             param="cache_id",
             cache_id=cache.requested_id,
         )
-    promises: dict[str, Any] = {"pinned": True} if cache.manifest.pinned and not made.pinned else {}
+    promises: dict[str, Any] = {"pinned": True} if cache.manifest.pinned and not manifest.pinned else {}
     until = cache.manifest.guaranteed_until
-    if until is not None and until > service.store.now() and not made.guaranteed_until:
+    if until is not None and until > service.store.now() and not manifest.guaranteed_until:
         promises["guaranteed_until"] = until
     if promises:
-        made = await off_loop(service.store.update, made.id, tenant=caller.tenant, **promises)
-    return Stored(made, created.existing)
+        manifest = await off_loop(service.store.update, manifest.id, tenant=caller.tenant, **promises)
+    return Stored(manifest, created.existing)
 
 
 def _is_linked(service: Service, engine: EngineClient, manifest: Manifest) -> bool:
@@ -272,14 +271,9 @@ def _is_linked(service: Service, engine: EngineClient, manifest: Manifest) -> bo
     return service.identities[engine.model].links(ModelIdentity(**manifest.identity["model"]))
 
 
-def _reads_tokens_of(service: Service, engine: EngineClient, manifest: Manifest) -> bool:
-    """Whether token ids mean to the engine's model what they meant to that of a cache."""
-    ours, theirs = service.identities[engine.model], manifest.identity["model"]
-    return (ours.tokenizer, ours.template) == (theirs["tokenizer"], theirs["template"])
-
-
-def _found(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:
-    """source: whether the kept source is read, too. recompute: whether a lost cache may be made again from it."""
+def _look_up(store: Store, cache_id: str, tenant: str, *, source: bool, recompute: bool) -> AskedCache:
+    """source: whether the kept source is read, too: now, before the cache is. recompute: whether a lost cache may be
+    made again from it."""
     try:
         manifest = store.stat(cache_id, tenant=tenant)
     except (errors.CacheCorrupt, errors.CacheExpired) as miss:
@@ -310,17 +304,6 @@ def _lost(miss: errors.KvshelfError) -> errors.SourceNotKept:
         param="on_miss",
         miss_reason=miss_reason(miss),
     )
-
-
-async def question_to(
-    service: Service, caller: KeyCaller, cache_ids: Sequence[str], asking: Asking, model: str | None
-) -> CacheQuestion:
-    """As `CacheQuestion.find`. Raises `InvalidRequest` for another model in the request than that of the caches."""
-    question = await CacheQuestion.find(service, caller, cache_ids, asking)
-    manifest = question.caches[0].manifest
-    engine = question.engine
-    require_model(model, manifest.id, (manifest.model, engine.model, asking.adapter and engine.parent))
-    return question
 
 
 async def beginning(service: Service, caller: KeyCaller, spec: CreateCache, *, needs: Asking | None) -> Created:

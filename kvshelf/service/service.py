@@ -18,8 +18,7 @@ from kvshelf.errors import InvalidRequest, KvshelfError
 from kvshelf.service.access.keys import KeyCaller
 from kvshelf.service.access.limits import TenantLimits
 from kvshelf.service.engines import EngineClient, serving_all
-from kvshelf.service.http.extract import Extractor
-from kvshelf.service.http.parsing import Parser
+from kvshelf.service.http.parsing import Extractor, Parser
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.jobs.background import Background
 from kvshelf.service.jobs.batches import BatchRunner
@@ -29,6 +28,7 @@ from kvshelf.service.settings import Settings
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.served import served_model
+from kvshelf.workers.replica.api import Stored
 from kvshelf.workers.replica.calls import Caller, Computing
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.singleflight import SingleFlight
@@ -132,11 +132,11 @@ def written(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(by_alias=True), media_type="application/json")
 
 
-def cache_response(manifest: Manifest, *, existing: bool) -> JSONResponse:
+def cache_response(stored: Stored) -> JSONResponse:
     """The response to a creation or an import: 201, or 200 if the cache existed."""
-    cache = cache_object(manifest, existing=existing)
-    headers = {"location": f"/v1/caches/{cache.id}", "etag": etag_of(manifest)}
-    return JSONResponse(cache.model_dump(mode="json"), status_code=200 if existing else 201, headers=headers)
+    cache = cache_object(stored.manifest, existing=stored.existing)
+    headers = {"location": f"/v1/caches/{cache.id}", "etag": etag_of(stored.manifest)}
+    return JSONResponse(cache.model_dump(mode="json"), status_code=200 if stored.existing else 201, headers=headers)
 
 
 def etag_of(manifest: Manifest) -> str:
@@ -145,9 +145,9 @@ def etag_of(manifest: Manifest) -> str:
 
 def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
     """A manifest as the API shows it."""
-    own = {"object", "dtype", "tokens", "bytes", "existing", "source", "date", "chat_template_kwargs", "warnings"}
-    same = CacheObject.model_fields.keys() - own
-    kept = manifest.source
+    derived = {"object", "dtype", "tokens", "bytes", "existing", "source", "date", "chat_template_kwargs", "warnings"}
+    same = CacheObject.model_fields.keys() - derived
+    source = manifest.source
     return CacheObject.model_validate(
         manifest.model_dump(include=same)
         | {
@@ -158,8 +158,8 @@ def cache_object(manifest: Manifest, *, existing: bool = False) -> CacheObject:
                 "protected": sum(end - first for first, end in manifest.identity.get("protect") or ()),
             },
             "bytes": manifest.bytes,
-            "has_source": kept is not None,
-            "source": kept and {"form": kept.form, "bytes": kept.nbytes, "expires_at": kept.expires_at},
+            "has_source": source is not None,
+            "source": source and {"form": source.form, "bytes": source.nbytes, "expires_at": source.expires_at},
             "ttl_renew": manifest.ttl_renew_s is not None,
             "ttl_s": manifest.ttl_renew_s,
             "existing": existing,

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, DotEnvSettingsSource, NoDecode, Sett
 from kvshelf.api.creation import Measured
 from kvshelf.api.strict import Ttl
 from kvshelf.errors import InvalidRequest, nearest
-from kvshelf.service.hours import Hours
+from kvshelf.service.loops import Hours
 from kvshelf.store.checks import parsed_size
 from kvshelf.store.ladder.rule import Ladder
 from kvshelf.store.private import without_secret
@@ -221,7 +221,7 @@ class Settings(BaseSettings):
     @field_validator("quality_probe", mode="before")
     @classmethod
     def _probe(cls, value: Any) -> Any:
-        """A flag, as it was before there were two ways to measure, or one of these."""
+        """A flag as other settings have it, or one of the two ways to measure."""
         text = value.lower() if isinstance(value, str) else value
         return {"true": "fast", "1": "fast", True: "fast", "false": False, "0": False}.get(text, text)
 
@@ -367,7 +367,7 @@ class Settings(BaseSettings):
 
     @property
     def replica_processes(self) -> int:
-        """Processes that hold models."""
+        """The number of processes that hold models."""
         return self.replicas * len(self.served) * self.gpus_per_replica
 
     @property
@@ -389,7 +389,9 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
     names = {name for name in os.environ if name.upper().startswith(PREFIX)} - OTHER_VARIABLES
     if env_file is not None:
-        names |= _names_in(env_file)
+        if not env_file.is_file():  # pydantic would ignore this
+            raise InvalidRequest(f"there is no file {env_file}", param="env_file")
+        names |= {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
     unknown = sorted(name for name in names if name.upper() not in settings)
     if unknown:
         raise InvalidRequest(
@@ -403,12 +405,6 @@ def load_settings(env_file: Path | None = None, **overrides: Any) -> Settings:
         first = exc.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"setting {name}: {first['msg'].removeprefix('Value error, ')}", param=name) from exc
-
-
-def _names_in(env_file: Path) -> set[str]:
-    if not env_file.is_file():  # pydantic would ignore this
-        raise InvalidRequest(f"there is no file {env_file}", param="env_file")
-    return {name.upper() for name in DotEnvSettingsSource(Settings, env_file=env_file).env_vars}
 
 
 def _data_folder() -> Path:

@@ -1,7 +1,4 @@
-"""Where the service puts bytes: the configuration of the store, and temporary files.
-
-A module of its own, because processes without torch import the settings.
-"""
+"""Where the service puts bytes: the configuration of the store, which needs torch, and temporary files."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def batch_run(corpus: Sequence[list[int]], model: str, replicas: int) -> tuple[B
 
         store = StoreConfig(f"disk://{folder}/shelf")
         config = deployment.ReplicaConfig(model, store, threads=1, quality=False)
-        engines = deployment.deploy([config], deployment.DeploymentLimits(replicas))
+        engines = deployment.deploy([config], replicas)
         deployment.await_running(engines.values(), deadline_s=300)
         cost, memory = _run(corpus, engines, store, Path(folder) / "first")
         again, _ = _run(corpus, engines, store, Path(folder) / "second")

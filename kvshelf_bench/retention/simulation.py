@@ -95,7 +95,7 @@ class Simulation:
 
     def _ask(self, program: int, turn: int) -> None:
         question = _Waiting(program, turn, self._now)
-        self._tools.asked(_TENANT, self._cache(question), self._now)
+        self._tools.note_question(_TENANT, self._cache(question), self._now)
         if not self._begin(question):
             self._short.append(question)
 
@@ -125,7 +125,7 @@ class Simulation:
         resident = self._residents[cache]
         resident.users, resident.last_used = resident.users - 1, self._now
         tool = turn.tool if self._order.tools else None
-        self._tools.answered(_TENANT, cache, tool, self._now)
+        self._tools.note_answer(_TENANT, cache, tool, self._now)
         if tool is not None:
             wait_s = self._room_s / self._room_count if self._room_count else 0.0
             stay_s = self._tools.stay_s(_TENANT, tool, wait_s=wait_s, reload_s=self._reload_s(cache))

@@ -30,6 +30,6 @@ def run_cluster(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     store = StoreConfig(f"disk://{tmp_path_factory.mktemp('corpus')}/home")
     with ray_cluster(None, min_cpus=2):
         config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
-        engines = deployment.deploy([config], deployment.DeploymentLimits())
+        engines = deployment.deploy([config])
         deployment.await_running(engines.values(), deadline_s=200)
         yield RunCluster(engines, store)

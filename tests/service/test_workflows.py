@@ -134,15 +134,16 @@ def test_a_question_tells_once_when_it_has_its_turn_and_no_answer_waits_for_that
         holder = asyncio.ensure_future(question.engine.query("kvs_0", Asking(prompt="!"), caller=Caller("ours", 60.0)))
         await asyncio.sleep(0.01)
         assert workers.said == ["asked"]
-        answering = asyncio.ensure_future(question.answers())
+        answering = asyncio.ensure_future(question.answered())
         await asyncio.sleep(0.05)
         assert workers.said == ["asked"], "another question has the slot"
         workers.may.set()
         await holder
-        assert [answer.text for answer in await answering] == ["0", "0"]
+        _, answers = await answering
+        assert [answer.text for answer in answers] == ["0", "0"]
         assert workers.said == ["asked", "asked", HINTS, "asked"]
         assert [one.hints for one in question.each_alone()] == [{"tiny": HINTS}, {}]
-        assert [piece.text async for piece in question_to(workers).stream() if isinstance(piece, Answer)] == ["0"]
+        assert [piece.text async for piece in question_to(workers).pieces() if isinstance(piece, Answer)] == ["0"]
         assert workers.said[4:] == ["asked", HINTS]
 
     asyncio.run(test())
@@ -155,9 +156,9 @@ def test_a_question_that_gets_no_turn_tells_nothing() -> None:
         holder = asyncio.ensure_future(question.engine.query("kvs_0", Asking(prompt="!"), caller=Caller("ours", 60.0)))
         await asyncio.sleep(0.01)
         with pytest.raises(DeadlineExceeded):
-            await question.answers()
+            await question.answered()
         with pytest.raises(DeadlineExceeded):
-            await anext(question.stream())
+            await anext(question.pieces())
         workers.may.set()
         await holder
         assert workers.said == ["asked"]
@@ -169,10 +170,16 @@ def test_only_a_key_that_may_write_tells_and_a_comparison_tells_once(engine: Eng
     made = store.put(engine.compress(list(range(10, 90)), policy="full"), tenant="ours").id
     store.workflows.keep("w", KeptWorkflow(id="w", workflow=graph(made), models={made: "tiny"}), tenant="ours")
     asking = Asking(prompt="?", workflow=AtStep(id="w", step="plan"))
-    asker = SimpleNamespace(model="tiny")
+    queries: list[tuple[list[str], set[str]]] = []
+
+    async def query(cache_ids: list[str], _: Asking, **options: Any) -> list[Answer]:
+        queries.append((cache_ids, set(options)))
+        return []
+
+    asker = SimpleNamespace(model="tiny", query=query)
     service: Any = SimpleNamespace(
         store=store, metrics=Metrics(), engines={}, identities={}, engine=lambda *_, **__: asker,
-        engine_for_all=lambda *_, **__: asker,
+        engine_for_all=lambda *_, **__: asker, within=lambda caller: caller.within(60.0),
     )  # fmt: skip
 
     async def asked(*scopes: Scope) -> CacheQuestion:
@@ -181,7 +188,8 @@ def test_only_a_key_that_may_write_tells_and_a_comparison_tells_once(engine: Eng
     async def test() -> None:
         told = await asked("read", "write")
         assert told.hints == {"tiny": [Hint(made, 5.0, 0.0, "w//write")]}
-        assert (await told.full()).hints == {}
+        await told.full_answers()
+        assert queries == [([made], {"caller"})], "no hint with its turn"
         assert (await asked("read")).hints == {}
         with pytest.raises(InvalidRequest, match="no step"):
             await CacheQuestion.find(

@@ -137,10 +137,10 @@ def _stored(shelf: Store, id: str, target: ExportFile) -> Iterator[bytes]:
         return
     with needs_extra("serve", purpose="kvshelf export --to"):
         from kvshelf.engine.engine import Engine
-        from kvshelf.workers.replica.files import pieces
+        from kvshelf.workers.replica.reading import exported
     assert target.model is not None, "refused without"
     engine = Engine.load(served_model(target.model), dtype=manifest.identity["model"]["dtype"], shown=target.model)
-    yield from pieces(engine, shelf, id, target.to, tenant=manifest.tenant, **target.service_fields)  # type: ignore[arg-type]
+    yield from exported(engine, shelf, id, target.to, tenant=manifest.tenant, **target.service_fields)  # type: ignore[arg-type]
 
 
 def _write(target: ExportFile, path: Path, pieces: Iterable[bytes]) -> None:

@@ -26,9 +26,8 @@ from kvshelf.store.jobs.requests import RequestRecord
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.cluster.served import served_model
-from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.api import Created, ReplicaApi
 from kvshelf.workers.replica.attempts import Standing
-from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.corpus")
 

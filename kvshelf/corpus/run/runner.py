@@ -22,9 +22,9 @@ from kvshelf.backoff import backoff_s
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.attempts import LEASE_S, MAX_ATTEMPTS, Standing, give_up
 from kvshelf.workers.replica.calls import Caller
-from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.corpus")
 

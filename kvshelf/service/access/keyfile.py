@@ -117,19 +117,19 @@ class KeyFile:
             first = error.errors(include_url=False, include_input=False)[0]
             raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", param=str(first["loc"][0])) from error
         with locked(self.path, param=PARAM):
-            there = self.read() if self.path.exists() else ()
-            self._write((*there, record))
+            records = self.read() if self.path.exists() else ()
+            self._write((*records, record))
         return record, f"kvsk_{record.id}_{secret}"
 
     def revoke(self, key_id: str) -> KeyRecord:
         """Removes a key from the file. Raises `InvalidRequest` if it is not there."""
         with locked(self.path, param=PARAM):
-            there = self.read()
-            gone = next((record for record in there if record.id == key_id), None)
-            if gone is None:
+            records = self.read()
+            revoked = next((record for record in records if record.id == key_id), None)
+            if revoked is None:
                 raise InvalidRequest(f"the key file {self.path} has no key with the id {key_id!r:.80}", param="id")
-            self._write(tuple(record for record in there if record is not gone))
-        return gone
+            self._write(tuple(record for record in records if record is not revoked))
+        return revoked
 
     def _write(self, records: tuple[KeyRecord, ...]) -> None:
         content = _Content(keys=records).model_dump_json(indent=2)

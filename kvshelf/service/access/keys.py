@@ -64,12 +64,12 @@ def _caller(request: Request) -> KeyCaller:
 
 
 def _with_scope(scope: Scope) -> Callable[[Request], KeyCaller]:
-    def caller(request: Request) -> KeyCaller:
+    def with_scope(request: Request) -> KeyCaller:
         caller = _caller(request)
         caller.require(scope)
         return caller
 
-    return caller
+    return with_scope
 
 
 AnyCaller = Annotated[KeyCaller, Depends(_caller)]
@@ -104,15 +104,12 @@ class LiveKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """All that have a key."""
+        """All tenants that have a key."""
         return sorted({record.tenant for record in self._records})
 
     def caller(self, headers: Headers) -> KeyCaller:
         """The caller who sent these headers. Raises `Unauthorized`."""
-        values = [
-            *headers.getlist("authorization"),
-            *(f"Bearer {key}" for key in headers.getlist("x-api-key")),
-        ]
+        values = [*headers.getlist("authorization"), *(f"Bearer {key}" for key in headers.getlist("x-api-key"))]
         if not values:
             raise Unauthorized("this service needs an API key in the header: Authorization: Bearer kvsk_...")
         scheme, _, key = values[0].partition(" ")
@@ -125,7 +122,7 @@ class LiveKeys:
         return self.caller(headers)
 
     def holder(self, key: str) -> KeyCaller:
-        """Whose key this is. Raises `Unauthorized`."""
+        """The caller whose key this is. Raises `Unauthorized`."""
         record = self._keys.identify(key)
         return KeyCaller(record.tenant, frozenset(record.scopes), record.id)
 

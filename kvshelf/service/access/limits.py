@@ -69,7 +69,7 @@ class TenantLimits:
     ) -> None:
         self._max_concurrent = max_concurrent
         self._max_held_bytes = max_held_bytes
-        self._held: Counter[str] = Counter()
+        self._body_bytes: Counter[str] = Counter()
         self._rate = None if requests_per_minute is None else RateLimiter(requests_per_minute)
         self._tokens = None if tokens_per_minute is None else RateLimiter(tokens_per_minute)
         self._open: Counter[str] = Counter()
@@ -102,7 +102,7 @@ class TenantLimits:
             yield hold
         finally:
             self._open[tenant] -= 1
-            self._held[tenant] -= held_bytes
+            self._body_bytes[tenant] -= held_bytes
 
     def _hold(self, tenant: str, nbytes: int) -> None:
         """Count bytes of a body until its request ends. Raises `ServiceBusy` beyond `max_held_bytes`.
@@ -110,16 +110,16 @@ class TenantLimits:
         A tenant may take half of it, so that one alone cannot shut out the others.
         """
         if (
-            self._held[tenant] + nbytes > self._max_held_bytes // 2
-            or self._held.total() + nbytes > self._max_held_bytes
+            self._body_bytes[tenant] + nbytes > self._max_held_bytes // 2
+            or self._body_bytes.total() + nbytes > self._max_held_bytes
         ):
             raise ServiceBusy(
                 f"there is no room for {nbytes} bytes of this body: the bodies of open requests may hold "
                 f"{self._max_held_bytes} bytes, those of one tenant half of it, and this tenant's hold "
-                f"{self._held[tenant]}. Try again later, or raise the service's max_held_bytes",
+                f"{self._body_bytes[tenant]}. Try again later, or raise the service's max_held_bytes",
                 retry_after_s=_RETRY_S,
             )
-        self._held[tenant] += nbytes
+        self._body_bytes[tenant] += nbytes
 
     def require_tokens(self, tenant: str) -> None:
         """Raises `RateLimited` while the tenant has used more tokens than allowed."""

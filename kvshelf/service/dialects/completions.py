@@ -124,7 +124,7 @@ class Completion:
         return self.whole([Answer("", [], "length", usage)])
 
     def _usage(self, usages: Sequence[Usage]) -> openai.ChatUsage:
-        """Of all choices: they have one prompt, which counts once."""
+        """The usage of all choices: they have one prompt, which counts once."""
         first, answered = usages[0], sum(usage.completion_tokens for usage in usages)
         prompt = first.cache_read_tokens + first.prefill_tokens
         return openai.ChatUsage(
@@ -149,9 +149,9 @@ def require_model(model: str | None, cache_id: str, names: Sequence[str | None])
 def _closing(index: int, answer: Answer, sent_tokens: int) -> openai.ChunkChoice:
     """The end of a choice. sent_tokens: the tokens whose logprobs went out before."""
     calls = [openai.DeltaCall(index=at, **call.model_dump()) for at, call in enumerate(answer.tool_calls)]
-    left = _logprobs((answer.logprobs or ())[sent_tokens:])
+    unsent = _logprobs((answer.logprobs or ())[sent_tokens:])
     return openai.ChunkChoice(
-        index=index, delta=openai.Delta(tool_calls=calls or None), logprobs=left, finish_reason=reason_of(answer)
+        index=index, delta=openai.Delta(tool_calls=calls or None), logprobs=unsent, finish_reason=reason_of(answer)
     )
 
 

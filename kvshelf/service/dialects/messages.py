@@ -40,7 +40,7 @@ class MessageAnswering:
 
     def unasked(self, not_stored: str | None) -> dict[str, Any]:
         """A `MessageObject` without an answer as JSON: the cache is there, and nothing was asked."""
-        message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known)
+        message = self._wire(content=[], stop_reason="max_tokens", stop_sequence=None, usage=self._known_usage)
         return message | _kept(None, not_stored)
 
     async def events(self, pieces: AsyncGenerator[Piece | Answer, None]) -> AsyncGenerator[dict[str, Any], None]:
@@ -49,7 +49,7 @@ class MessageAnswering:
         async with aclosing(pieces):
             async for piece in pieces:
                 if not begun:
-                    message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known)
+                    message = self._wire(content=[], stop_reason=None, stop_sequence=None, usage=self._known_usage)
                     yield {"type": "message_start", "message": message}
                     begun = True
                 thinks = isinstance(piece, Piece) and piece.is_thought
@@ -90,8 +90,8 @@ class MessageAnswering:
         yield {"type": "message_stop"}
 
     @property
-    def _known(self) -> anthropic.MessageUsage:
-        """What is known before the answer."""
+    def _known_usage(self) -> anthropic.MessageUsage:
+        """The usage that is known before the answer."""
         return anthropic.MessageUsage(
             input_tokens=0,
             cache_creation_input_tokens=self.created,
@@ -125,8 +125,8 @@ def _start(index: int, block: anthropic.AnswerBlock) -> dict[str, Any]:
 
 
 def _called(call: ToolCall) -> anthropic.AnswerCall:
-    made = "toolu_" + call.id.removeprefix("call_")
-    return anthropic.AnswerCall(id=made, name=call.function.name, input=json.loads(call.function.arguments))
+    call_id = "toolu_" + call.id.removeprefix("call_")
+    return anthropic.AnswerCall(id=call_id, name=call.function.name, input=json.loads(call.function.arguments))
 
 
 def _reason(answer: Answer) -> anthropic.StopReason:

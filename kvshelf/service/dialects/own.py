@@ -18,7 +18,7 @@ def alone(answer: Answer) -> api.AnswerObject:
     """An answer as that of one cache."""
     served = answer.served
     return api.AnswerObject(
-        **_said(answer),
+        **_fields_of(answer),
         cache_id=served.cache_id,
         policy=served.policy,
         compression_ratio=served.compression_ratio,
@@ -33,7 +33,7 @@ def together(answer: Answer) -> api.JointAnswer:
     """An answer as that of all its caches together."""
     remade = list(answer.served.remade) or None
     return api.JointAnswer(
-        **_said(answer),
+        **_fields_of(answer),
         cache_ids=list(answer.served.cache_ids),
         sources=answer.shares,
         exact=answer.exact,
@@ -53,7 +53,7 @@ def wire(event: api.Answered | api.AnswerDelta) -> dict[str, Any]:
     return event.model_dump(mode="json", exclude=silent)
 
 
-def _said(answer: Answer) -> dict[str, Any]:
+def _fields_of(answer: Answer) -> dict[str, Any]:
     """The fields of `Answered`."""
     read_ids, passages, logprobs = answer.served.read_ids, answer.passages, answer.logprobs
     return {

@@ -61,10 +61,10 @@ class Responding:
                     for kind in ("response.created", "response.in_progress"):
                         yield {"type": kind, "response": response}
                     begun = True
+                if not text and (isinstance(piece, Answer) or not piece.is_thought):
+                    for event in self._thought_closing(thought):
+                        yield event
                 if isinstance(piece, Answer):
-                    if not text:
-                        for event in self._thought_closing(thought):
-                            yield event
                     for event in self._closing(place, self.whole(piece), opened=bool(text)):
                         yield event
                 elif piece.is_thought:
@@ -77,8 +77,6 @@ class Responding:
                     yield {"type": "response.reasoning_text.delta", **at, "content_index": 0, "delta": piece}
                 else:
                     if not text:
-                        for event in self._thought_closing(thought):
-                            yield event
                         for event in self._opening(place):
                             yield event
                     text += piece

@@ -1,8 +1,4 @@
-"""Request bodies: read as a stream with limits on size and time, then parsed as JSON or as a multipart form.
-
-Starlette and uvicorn limit neither, so both limits apply here, before parsing. A parsed body fits in memory
-(`max_body_bytes`); an imported blob goes into a file.
-"""
+"""Query strings, multipart forms, and bodies that go into files."""
 
 from __future__ import annotations
 
@@ -129,13 +125,19 @@ class _StrictParser(MultiPartParser):
     def on_part_end(self) -> None:
         part = self._current_part
         if part.file is None:
-            self.items.append((part.field_name, _utf8(bytes(part.data), part.field_name)))
+            try:
+                text = part.data.decode()
+            except UnicodeDecodeError as exc:
+                raise InvalidRequest(
+                    f"{part.field_name}: byte {exc.start} is not valid UTF-8; documents are UTF-8 text",
+                    param=part.field_name,
+                ) from exc
+            self.items.append((part.field_name, text))
         else:
             super().on_part_end()
 
 
 async def read_form(request: Request, body: bytearray) -> FormData:
-
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _SLICE_BYTES):
             yield bytes(body[start : start + _SLICE_BYTES])
@@ -166,7 +168,9 @@ def form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, An
         if isinstance(value, UploadFile):
             file = value
         else:
-            values[name] = value if _is_text(schema, name, value) else _json(value, name, bounds)
+            # Unknown fields are text; validation refuses them.
+            is_text = _is_text(schema["properties"].get(name, {"type": "string"}), value)
+            values[name] = value if is_text else _json(value, name, bounds)
     if file is None:
         raise InvalidRequest("a form has the document as one file part named file; there is none", param="file")
     return values, file
@@ -175,18 +179,15 @@ def form_values(form: FormData, schema: Mapping[str, Any]) -> tuple[dict[str, An
 async def read_upload(part: UploadFile) -> Upload:
     media_type, parameters = parse_options_header(part.content_type)
     charset = parameters.get(b"charset", b"").decode("latin-1")
-    known_form = charset if _CHARSET.fullmatch(charset) else ""  # it becomes a command line argument
-    return Upload(await part.read(), media_type.decode("latin-1").lower(), known_form)
+    if not _CHARSET.fullmatch(charset):  # it becomes a command line argument
+        charset = ""
+    return Upload(await part.read(), media_type.decode("latin-1").lower(), charset)
 
 
-def _is_text(schema: Mapping[str, Any], name: str, value: str) -> bool:
-    """Whether a field of the request takes this value as text. Unknown fields do; validation refuses them."""
-    return _has_text(schema["properties"].get(name, {"type": "string"}), value)
-
-
-def _has_text(field: Mapping[str, Any], value: str) -> bool:
+def _is_text(field: Mapping[str, Any], value: str) -> bool:
+    """Whether a field with this schema takes a value as text."""
     if options := field.get("anyOf") or field.get("oneOf"):
-        return any(_has_text(option, value) for option in options)
+        return any(_is_text(option, value) for option in options)
     texts = [field["const"]] if "const" in field else field.get("enum", [value])
     return field.get("type") == "string" and value in texts
 
@@ -196,12 +197,3 @@ def _json(text: str, name: str, bounds: JsonBounds) -> Any:
         return parse_json(text, bounds)
     except ValueError as exc:
         raise InvalidRequest(f"{name}: not JSON: {exc}", param=name) from exc
-
-
-def _utf8(data: bytes, name: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as exc:
-        raise InvalidRequest(
-            f"{name}: byte {exc.start} is not valid UTF-8; documents are UTF-8 text", param=name
-        ) from exc

@@ -43,7 +43,11 @@ def download(blob: BlobFile, selection: DownloadRange, media_type: str, more: by
     span = None if selection.if_range not in ("", etag) else _span(selection.range, nbytes)
     if span is not None and span[0] >= span[1]:
         blob.close()
-        return _unsatisfiable(selection.range, nbytes)
+        problem = InvalidRequest(f"range {selection.range!r} is outside the {nbytes} bytes", param="range")
+        refusal = error_response(problem)
+        refusal.status_code = 416
+        refusal.headers["content-range"] = f"bytes */{nbytes}"
+        return refusal
     start, end = span or (0, nbytes)
     headers["content-length"] = str(end - start)
     if span is not None:
@@ -51,13 +55,6 @@ def download(blob: BlobFile, selection: DownloadRange, media_type: str, more: by
     content = _chunks(blob, more, start, end)
     status = 200 if span is None else 206
     return StreamingResponse(content, status_code=status, headers=headers, media_type=media_type)
-
-
-def _unsatisfiable(header: str, nbytes: int) -> Response:
-    refused = error_response(InvalidRequest(f"range {header!r} is outside the {nbytes} bytes", param="range"))
-    refused.status_code = 416
-    refused.headers["content-range"] = f"bytes */{nbytes}"
-    return refused
 
 
 def _span(header: str, size: int) -> tuple[int, int] | None:

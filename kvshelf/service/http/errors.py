@@ -85,14 +85,6 @@ def wire(error: errors.KvshelfError, *, anthropic: bool) -> dict[str, Any]:
     return {"type": "error", "error": error_json(body) | {"type": kind}, "request_id": request_id()}
 
 
-def _json_rpc(error: errors.KvshelfError) -> dict[str, Any]:
-    """An error of JSON-RPC, with the error object of the HTTP API as its data. Its request was not read, so it has no
-    id."""
-    code = _REFUSED if error.status < 500 else _FAILED
-    about = {"code": code, "message": error.message, "data": wire(error, anthropic=False)["error"]}
-    return {"jsonrpc": "2.0", "id": None, "error": about}
-
-
 def error_json(body: ErrorBody) -> dict[str, Any]:
     """An error object as JSON. `param` is always present, `miss_reason` and `details` only if they are set."""
     silent = {name for name in ("miss_reason", "details") if getattr(body, name) is None}
@@ -115,7 +107,10 @@ def error_response(error: errors.KvshelfError, scope: Scope | None = None) -> Re
         headers["connection"] = "close"  # nobody reads the rest of the body
     cls = _LingeringResponse if isinstance(error, _BEFORE_THE_BODY) else JSONResponse
     if scope is not None and scope["path"] == MCP:
-        content = _json_rpc(error)
+        # An error of JSON-RPC, with that of the HTTP API as its data. Its request was not read, so it has no id.
+        code = _REFUSED if error.status < 500 else _FAILED
+        about = {"code": code, "message": error.message, "data": wire(error, anthropic=False)["error"]}
+        content: dict[str, Any] = {"jsonrpc": "2.0", "id": None, "error": about}
     else:
         content = wire(error, anthropic=scope is not None and is_anthropic(scope))
     return cls(content, status_code=error.status, headers=headers)
@@ -129,7 +124,9 @@ class _LingeringResponse(JSONResponse):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _little_follows(Headers(scope=scope)):
+        received = Headers(scope=scope)
+        announced = received.get("content-length", "0")
+        if "transfer-encoding" not in received and announced.isdecimal() and int(announced) <= _LITTLE_BYTES:
             await super().__call__(scope, receive, send)
             return
         headers = [*self.raw_headers, (b"connection", b"close")]
@@ -145,11 +142,6 @@ class _LingeringResponse(JSONResponse):
         except TimeoutError:
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _little_follows(headers: Headers) -> bool:
-    announced = headers.get("content-length", "0")
-    return "transfer-encoding" not in headers and announced.isdecimal() and int(announced) <= _LITTLE_BYTES
 
 
 def translate(exc: BaseException) -> errors.KvshelfError:
@@ -176,10 +168,10 @@ def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openap
     """Installs the error handlers and request ids. `routes` are the routes of the app. listed: where a caller finds
     them."""
 
-    async def ours(request: Request, exc: Exception) -> Response:
+    async def answer(request: Request, exc: Exception) -> Response:
         return error_response(translate(exc), request.scope)
 
-    async def framework(request: Request, exc: Exception) -> Response:
+    async def answer_framework(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if exc.status_code == 404:
@@ -192,10 +184,9 @@ def install(app: FastAPI, routes: Sequence[BaseRoute], *, listed: str = "/openap
             return response
         return error_response(errors.InvalidRequest(str(exc.detail)), request.scope)
 
-    app.add_exception_handler(errors.KvshelfError, ours)
-    app.add_exception_handler(RequestValidationError, ours)
-    app.add_exception_handler(ValidationError, ours)
-    app.add_exception_handler(HTTPException, framework)
+    for kind in (errors.KvshelfError, RequestValidationError, ValidationError):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(HTTPException, answer_framework)
     app.add_middleware(RequestIds)
 
 

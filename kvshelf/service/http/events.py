@@ -1,8 +1,4 @@
-"""Answers as event streams: `data:` lines of JSON (WHATWG HTML, section 9.2).
-
-Events with a `type`, as Anthropic's and those of OpenAI's responses, are named by it. Others, as OpenAI's completions,
-end with a line `[DONE]`.
-"""
+"""Answers as event streams: `data:` lines of JSON (WHATWG HTML, section 9.2)."""
 
 from __future__ import annotations
 
@@ -33,7 +29,8 @@ EventT = TypeVar("EventT", dict[str, Any], Event)
 
 
 async def event_stream(request: Request, events: AsyncGenerator[EventT, None]) -> StreamingResponse:
-    """Streams `events`. An error before the first event is an ordinary error response, a later one is an event.
+    """Streams `events`. Those with a `type`, as Anthropic's, are named by it; others, as OpenAI's completions, end with
+    a line `[DONE]`. An error before the first event is an ordinary error response, a later one is an event.
 
     When the caller hangs up, `events` is closed, which ends its work.
     """

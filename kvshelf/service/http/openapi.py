@@ -87,10 +87,10 @@ def install(app: FastAPI) -> None:
         return document
 
     def serve(path: str, media_type: str, make: Callable[[], str]) -> None:
-        made = cache(lambda: make().encode())
+        page = cache(lambda: make().encode())
 
         async def answer(_: Request) -> Response:
-            return Response(await asyncio.to_thread(made), media_type=media_type)
+            return Response(await asyncio.to_thread(page), media_type=media_type)
 
         app.add_route(path, answer, include_in_schema=False)
 

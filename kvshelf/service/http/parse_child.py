@@ -1,8 +1,4 @@
-"""Parses and validates one large request body, from standard input to standard output, in an expendable process.
-
-`kvshelf.service.http.parsing` starts it. Its output is msgpack: `{"fields": ...}`, the fields that were given, or
-`{"refused": [message, param]}`.
-"""
+"""Parses and validates one large request body, from standard input to standard output, in an expendable process."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _TOO_MUCH: Final = {"refused": ["to parse the body takes too much memory; send a
 
 
 def parsed(model: type[RequestBody], body: bytes) -> dict[str, Any]:
-    """The output for a body of this type."""
+    """The output for a body of this type, as msgpack: the fields that the body has, or `refused`: message and param."""
     try:
         request = parse_request(model, body)
     except InvalidRequest as error:

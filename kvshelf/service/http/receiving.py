@@ -1,4 +1,4 @@
-"""Bodies as they arrive, with limits on size and time. Needs no Ray."""
+"""Bodies as they arrive, with limits on size and time, which Starlette and uvicorn do not have. Needs no Ray."""
 
 from __future__ import annotations
 

@@ -57,20 +57,14 @@ def page(api: dict[str, Any]) -> str:
     tokens = parser.parse(markdown(api))
     contents = []
     for opening, inline in pairwise(tokens):
-        if opening.type == "heading_open":
-            anchor = _anchor(inline.content)
+        if opening.type == "heading_open":  # an anchor as on GitHub, so that links to types work in both forms
+            anchor = re.sub(r"[^\w\- ]", "", inline.content.lower()).replace(" ", "-")
             opening.attrSet("id", anchor)
             contents.append(f'<li class="{opening.tag}"><a href="#{anchor}">{escape(inline.content)}</a></li>')
     return _PAGE.substitute(contents="\n".join(contents), text=parser.renderer.render(tokens, parser.options, {}))
 
 
-def _anchor(heading: str) -> str:
-    """As on GitHub, so that links to types work in both forms."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def markdown(api: dict[str, Any]) -> str:
-    """The reference as Markdown."""
     used: dict[str, None] = {}
     routes = [
         part

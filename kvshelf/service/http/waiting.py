@@ -23,19 +23,19 @@ async def until_hangup(request: Request, work: Coroutine[Any, Any, ResultT]) -> 
 
     Starlette does this for streamed responses only.
     """
+
+    async def hangup() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hangup(request))
+    leaving = asyncio.ensure_future(hangup())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Cancelled("the caller hung up")
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _hangup(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)

@@ -1,8 +1,4 @@
-"""Background creations, accepted with 202. The store has them before the answer is sent, so they survive a restart.
-
-The queues here, one per model, hold only ids; the store holds the bodies. A worker records each attempt in the store
-before it starts, so that a document that kills its workers is given up after `MAX_ATTEMPTS`.
-"""
+"""Background creations, accepted with 202: the store has them before the answer is sent, so they survive a restart."""
 
 from __future__ import annotations
 
@@ -26,10 +22,10 @@ from kvshelf.service.loops import repeat
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID, RequestRecord, RequestTable
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.attempts import Standing
 from kvshelf.workers.replica.create.existing import as_requested
 from kvshelf.workers.replica.queues import Rounds
-from kvshelf.workers.replica.results import Created
 
 log = structlog.get_logger("kvshelf.service")
 
@@ -88,21 +84,21 @@ class Background:
 
         Raises `QueueFull` and `QuotaExceeded` for a new request: without limits, waiting bodies would fill the store.
         """
-        body, key = await asyncio.to_thread(self._named, spec, tenant)
+        body, key = await asyncio.to_thread(self._name, spec, tenant)
         note(request=key.id)
-        record = await asyncio.to_thread(self._there, key, spec)
+        record = await asyncio.to_thread(self._known_record, key, spec)
         if record is None:
             with self._place(key):
-                record = await asyncio.to_thread(self._open, key, body)
+                record = await asyncio.to_thread(self._record_new, key, body)
         if record.state in ("queued", "running"):
             self._enqueue(key)
         return record
 
-    def _named(self, spec: CreateCache, tenant: str) -> tuple[bytes, _Key]:
+    def _name(self, spec: CreateCache, tenant: str) -> tuple[bytes, _Key]:
         body = canonical_msgpack(spec.model_dump(mode="json", exclude_defaults=True))
         return body, _Key(self.store.requests.request_id(body, tenant=tenant), tenant, spec.model or "")
 
-    def _there(self, key: _Key, spec: CreateCache) -> RequestRecord | None:
+    def _known_record(self, key: _Key, spec: CreateCache) -> RequestRecord | None:
         """The request's record; None if the request is new or must be done again. Caches that it made have what it says
         about them, as those of any creation that finds its cache on the shelf."""
         try:
@@ -116,7 +112,7 @@ class Background:
             return None
         return record
 
-    def _open(self, key: _Key, body: bytes) -> RequestRecord:
+    def _record_new(self, key: _Key, body: bytes) -> RequestRecord:
         self.store.admit(key.tenant)
         requests = self.store.requests
         record = requests.open(key.id, tenant=key.tenant, body=body)
@@ -157,7 +153,7 @@ class Background:
         unfinished = await asyncio.to_thread(self.store.requests.unfinished)
         requests = [record for record in unfinished if record.id.startswith(REQUEST_ID)]  # not rows of batches
         ids = {record.id for record in requests}
-        self._elsewhere = {id_: seen for id_, seen in self._elsewhere.items() if id_ in ids}
+        self._elsewhere = {id_: waiting for id_, waiting in self._elsewhere.items() if id_ in ids}
         for record in requests:
             if (
                 record.id in self._known
@@ -176,18 +172,18 @@ class Background:
 
     async def _claim(self, record: RequestRecord) -> None:
         """Queue a request if its model is served here; leave it to other services for up to `unclaimed_s`."""
-        seen = self._elsewhere.get(record.id)
-        if seen is None:
+        waiting = self._elsewhere.get(record.id)
+        if waiting is None:
             model = (await asyncio.to_thread(_spec, self.store.requests, record.id)).model or ""
             if model in self.engines:
                 self._enqueue(_Key(record.id, record.tenant, model))
                 return
-            seen = self._elsewhere[record.id] = _Elsewhere(model, self.store.now())
+            waiting = self._elsewhere[record.id] = _Elsewhere(model, self.store.now())
             log.warning("a request waits for a model that is not served here", request=record.id, model=model)
-        if self.store.now() - max(seen.at, record.updated_at) > self.unclaimed_s:
-            message = f"model {seen.model!r} is not served here, and no other service on this shelf took the request"
-            refused = errors.InvalidRequest(message, param="model")
-            await asyncio.to_thread(refuse, self.store.requests, record.id, refused)
+        if self.store.now() - max(waiting.since, record.updated_at) > self.unclaimed_s:
+            message = f"model {waiting.model!r} is not served here, and no other service on this shelf took the request"
+            refusal = errors.InvalidRequest(message, param="model")
+            await asyncio.to_thread(refuse, self.store.requests, record.id, refusal)
 
     async def _run(self, waiting: _Backlog, runner: Runner) -> None:
         while True:
@@ -228,20 +224,16 @@ class Background:
 def _spec(requests: RequestTable, request_id: str) -> CreateCache:
     """A request's body. Raises `StateConflict` if the request has ended; a lost or invalid body ends it."""
     try:
-        return parse_request(CreateCache, _unpacked(requests.body(request_id)))
+        try:
+            fields: dict[str, Any] = msgpack.unpackb(requests.body(request_id))
+        except ValueError as error:
+            raise errors.InternalError(
+                "the body was written by another version of kvshelf; send the request again"
+            ) from error
+        return parse_request(CreateCache, fields)
     except (errors.InternalError, errors.InvalidRequest) as error:
         refuse(requests, request_id, error)
         raise errors.StateConflict(error.message) from error
-
-
-def _unpacked(body: bytes) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = msgpack.unpackb(body)
-    except ValueError as error:
-        raise errors.InternalError(
-            "the body was written by another version of kvshelf; send the request again"
-        ) from error
-    return fields
 
 
 class _Key(NamedTuple):
@@ -254,7 +246,7 @@ class _Elsewhere(NamedTuple):
     """A model that is not served here, and the Unix time since when a request waits for it."""
 
     model: str
-    at: float
+    since: float
 
 
 class _Backlog(asyncio.Queue[_Key]):

@@ -77,20 +77,20 @@ def write_results(store: Store, record: BatchRecord, term: int) -> RequestCounts
     with space_for("the results of a batch"), TemporaryFile() as output, TemporaryFile() as errors:
 
         def write(result: Row) -> None:
-            said = result_line(result, record.id) if record.asks else result.output(file=False)
-            line = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
-            (errors if result.error else output).write(line.encode() + b"\n")
+            line = result_line(result, record.id) if record.asks else result.output(file=False)
+            text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+            (errors if result.error else output).write(text.encode() + b"\n")
 
         for result in last_results(store.batches, record.id):
             write(result)
             ended.add(result.line)
             outcomes["failed" if result.error else "reused" if result.reused else "made"] += 1
-        of_ended = {
-            "completed": outcomes["made"] + outcomes["reused"],
-            "failed": outcomes["failed"],
-            "reused": outcomes["reused"],
-        }
-        counts = RequestCounts(total=record.counts.total, **of_ended)
+        counts = RequestCounts(
+            total=record.counts.total,
+            completed=outcomes["made"] + outcomes["reused"],
+            failed=outcomes["failed"],
+            reused=outcomes["reused"],
+        )
         for row in _undone(store, record, outcome(record, counts)[0], ended):
             write(row)
         _keep(store, record, term, output, "output", "output_file_id")

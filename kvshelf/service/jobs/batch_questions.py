@@ -42,7 +42,6 @@ class BatchAsker:
         ids = question.cache_ids or [str(question.cache_id)]
         manifests = await asyncio.to_thread(lambda: [store.stat(cache_id, tenant=tenant) for cache_id in ids])
         model = serving_all(self.identities, manifests)
-        assert model is not None  # else `serving_all` has raised
         require_adapter(engines, self.identities, question, ids[0], model)
         names = (manifests[0].model, model, question.adapter and engines[model].parent)
         require_model(question.model, manifests[0].id, names)
@@ -71,7 +70,7 @@ def result_line(row: Row, batch_id: str) -> dict[str, Any]:
 
 
 def _response(row: Row, ask_id: str) -> dict[str, Any]:
-    """What the live route answers to the request `asked`."""
+    """The response of the live route to such a question."""
     if row.error is None:
         return {"status_code": 200, "request_id": ask_id, "body": row.answer}
     kind = by_code()[row.error.code]

@@ -54,7 +54,8 @@ def rest_reason(record: BatchRecord, now: float) -> str:
         return ""
     if record.state == "paused":
         return "it was paused"
-    if now < _waits_until(record):
+    since: float | None = record.progress.get("waits_from")
+    if since is not None and since >= record.times[record.state] and now < since + record.progress["pause_s"]:
         return str(record.progress["waits_for"])
     if record.state in ("validating", *_ENDING):
         return ""
@@ -90,13 +91,6 @@ def waiting(record: BatchRecord, reason: str, now: float) -> BatchRecord:
     return record.model_copy(update={"progress": progress})
 
 
-def _waits_until(record: BatchRecord) -> float:
-    since: float | None = record.progress.get("waits_from")
-    if since is None or since < record.times[record.state]:
-        return 0.0
-    return since + float(record.progress["pause_s"])
-
-
 def stuck(progress: Progress, now: float) -> str:
     """Why a run has waited too long to keep its place; "" if it makes progress."""
     since = progress.times.get(RunState.WAITING, now)
@@ -107,7 +101,7 @@ def stuck(progress: Progress, now: float) -> str:
 class BatchWork:
     """The work on one batch. `run` it once; the results go to the store.
 
-    record: the batch as it was found; only its id and tenant are used. term: the term of this process's lease.
+    record: of the batch; only its id and tenant are used. term: of this process's lease.
     others_wait: whether batches of other tenants wait for a place. outranked: why this one leaves its place to another
     one of its tenant, or "".
     """
@@ -122,7 +116,7 @@ class BatchWork:
     others_wait: Callable[[], bool]
     outranked: Callable[[], str]
     _let_go: bool = field(default=False, init=False)  # whether the run was cancelled to let the batch rest
-    _waits_for: str = field(default="", init=False)  # the trouble it rests for; "" if it was told to rest
+    _waits_for: str = field(default="", init=False)  # the trouble it rests for; "" if its record says to rest
 
     async def run(self) -> None:
         """Work until the batch ends or rests, or the lease is lost. Raises nothing."""
@@ -158,7 +152,6 @@ class BatchWork:
                 log.warning("the lease of a batch could not be renewed", batch=self.record.id, code=error.code)
 
     async def _advance(self) -> None:
-        """Work on the batch until it ends or rests."""
         record = await self._change(lambda record: record)
         log.info("batch taken up", batch=self.record.id, state=record.state, attempt=record.attempts)
         try:
@@ -182,7 +175,8 @@ class BatchWork:
                 record = await self._change(lambda record: self._after(with_progress(record, summary, before), summary))
                 if summary.state == RunState.CANCELLED and self._let_go and not _is_to_end(record, self.store.now()):
                     return  # it is taken up again when it is due, perhaps at once
-                problems = _problems(record, summary)
+                if summary.state == RunState.FAILED and summary.done + summary.failed < record.counts.total:
+                    problems = (BatchError(code="run_failed", message=summary.reason),)
         except BadInput as bad:
             problems = (bad.problem,)
         except FileNotFound as gone:
@@ -202,7 +196,7 @@ class BatchWork:
 
     async def _work(self, record: BatchRecord) -> Summary:
         """Run the batch until no row is left or no more work is allowed now."""
-        run = await asyncio.to_thread(self._made, record)
+        run = await asyncio.to_thread(self._make_run, record)
         run.start()
         reported = Progress(RunState.RUNNING)
         try:
@@ -219,9 +213,12 @@ class BatchWork:
         self.metrics.batch_advanced(reported, summary)
         return summary
 
-    def _made(self, record: BatchRecord) -> BatchRun:
-        config = store_config(self.settings)
-        options = _options(record, self._questions_at_once() if record.asks else None)
+    def _make_run(self, record: BatchRecord) -> BatchRun:
+        config, settings, in_flight = store_config(self.settings), self.settings, None
+        if record.asks:  # half of what the replicas answer at once, so that a user's question gets a place
+            of_one = min(settings.max_open_generations, settings.max_ongoing_requests)
+            in_flight = max(1, of_one // 2) * sum(engine.target_replicas for engine in self.engines.values())
+        options = _options(record, in_flight)
         journal = StoredJournal(self.store.batches, self.record.id, self.term)
         return BatchRun([self._shard(record, config, options)], self.engines, config, journal, options, self.asks)
 
@@ -233,12 +230,6 @@ class BatchWork:
             return StoredShard(*fields)
         recorded = sum(1 for _ in self.store.batches.journal(record.id))
         return QuestionShard(*fields, batch_id=record.id, recorded=recorded, retry_failed=options.retry_failed)
-
-    def _questions_at_once(self) -> int:
-        """Half of those that the replicas answer at once, so that a user's question finds a place."""
-        settings = self.settings
-        of_one = min(settings.max_open_generations, settings.max_ongoing_requests)
-        return max(1, of_one // 2) * sum(engine.target_replicas for engine in self.engines.values())
 
     async def _steer(self, run: BatchRun, progress: Progress, before: BatchRecord) -> None:
         """Store the progress of the run, and cancel the run if a caller or a limit demands it."""
@@ -252,11 +243,8 @@ class BatchWork:
         elif reason := rest_reason(record, self.store.now()):
             self._let_go = True
             run.cancel(reason)
-        elif reason := self.outranked():
-            self._let_go, self._waits_for = True, reason
-            run.cancel(reason)
-        elif self.others_wait() and (reason := stuck(progress, time.time())):
-            # Only for another tenant: a restart costs seconds and remakes caches that were deleted to make room.
+        elif reason := self.outranked() or (stuck(progress, time.time()) if self.others_wait() else ""):
+            # A stuck run leaves for another tenant alone: a restart costs seconds and remakes caches that were deleted.
             self._let_go, self._waits_for = True, reason
             run.cancel(reason)
 
@@ -271,7 +259,12 @@ class BatchWork:
 
     async def _end(self, problems: tuple[BatchError, ...]) -> None:
         """Write the result files from the journal and end the batch."""
-        record = await self._change(lambda record: _ending(record, problems, self.store.now()))
+
+        def begin(record: BatchRecord) -> BatchRecord:
+            changed = record.model_copy(update={"problems": problems or record.problems})
+            return changed if record.state in _ENDING else changed.entered("finalizing", self.store.now())
+
+        record = await self._change(begin)
         counts = await asyncio.to_thread(write_results, self.store, record, self.term)
 
         def end(record: BatchRecord) -> BatchRecord:
@@ -342,15 +335,3 @@ def with_progress(record: BatchRecord, progress: Progress, before: BatchRecord) 
 
 def _is_to_end(record: BatchRecord, now: float) -> bool:
     return record.state in _ENDING or now >= record.expires_at
-
-
-def _problems(record: BatchRecord, summary: Summary) -> tuple[BatchError, ...]:
-    """Why a run failed before it tried every row."""
-    if summary.state != RunState.FAILED or summary.done + summary.failed >= record.counts.total:
-        return ()
-    return (BatchError(code="run_failed", message=summary.reason),)
-
-
-def _ending(record: BatchRecord, problems: tuple[BatchError, ...], now: float) -> BatchRecord:
-    changed = record.model_copy(update={"problems": problems or record.problems})
-    return changed if record.state in _ENDING else changed.entered("finalizing", now)

@@ -1,9 +1,4 @@
-"""Takes batches from the store under a lease and runs them on the replicas that also answer queries.
-
-The store holds the whole state of a batch. The front end that runs a batch writes its progress there, and reads there
-what callers requested of any front end. If the running front end dies, its lease expires and another one continues
-where the journal ends.
-"""
+"""Takes batches from the store under a lease and runs them on the replicas that also answer queries."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvshelf.artifact.identity import ModelIdentity
@@ -28,29 +24,25 @@ _PLACES_OF_OTHERS: Final = 4
 """So many times `max_running_batches` may run, if each one more is the only one of its tenant."""
 
 
+@dataclass(eq=False)
 class BatchRunner:
-    """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once."""
+    """Runs the batches of the store. `start` it on the event loop of the service, `stop` it once.
 
-    def __init__(
-        self,
-        store: Store,
-        engines: Mapping[str, RemoteEngine],
-        settings: Settings,
-        metrics: Metrics,
-        identities: Mapping[str, ModelIdentity],
-    ) -> None:
-        """engines: without observers, because they are sent to the processes that call replicas. identities: of their
-        models."""
-        self._store = store
-        self._engines = engines
-        self._settings = settings
-        self._metrics = metrics
-        self._asks = BatchAsker(identities)
-        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by id: the tenant and the work
-        self._unfinished: list[BatchRecord] = []
-        self._idle: list[BatchRecord] = []
-        self._nudged = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
+    The store holds the whole state of a batch. If this front end dies, its lease expires, and another one continues
+    where the journal ends. engines: without observers, because they are sent to the processes that call replicas.
+    identities: of their models.
+    """
+
+    store: Store
+    engines: Mapping[str, RemoteEngine]
+    settings: Settings
+    metrics: Metrics
+    identities: Mapping[str, ModelIdentity]
+    _running: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict, init=False)  # by id, with tenant
+    _unfinished: list[BatchRecord] = field(default_factory=list, init=False)
+    _idle: list[BatchRecord] = field(default_factory=list, init=False)
+    _nudged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _looking: asyncio.Task[None] | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Take up idle batches, now and whenever a place is free."""
@@ -64,7 +56,6 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def nudge(self) -> None:
-        """Look for batches at once."""
         self._nudged.set()
 
     @property
@@ -80,19 +71,19 @@ class BatchRunner:
     async def _take_up(self) -> None:
         """Start as many idle batches as may run, those of the tenant with the fewest running ones first."""
         self._nudged.clear()
-        self._unfinished = await asyncio.to_thread(self._store.batches.unfinished)
-        now = self._store.now()
+        self._unfinished = await asyncio.to_thread(self.store.batches.unfinished)
+        now = self.store.now()
         awake = [batch for batch in self._unfinished if batch.id not in self._running and not rest_reason(batch, now)]
         idle = [batch for batch in awake if not outranked(batch, self._unfinished, now)]
         while idle:
             busy = Counter(tenant for tenant, _ in self._running.values())
             batch = min(idle, key=lambda batch: (busy[batch.tenant], batch.created_at))
             # The rows of all running batches take turns, so a place for each tenant costs the others little.
-            places = self._settings.max_running_batches * (1 if busy[batch.tenant] else _PLACES_OF_OTHERS)
+            places = self.settings.max_running_batches * (1 if busy[batch.tenant] else _PLACES_OF_OTHERS)
             if len(self._running) >= places:
                 break
             idle.remove(batch)
-            term = await asyncio.to_thread(self._store.batches.table.take, batch.id, lease_s=LEASE_S)
+            term = await asyncio.to_thread(self.store.batches.table.take, batch.id, lease_s=LEASE_S)
             if term is not None:  # None: another front end runs it
                 self._begin(batch, term)
         self._idle = idle
@@ -101,13 +92,13 @@ class BatchRunner:
         work = BatchWork(
             record,
             term,
-            self._store,
-            self._engines,
-            self._settings,
-            self._metrics,
-            self._asks,
+            self.store,
+            self.engines,
+            self.settings,
+            self.metrics,
+            BatchAsker(self.identities),
             others_wait=lambda: any(idle.tenant != record.tenant for idle in self._idle),
-            outranked=lambda: outranked(record, self._unfinished, self._store.now()),
+            outranked=lambda: outranked(record, self._unfinished, self.store.now()),
         )
         task = asyncio.create_task(work.run())
         self._running[record.id] = record.tenant, task

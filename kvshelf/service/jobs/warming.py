@@ -13,7 +13,7 @@ from kvshelf.api.caches import MOST_WARM, WarmedReplica
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.errors import InvalidRequest, ModelMismatch
 from kvshelf.service.engines import EngineClient, serving
-from kvshelf.service.hours import Hours
+from kvshelf.service.loops import Hours
 from kvshelf.service.observe.logs import note
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest

@@ -20,8 +20,8 @@ def configure(level: str) -> None:
     Each process calls it: the front end and every replica. Other libraries log only warnings and above.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
-    watched = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if watched else structlog.processors.JSONRenderer()
+    in_terminal = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if in_terminal else structlog.processors.JSONRenderer()
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -40,7 +40,7 @@ def configure(level: str) -> None:
 
 
 def request_id() -> str:
-    """That of the current request."""
+    """The id of the current request."""
     return str(structlog.contextvars.get_contextvars().get("request_id", "unknown"))
 
 

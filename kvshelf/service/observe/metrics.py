@@ -16,7 +16,7 @@ from kvshelf.corpus.run.progress import Progress
 from kvshelf.errors import KvshelfError
 from kvshelf.service.observe.questions import QuestionMetrics, result_of
 from kvshelf.store.base import Store
-from kvshelf.workers.replica.results import Created, Found
+from kvshelf.workers.replica.api import Created, SearchResult
 
 USAGE_AGE_S: Final = 5.0
 """Maximum age of the shelf's numbers, so that frequent scrapes do not load the store."""
@@ -132,13 +132,12 @@ class Metrics(QuestionMetrics):
             self._retention.labels(model, event).inc(counts.get(event, 0))
 
     def guarded(self, model: str, results: Sequence[Guarded]) -> None:
-        """Records what the guard of a replica found."""
-        for one in results:
-            of = model, one.policy, one.group
-            self._guarded.labels(*of, "differs" if one.differs else "same").inc()
-            self._guard_kl.labels(*of).observe(one.kl)
-            self._guard_below.labels(*of).inc(one.below)
-            self._guard_alarms.labels(*of).inc(one.drifts)
+        for result in results:
+            of = model, result.policy, result.group
+            self._guarded.labels(*of, "differs" if result.differs else "same").inc()
+            self._guard_kl.labels(*of).observe(result.kl)
+            self._guard_below.labels(*of).inc(result.below)
+            self._guard_alarms.labels(*of).inc(result.drifts)
 
     @contextmanager
     def searching(self, model: str) -> Iterator[None]:
@@ -149,7 +148,7 @@ class Metrics(QuestionMetrics):
             self._searches.labels(model, result_of(exc)).inc()
             raise
 
-    def searched(self, model: str, hits: Found) -> None:
+    def searched(self, model: str, hits: SearchResult) -> None:
         """Records a search that has a result, if an empty one."""
         self._searches.labels(model, "found").inc()
         _observe(self._search_s, model, hits.phases)

@@ -1,8 +1,4 @@
-"""Counters and timers of whatever answers questions to caches over HTTP: the service, and the proxy before vLLM.
-
-Labels are few and have known values: route templates, names of models and policies, error codes. They never contain an
-id or a tenant, because readers of the metrics must not learn about tenants.
-"""
+"""Counters and timers of whatever answers questions to caches over HTTP: the service, and the proxy before vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +18,10 @@ _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 
 
 class QuestionMetrics:
-    """The instruments of one process, in their own registry, so that two apps in one process do not mix numbers."""
+    """The instruments of one process, in their own registry, so that two apps in one process do not mix numbers.
+
+    Labels never contain an id or a tenant, because readers of the metrics must not learn about tenants.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -66,7 +65,11 @@ class QuestionMetrics:
             yield
         except BaseException as exc:
             self._queries.labels(result_of(exc)).inc()
-            reason = _miss(exc)
+            reason: str | None = miss_reason(exc) if isinstance(exc, KvshelfError) else None
+            if isinstance(exc, CacheNotFound):
+                reason = "not_found"
+            elif isinstance(exc, StoreUnavailable):
+                reason = "store_unavailable"
             if reason is not None:
                 self._misses.labels(reason).inc()
             raise
@@ -81,15 +84,6 @@ def result_of(exc: BaseException) -> str:
     if isinstance(exc, KvshelfError):
         return exc.code
     return "internal" if isinstance(exc, Exception) else "cancelled"  # its task or its stream was cancelled
-
-
-def _miss(exc: BaseException) -> str | None:
-    """Why a cache could not be used; None for other errors."""
-    if isinstance(exc, CacheNotFound):
-        return "not_found"
-    if isinstance(exc, StoreUnavailable):
-        return "store_unavailable"
-    return miss_reason(exc) if isinstance(exc, KvshelfError) else None
 
 
 def miss_reason(error: KvshelfError) -> MissReason | None:

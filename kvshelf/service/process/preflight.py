@@ -45,7 +45,13 @@ def require_startable(settings: Settings) -> None:
         for model, _ in settings.served:
             gguf_of(model)
     if settings.device.startswith("cuda") or settings.gpu_memory is not None:
-        _require_planned(settings)
+        from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
+
+        chosen_device(settings.device)
+        for model, _ in settings.served:
+            downloaded = (Path(source_of(model)) / "config.json").is_file()  # otherwise its replica says it
+            if downloaded and (plan := memory_plan(settings, model)) is not None:
+                plan.require()
     if settings.gpus_per_replica > 1 and settings.device != "spread":
         from kvshelf.model.loading import require_shared
 
@@ -65,16 +71,6 @@ def _require_loadable(model: str, *, alone: bool) -> None:
         from kvshelf.model.weights.packed import require_unpackable  # imports torch
 
         require_unpackable(quantized, model, alone=alone)
-
-
-def _require_planned(settings: Settings) -> None:
-    from kvshelf.model.loading import chosen_device  # imports torch, which otherwise loads while Ray starts
-
-    chosen_device(settings.device)
-    for model, _ in settings.served:
-        there = (Path(source_of(model)) / "config.json").is_file()  # of one to be downloaded its replica says it
-        if there and (plan := memory_plan(settings, model)) is not None:
-            plan.require()
 
 
 def memory_plan(settings: Settings, model: str) -> MemoryPlan | SpreadPlan | None:

@@ -25,8 +25,13 @@ def deployed_replicas(settings: Settings, shelf: StoreConfig, *, local: bool) ->
     local: whether this process started the cluster.
     """
     configs = [_config(settings, shelf, model, adapter, local=local) for model, adapter in settings.served]
-    limits = deployment.DeploymentLimits(settings.replicas, settings.max_ongoing_requests, settings.max_queued_requests)
-    engines = deployment.deploy(configs, limits, local=local)
+    engines = deployment.deploy(
+        configs,
+        settings.replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        max_queued_requests=settings.max_queued_requests,
+        local=local,
+    )
     try:
         yield engines
     finally:

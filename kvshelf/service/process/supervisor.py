@@ -1,12 +1,5 @@
-"""`kvshelf serve`: a small process that holds the listening socket and runs the service as its child.
-
-On SIGHUP it starts a new child on the same socket, with the current code and settings. Once the new child is ready, the
-old one stops accepting, finishes its open requests and exits. No connection is lost: both children share the socket's
-queue, in which connections wait until a child accepts them. If the new child does not start, nothing changes.
-
-The alternative, replacing Ray Serve's replicas one by one, would keep the front end's old code and settings.
-This module imports neither torch nor ray, to save memory.
-"""
+"""`kvshelf serve`: a small process, without torch or ray, that holds the listening socket and runs the service as its
+child."""
 
 from __future__ import annotations
 
@@ -35,6 +28,8 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def supervise(settings: Settings, command: Sequence[str]) -> int:
     """Run the service until SIGINT or SIGTERM, or until it ends by itself. Returns its exit code, 130 after SIGINT.
 
+    On SIGHUP a new child starts on the same socket, with the current code and settings; the old one then finishes its
+    open requests and exits. (To replace Ray Serve's replicas one by one would keep the front end's old code.)
     `command` plus a `--place` option starts a child. Raises `InvalidRequest` if it cannot listen on the address.
     """
     logs.configure(settings.log_level)
@@ -112,19 +107,19 @@ class _Supervisor:
         self._children: list[_Child] = []
         self._coming: _Child | None = None
         self._serving: _Child | None = None
-        self._asked = False
+        self._restart_due = False
         self._stopping = self._interrupted = False
         self._exit_code = 0
         self._in_terminal = os.isatty(0)
 
     async def run(self) -> int:
         """See `supervise`. Ends when no child is left: a starting child may replace one that died."""
-        asyncio.get_running_loop().add_reader(self._signals, self._signalled)
+        asyncio.get_running_loop().add_reader(self._signals, self._take_signals)
         async with self._lives:
             self._start()
         return 128 + signal.SIGINT if self._interrupted else self._exit_code
 
-    def _signalled(self) -> None:
+    def _take_signals(self) -> None:
         for number in self._signals.recv(4096):
             if number == signal.SIGHUP:
                 self._replace()
@@ -141,13 +136,13 @@ class _Supervisor:
         if self._in_terminal and not os.isatty(0):  # here SIGHUP means that the terminal was closed
             self._stop(signal.SIGTERM)
             return
-        self._asked = True
-        self._start_if_asked()
+        self._restart_due = True
+        self._start_if_due()
 
-    def _start_if_asked(self) -> None:
+    def _start_if_due(self) -> None:
         """Start a child if a restart was requested since the last start, but not while another child is starting."""
-        if self._asked and self._coming is None and not self._stopping:
-            self._asked = False
+        if self._restart_due and self._coming is None and not self._stopping:
+            self._restart_due = False
             log.info("restarting")
             try:
                 self._start()
@@ -173,8 +168,11 @@ class _Supervisor:
         ready = await asyncio.get_running_loop().sock_recv(child.line, 1)  # empty if the child died before that
         self._coming = None
         if ready:
-            self._hand_over(child)
-        self._start_if_asked()
+            before, self._serving = self._serving, child
+            if before is not None:
+                log.info("restarted", pid=child.process.pid, before=before.process.pid)
+                before.line.close()
+        self._start_if_due()
         code = await asyncio.to_thread(child.process.wait)
         child.line.close()
         self._children.remove(child)
@@ -186,9 +184,3 @@ class _Supervisor:
             log.error("the service has ended by itself", exit_code=code)
         elif not ready and self._serving is not None:
             log.error("the restart failed, for the reason above; the service from before goes on", exit_code=code)
-
-    def _hand_over(self, child: _Child) -> None:
-        before, self._serving = self._serving, child
-        if before is not None:
-            log.info("restarted", pid=child.process.pid, before=before.process.pid)
-            before.line.close()

@@ -61,9 +61,9 @@ async def create_batch(request: Request, service: InService, caller: Writer) -> 
 
 def _body(body: batches.CreateBatch) -> dict[str, Any]:
     """The parts of the request that the batch's record keeps."""
-    own = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
+    kept = {"endpoint", "input_file_id", "completion_window", "metadata", "window", "max_gpu_hours", "max_attempts"}
     keep = body.output_expires_after
-    return body.model_dump(mode="json", include=own | {"document_timeout_s", "priority"}) | {
+    return body.model_dump(mode="json", include=kept | {"document_timeout_s", "priority"}) | {
         "options": body.options(),
         "output_keep_s": KEEP_S if keep is None else float(keep.seconds),
     }
@@ -156,16 +156,16 @@ async def batch_events(
 
 
 async def _snapshots(
-    service: Service, caller: KeyCaller, batch_id: str, seen: str, leaving: asyncio.Event
+    service: Service, caller: KeyCaller, batch_id: str, last_id: str, leaving: asyncio.Event
 ) -> AsyncGenerator[Event, None]:
     while True:
         record = await off_loop(service.store.batches.get, batch_id, tenant=caller.tenant)
         batch = batch_object(record, service.store.now())
         event_id = f"{record.version}-{batch.status}"
-        yield Event(batch.model_dump(mode="json") if record.ended or event_id != seen else None, event_id)
+        yield Event(batch.model_dump(mode="json") if record.ended or event_id != last_id else None, event_id)
         if record.ended or leaving.is_set():
             return
-        seen = event_id
+        last_id = event_id
         with suppress(TimeoutError):
             await asyncio.wait_for(leaving.wait(), _POLL_S)
 

@@ -34,7 +34,7 @@ from kvshelf.store.base import Store
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.types import BlobFile
 from kvshelf.workers.cluster.remote import RESTART_S
-from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.api import ReplicaApi, Stored
 from kvshelf.workers.replica.create.existing import as_requested
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
@@ -66,20 +66,19 @@ async def import_cache(request: Request, service: InService, caller: Writer) -> 
 
     A cache that is on the shelf already gets the `name` and labels of the request, as in a creation, and none of an
     export's."""
-    wanted = read_query(request, ImportCache)
-    await off_loop(service.store.expiry, wanted.ttl_s, wanted.expires_at)
+    options = read_query(request, ImportCache)
+    await off_loop(service.store.expiry, options.ttl_s, options.expires_at)
     async with (
         received_blob(request, service.settings) as file,
         service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s,
     ):
-        arrived = await off_loop(_arrived, service, file)
+        arrived = await off_loop(_inspect, service, file)
         if arrived.source is not None:
             remote = service.engine(arrived.model).remote
             await remote.call_within(
                 left_s, ReplicaApi.require_source, arrived.identity, arrived.source, caller=caller.within(left_s)
             )
-        manifest, existing = await off_loop(_import, service.store, arrived, wanted, caller.tenant)
-    return cache_response(manifest, existing=existing)
+        return cache_response(await off_loop(_import, service.store, arrived, options, caller.tenant))
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,11 @@ class _Arrived:
     source: str | None
 
 
-def _arrived(service: Service, file: BinaryIO) -> _Arrived:
-    """What a file contains. Nothing but the header of the blob is read yet."""
-    exported = split(_mapped(file))
+def _inspect(service: Service, file: BinaryIO) -> _Arrived:
+    """What a file contains, mapped into memory: of the blob nothing but the header is read yet. The map stays valid
+    when the file is closed."""
+    size = file.seek(0, 2)
+    exported = split(memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""))
     header = inspect(exported.blob).header
     identity = header.to_identity()
     model = serving(service.identities, identity.model)
@@ -109,8 +110,7 @@ def _arrived(service: Service, file: BinaryIO) -> _Arrived:
     return _Arrived(exported.blob, model, identity, about_of(exported), source)
 
 
-def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -> tuple[Manifest, bool]:
-    """Stores the cache that arrived. Returns its manifest, and whether the shelf already had it."""
+def _import(store: Store, arrived: _Arrived, options: ImportCache, tenant: str) -> Stored:
     cache, about = CompressedCache.from_bytes(arrived.blob), arrived.about
     manifest: Manifest | None = None
     with suppress(errors.CacheNotFound, errors.CacheError):  # an unusable cache on the shelf is replaced
@@ -121,20 +121,19 @@ def _import(store: Store, arrived: _Arrived, wanted: ImportCache, tenant: str) -
         manifest = store.put(
             cache,
             tenant=tenant,
-            ttl_s=wanted.ttl_s,
-            expires_at=wanted.expires_at,
-            ttl_renew_s=wanted.ttl_renew_s,
-            labels=about.labels | wanted.labels,
-            name=about.name if wanted.name is None else wanted.name,
+            ttl_s=options.ttl_s,
+            expires_at=options.expires_at,
+            ttl_renew_s=options.ttl_renew_s,
+            labels=about.labels | options.labels,
+            name=about.name if options.name is None else options.name,
             source=arrived.source,
             judged=Judgement(quality=about.quality),
         )
-    if not existing:
-        return manifest, False
-    manifest = as_requested(store, manifest, labels=wanted.labels, name=wanted.name or "", lifetime=wanted)
-    if arrived.source is not None and not manifest.has_source:
-        manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
-    return manifest, True
+    if existing:
+        manifest = as_requested(store, manifest, labels=options.labels, name=options.name or "", lifetime=options)
+        if arrived.source is not None and not manifest.has_source:
+            manifest = store.keep_source(manifest.id, arrived.source, tenant=tenant)
+    return Stored(manifest, existing)
 
 
 def _require_transforms(service: Service, model: str, digest: str) -> None:
@@ -145,12 +144,6 @@ def _require_transforms(service: Service, model: str, digest: str) -> None:
             "here nor on the shelf; put their file into the calibration folder, or compress the document again",
             transforms=digest,
         )
-
-
-def _mapped(file: BinaryIO) -> memoryview:
-    """The content of a file as a memory map: pages are read when used. It stays valid when the file is closed."""
-    size = file.seek(0, 2)
-    return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
 
 
 @router.post("/{cache_id}/verify")
@@ -225,8 +218,8 @@ async def export_cache(
     remote = service.reader(manifest).remote
     # A replica reads the whole cache. The file is on disk here before its reader, who may be slow, gets any of it.
     async with service.whole.turn(caller.tenant, service.settings.request_deadline_s) as left_s:
-        made = remote.stream(ReplicaApi.export, cache_id, to, dtype, engine_model, caller=caller.within(left_s))
-        file = await until_hangup(request, _on_disk(made))
+        pieces = remote.stream(ReplicaApi.export, cache_id, to, dtype, engine_model, caller=caller.within(left_s))
+        file = await until_hangup(request, _on_disk(pieces))
     return download(file, selection, BLOB_TYPE)
 
 

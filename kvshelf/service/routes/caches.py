@@ -1,4 +1,4 @@
-"""/v1/caches: create, list, get, change, delete."""
+"""/v1/caches: create, list, get, change, delete. /v1/estimate: the cost of a creation, without doing it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvshelf.service.service import TAKES_TOKENS, InService, Service, cache_obje
 from kvshelf.store.base import Store
 from kvshelf.store.checks import require_revision
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.create.spec import require_policy
 from kvshelf.workers.replica.memory.retention import Hint
-from kvshelf.workers.replica.results import Created
 
-router = APIRouter(prefix="/v1/caches", tags=["caches"], responses=openapi.ERRORS)
+router = APIRouter(prefix="/v1", tags=["caches"], responses=openapi.ERRORS)
 
 Cascade = Annotated[bool, Query(description="also delete the caches that extend it, and those that extend these")]
 
@@ -42,7 +42,7 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 
 
 @router.post(
-    "",
+    "/caches",
     status_code=201,
     response_model=api.CacheObject | api.LevelList,
     responses=_ACCEPTED,
@@ -85,7 +85,7 @@ async def create(
     if _makes_several(body):
         status = 200 if created.existing else 201
         return await service.computing.run(lambda: JSONResponse(_cache_list(created), status_code=status))
-    return cache_response(created.manifest, existing=created.existing)
+    return cache_response(created.caches[0])
 
 
 def _makes_several(body: api.CreateCache) -> bool:
@@ -112,16 +112,28 @@ async def _events(
 
 def require_tokenizer(service: Service, model: str, body: api.CreateCache | api.AppendCache) -> None:
     """Raises `InvalidRequest` if token ids come from a tokenizer other than the model's: they would mean other text."""
-    ours = service.identities[model].tokenizer
-    if body.tokenizer not in (None, ours):
+    tokenizer = service.identities[model].tokenizer
+    if body.tokenizer not in (None, tokenizer):
         raise InvalidRequest(
-            f"the token ids come from the tokenizer {body.tokenizer!r}, and {model!r} has {ours!r}; use that one, or "
-            "send the document as text",
+            f"the token ids come from the tokenizer {body.tokenizer!r}, and {model!r} has {tokenizer!r}; use that one, "
+            "or send the document as text",
             param="tokenizer",
         )
 
 
-@router.get("", response_model=api.CacheList, openapi_extra=openapi.query_of(api.ListCaches))
+@router.post("/estimate", openapi_extra=openapi.body_of(api.Estimate), dependencies=[TAKES_TOKENS])
+async def estimate(request: Request, service: InService, caller: Reader) -> api.EstimateObject:
+    """The document's tokens and, for each policy, the kept entries, stored bytes and seconds. Nothing is compressed;
+    the document's tokens count as used."""
+    body = await read_json(request, api.Estimate, service)
+    if body.policy is not None:
+        require_policy(body)
+    engine = service.engine(body.model, adapter=body.adapter)
+    require_tokenizer(service, engine.model, body)
+    return await until_hangup(request, engine.estimate(body, caller=service.within(caller)))
+
+
+@router.get("/caches", response_model=api.CacheList, openapi_extra=openapi.query_of(api.ListCaches))
 async def list_caches(request: Request, service: InService, caller: Reader) -> Response:
     """Caches on the shelf, newest first. `label.<key>=<value>` filters by label and may be repeated."""
     filters = read_query(request, api.ListCaches)
@@ -134,7 +146,7 @@ def _listed(store: Store, filters: api.ListCaches, tenant: str) -> Response:
     return written(api.CacheList(data=data, has_more=page.has_more, last_id=data[-1].id if data else None))
 
 
-@router.post("/warm", response_model=api.WarmedCaches, openapi_extra=openapi.body_of(api.WarmCaches))
+@router.post("/caches/warm", response_model=api.WarmedCaches, openapi_extra=openapi.body_of(api.WarmCaches))
 async def warm_caches(request: Request, service: InService, caller: Writer) -> Response:
     """Have caches in the memory of every replica before their questions come: for as long as an unused cache stays
     there, after those that nobody asks or warms. What does not fit is refused before anything of its model is read."""
@@ -154,7 +166,7 @@ def _to_warm(store: Store, body: api.WarmCaches, tenant: str) -> list[Manifest]:
 
 
 @router.get(
-    "/{cache_id}",
+    "/caches/{cache_id}",
     response_model=api.CacheObject,
     responses={304: {"description": "`If-None-Match` has its tag"}},
 )
@@ -168,14 +180,14 @@ async def get_cache(
     return _tagged(manifest)
 
 
-@router.patch("/{cache_id}", response_model=api.CacheObject, openapi_extra=openapi.body_of(api.UpdateCache))
+@router.patch("/caches/{cache_id}", response_model=api.CacheObject, openapi_extra=openapi.body_of(api.UpdateCache))
 async def update_cache(
     cache_id: str, request: Request, service: InService, caller: Writer, if_match: Annotated[str, Header()] = ""
 ) -> Response:
     """Change the expiry, name, labels, pin or guarantee of a cache, or say when its next question comes. Absent fields
     stay as they are."""
     body = await read_json(request, api.UpdateCache, service)
-    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    condition: dict[str, Any] = {"tenant": caller.tenant, "if_revision": _revisions(if_match)}
     if "next_use_s" not in body.model_fields_set:
         return _tagged(await off_loop(service.store.update, cache_id, **condition, **body.changes()))
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
@@ -188,7 +200,7 @@ async def update_cache(
     return _tagged(manifest)
 
 
-@router.delete("/{cache_id}", response_model=api.Deleted)
+@router.delete("/caches/{cache_id}", response_model=api.Deleted)
 async def delete_cache(
     cache_id: str, service: InService, caller: Writer, cascade: Cascade = False, if_match: Annotated[str, Header()] = ""
 ) -> Response:
@@ -196,7 +208,7 @@ async def delete_cache(
 
     A cache that others extend is deleted with these, by `cascade`, or not at all: they have its bytes.
     """
-    condition = {"tenant": caller.tenant, "if_revision": _seen(if_match)}
+    condition = {"tenant": caller.tenant, "if_revision": _revisions(if_match)}
     receipt = await off_loop(service.store.delete, cache_id, cascade=cascade, **condition)
     deleted = api.Deleted(id=receipt.id, descendants=list(receipt.descendants))
     return await service.computing.run(written, deleted)
@@ -211,7 +223,7 @@ def _tags(header: str) -> list[str]:
     return [tag.strip() for tag in header.split(",")]
 
 
-def _seen(if_match: str) -> list[str] | None:
+def _revisions(if_match: str) -> list[str] | None:
     """The revisions that If-Match names; None: any. The comparison is strong, so weak tags match no revision."""
     if not if_match or "*" in _tags(if_match):
         return None

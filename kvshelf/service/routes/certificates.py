@@ -49,8 +49,8 @@ async def keep(request: Request, service: InService, caller: Writer) -> Response
 @router.get("", response_model=CertificateList)
 async def list_certificates(service: InService, caller: Reader) -> Response:
     """The certificates of the caller's tenant, newest first."""
-    kept = service.store.certificates
-    return await service.listing.run(lambda: written(CertificateList(data=kept.list(tenant=caller.tenant))))
+    table = service.store.certificates
+    return await service.listing.run(lambda: written(CertificateList(data=table.list(tenant=caller.tenant))))
 
 
 @router.get("/{name}", response_model=Certificate)

@@ -14,12 +14,12 @@ from kvshelf.api.openai import ChatCompletion, MarkedCompletionRequest
 from kvshelf.service.access.keys import Reader
 from kvshelf.service.bodies import read_json
 from kvshelf.service.dialects.completions import Completion
-from kvshelf.service.engines import relayed
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import CacheQuestion, beginning, question_to
+from kvshelf.service.questions import CacheQuestion, beginning
 from kvshelf.service.service import TAKES_TOKENS, InService
+from kvshelf.workers.replica.calls import relayed
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], responses=openapi.ERRORS)
 
@@ -40,7 +40,7 @@ async def complete(request: Request, service: InService, caller: Reader) -> Resp
         needs = body.asking if body.may_be_refused else None
         begun = await until_hangup(request, beginning(service, caller, body.creation, needs=needs))
         cache_ids, written = [begun.manifest.id], 0 if begun.existing else begun.manifest.num_tokens
-    question = await question_to(service, caller, cache_ids, body.asking, body.model)
+    question = await CacheQuestion.find(service, caller, cache_ids, body.asking, body.model)
     completion = Completion(question.engine.model, written, together=body.cache_ids is not None)
     if body.prewarm:
         return JSONResponse(completion.unasked(sum(cache.manifest.num_tokens for cache in question.caches)))

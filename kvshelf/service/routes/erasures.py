@@ -12,7 +12,6 @@ from kvshelf.service.access.keys import Writer
 from kvshelf.service.bodies import read_json
 from kvshelf.service.http import openapi
 from kvshelf.service.service import InService, in_turn, written
-from kvshelf.store.base import Store
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.erasure.signing import Signer, sealed
 
@@ -35,10 +34,9 @@ async def create_erasure(request: Request, service: InService, caller: Writer) -
         raise InvalidRequest("tenant: a key erases the things of its own tenant alone", param="tenant")
     subject = Subject(tenant=caller.tenant, labels=body.labels, name=body.name or None)
     key_file = service.settings.erasure_key_file
-    receipt = await in_turn(service, caller, _erased, service.store, subject, key_file, dry_run=body.dry_run)
-    return await service.computing.run(written, receipt)
 
+    def erase() -> Erasure:
+        signer = None if key_file is None else Signer.read(key_file)
+        return sealed(service.store.erase(subject, dry_run=body.dry_run, limit_s=_LIMIT_S), signer)
 
-def _erased(store: Store, subject: Subject, key_file: str | None, *, dry_run: bool) -> Erasure:
-    signer = None if key_file is None else Signer.read(key_file)
-    return sealed(store.erase(subject, dry_run=dry_run, limit_s=_LIMIT_S), signer)
+    return await service.computing.run(written, await in_turn(service, caller, erase))

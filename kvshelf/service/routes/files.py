@@ -42,12 +42,10 @@ _CONTENT: Final = {"content": {_TYPE: {"schema": {"type": "string", "format": "b
 )
 async def create_file(request: Request, service: InService, caller: Writer) -> FileObject:
     """Upload the input of a batch as a multipart form. It counts towards the tenant's quota until it is deleted."""
-    async with received_file(request, service.settings, CreateFile) as (about, filename, file):
-        ttl_s = KEEP_S if about.expires_after is None else float(about.expires_after.seconds)
-        create = service.store.files.create
-        fields = {"tenant": caller.tenant, "filename": filename, "purpose": about.purpose, "ttl_s": ttl_s}
-        record = await in_turn(service, caller, create, file, **fields)
-    return file_object(record)
+    async with received_file(request, service.settings, CreateFile) as (body, filename, file):
+        ttl_s = KEEP_S if body.expires_after is None else float(body.expires_after.seconds)
+        fields = {"tenant": caller.tenant, "filename": filename, "purpose": body.purpose, "ttl_s": ttl_s}
+        return file_object(await in_turn(service, caller, service.store.files.create, file, **fields))
 
 
 @router.get("", response_model=FileList, openapi_extra=openapi.query_of(ListFiles))

@@ -41,8 +41,7 @@ async def append(cache_id: str, request: Request, service: InService, caller: Wr
     require_tokenizer(service, engine.model, body)
     await off_loop(service.store.expiry, body.ttl_s, body.expires_at)
     work = engine.append(cache_id, body, body.policy or manifest.policy, caller=service.within(caller))
-    created = await until_hangup(request, work)
-    return cache_response(created.manifest, existing=created.existing)
+    return cache_response((await until_hangup(request, work)).caches[0])
 
 
 @router.post(
@@ -57,8 +56,7 @@ async def remake(cache_id: str, request: Request, service: InService, caller: Wr
     """Make a cache of the same document under another model that is served here, from the kept source, with the same
     name, labels, policy, parameters, codec, lifetime and pin. The cache itself stays as it is."""
     body = await read_json(request, RemakeCache, service)
-    manifest, existing = await until_hangup(request, remade(service, caller, cache_id, body.model))
-    return cache_response(manifest, existing=existing)
+    return cache_response(await until_hangup(request, remade(service, caller, cache_id, body.model)))
 
 
 @router.get("/turns", response_model=TurnList)
@@ -81,7 +79,7 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     messages = None
     if manifest.has_source and manifest.identity["parent"]:
         source = store.source(manifest.id, tenant=manifest.tenant)
-        messages = [_shown(said) for said in json.loads(source)] if isinstance(source, str) else None
+        messages = [_shown(message) for message in json.loads(source)] if isinstance(source, str) else None
     return StoredTurn(
         cache_id=manifest.id,
         parent_id=manifest.parent_id,
@@ -96,7 +94,7 @@ def _turn(store: Store, manifest: Manifest, shorter: int) -> StoredTurn:
     )
 
 
-def _shown(said: dict[str, Any]) -> SaidMessage:
+def _shown(message: dict[str, Any]) -> SaidMessage:
     """A message with its calls of tools in its text."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in said.get("tool_calls", ())]
-    return SaidMessage(role=said["role"], content="\n".join(filter(None, [said["content"], *calls])))
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return SaidMessage(role=message["role"], content="\n".join(filter(None, [message["content"], *calls])))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvshelf.api import queries as asked
+from kvshelf.api import queries
 from kvshelf.api.inspect import BuiltPrompt, KeptOf, KeptTokens
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import KeyCaller, Reader
@@ -26,7 +26,7 @@ async def kept(
     cache_id: str, request: Request, service: InService, caller: Reader, first_layer: FirstLayer = 0
 ) -> Response:
     """Which tokens of its document a cache kept, by layer and head. `source_not_kept` if the source is not stored."""
-    entries = await _kept(request, service, caller, cache_id, None, first_layer)
+    entries = await _kept_tokens(request, service, caller, cache_id, None, first_layer)
     return await service.computing.run(written, entries)
 
 
@@ -37,18 +37,18 @@ async def kept_of(
     """As GET, with the caller's own copy of the document. `state_conflict` if that is a different document. Its
     tokens count as used."""
     body = await read_json(request, KeptOf, service)
-    entries = await _kept(request, service, caller, cache_id, body, first_layer)
+    entries = await _kept_tokens(request, service, caller, cache_id, body, first_layer)
     service.limits.spend_tokens(caller.tenant, entries.num_tokens)
     return await service.computing.run(written, entries)
 
 
 @router.post(
-    "/prompt", response_model=BuiltPrompt, openapi_extra=openapi.body_of(asked.Query), dependencies=[TAKES_TOKENS]
+    "/prompt", response_model=BuiltPrompt, openapi_extra=openapi.body_of(queries.Query), dependencies=[TAKES_TOKENS]
 )
 async def prompt(cache_id: str, request: Request, service: InService, caller: Reader) -> Response:
     """The prompt that one question to a cache builds, token by token, as `/query` would read it: nothing is answered.
     The document's tokens are listed where its source is kept."""
-    body = await read_json(request, asked.Query, service)
+    body = await read_json(request, queries.Query, service)
     if body.several:
         raise InvalidRequest("one prompt is shown at a time; send one, and leave n out", param="prompt")
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)
@@ -60,7 +60,7 @@ async def prompt(cache_id: str, request: Request, service: InService, caller: Re
     return await service.computing.run(written, shown)
 
 
-async def _kept(
+async def _kept_tokens(
     request: Request, service: Service, caller: KeyCaller, cache_id: str, body: KeptOf | None, first_layer: int
 ) -> KeptTokens:
     manifest = await off_loop(service.store.stat, cache_id, tenant=caller.tenant)

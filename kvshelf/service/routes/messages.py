@@ -15,7 +15,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.errors import MESSAGES
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import until_hangup
-from kvshelf.service.questions import CacheQuestion, beginning, question_to
+from kvshelf.service.questions import CacheQuestion, beginning
 from kvshelf.service.service import TAKES_TOKENS, InService, Service
 
 router = APIRouter(prefix=MESSAGES, tags=["messages"], responses=openapi.errors_of(MessageError))
@@ -34,10 +34,10 @@ async def create(request: Request, service: InService, caller: Reader) -> Respon
     service.engine(body.model, NotFound)
     question, answering = await until_hangup(request, _begun(service, caller, body))
     if body.stream:
-        return await event_stream(request, answering.events(question.stream()))
+        return await event_stream(request, answering.events(question.pieces()))
     if not body.max_tokens:
         return JSONResponse(answering.unasked(body.not_kept))
-    (answer,) = await until_hangup(request, question.answers())
+    _, (answer,) = await until_hangup(request, question.answered())
     return JSONResponse(answering.whole(answer))
 
 
@@ -52,7 +52,7 @@ async def count_tokens(request: Request, service: InService, caller: Reader) -> 
 async def _counted(service: Service, caller: KeyCaller, body: CountTokensRequest) -> int:
     engine, cached, boundary, variables = service.engine(body.model, NotFound), 0, None, {}
     if body.cache_id is not None:
-        question = await question_to(service, caller, [body.cache_id], body.asking, body.model)
+        question = await CacheQuestion.find(service, caller, [body.cache_id], body.asking, body.model)
         manifest = question.caches[0].manifest
         cached, boundary = manifest.num_tokens, manifest.identity["boundary"]
         variables = manifest.identity.get("variables", {})
@@ -67,7 +67,7 @@ async def _begun(service: Service, caller: KeyCaller, body: MessagesRequest) -> 
         needs = body.asking if body.tools or body.output_config else None
         begun = await beginning(service, caller, body.creation, needs=needs)
         cache_id, created = begun.manifest.id, not begun.existing
-    question = await question_to(service, caller, [cache_id], body.asking, body.model)
+    question = await CacheQuestion.find(service, caller, [cache_id], body.asking, body.model)
     tokens = question.caches[0].manifest.num_tokens
-    read, made = (0, tokens) if created else (tokens, 0)
-    return question, MessageAnswering(body.model, cache_id, read, made)
+    read, written = (0, tokens) if created else (tokens, 0)
+    return question, MessageAnswering(body.model, cache_id, read, written)

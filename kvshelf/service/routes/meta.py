@@ -120,17 +120,16 @@ async def readyz(service: InService) -> Response:
 
     Without room for more (the part `space`) it is degraded and still answers 200: what is on the shelf can be asked.
     """
-    readiness, _ = await service.readiness.join("", lambda: _readiness(service))
+
+    async def look() -> api.Readiness:
+        workers = (_workers(engine.remote, service.settings.replicas) for engine in service.engines.values())
+        shelf, others = await asyncio.gather(_store(service), asyncio.gather(*workers))
+        parts = [*shelf, *others]
+        return api.Readiness(status="ready" if all(part.ready for part in parts) else "degraded", parts=parts)
+
+    readiness, _ = await service.readiness.join("", look)
     works = all(part.ready for part in readiness.parts if part.name != _SPACE)
     return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if works else 503)
-
-
-async def _readiness(service: Service) -> api.Readiness:
-    workers = (_workers(engine.remote, service.settings.replicas) for engine in service.engines.values())
-    shelf, others = await asyncio.gather(_store(service), asyncio.gather(*workers))
-    parts = [*shelf, *others]
-    ready = all(part.ready for part in parts)
-    return api.Readiness(status="ready" if ready else "degraded", parts=parts)
 
 
 async def _store(service: Service) -> list[api.ReadyPart]:

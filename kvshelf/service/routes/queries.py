@@ -79,16 +79,15 @@ async def _answered(request: Request, service: Service, question: CacheQuestion,
 
 
 def _response(question: CacheQuestion, answers: Iterable[api.Answered]) -> Response:
-    said = [own.wire(answer) for answer in answers]
-    return JSONResponse({"object": "list", "data": said} if question.asking.several else said[0])
+    data = [own.wire(answer) for answer in answers]
+    return JSONResponse({"object": "list", "data": data} if question.asking.several else data[0])
 
 
 async def _compared(question: CacheQuestion) -> list[api.AnswerObject]:
     """The answer to each prompt, each with the full cache's answer."""
     question, answers = await question.answered()
-    full = await (await question.full()).answers()
     compared = []
-    for ours, theirs in zip(answers, full, strict=True):
+    for ours, theirs in zip(answers, await question.full_answers(), strict=True):
         comparison = api.Comparison(text=theirs.text, agreement=agreement(ours.token_ids, theirs.token_ids))
         compared.append(own.alone(ours).model_copy(update={"compare": comparison}))
     return compared

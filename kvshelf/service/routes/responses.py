@@ -1,8 +1,4 @@
-"""/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that.
-
-Clients want one id from the first event on, and the id of the turn's cache follows from the whole answer. So the store
-keeps what the response said under its own id, with that of the cache, with which it ends.
-"""
+"""/v1/responses: OpenAI's shapes. What a response keeps is a stored turn, and `previous_response_id` asks that."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from kvshelf.service.dialects.responses import Responding
 from kvshelf.service.http import openapi
 from kvshelf.service.http.events import event_stream
 from kvshelf.service.http.waiting import off_loop, until_hangup
-from kvshelf.service.questions import question_to
+from kvshelf.service.questions import CacheQuestion
 from kvshelf.service.service import TAKES_TOKENS, InService
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.responses import not_found
@@ -42,14 +38,14 @@ async def respond(request: Request, service: InService, caller: Reader) -> Respo
     body = await read_json(request, ResponsesRequest, service)
     cache_id = await off_loop(_before, service.store, caller.tenant, body)
     asking = body.asking(may_write="write" in caller.scopes)
-    question = await question_to(service, caller, body.cache_ids or [cache_id], asking, body.model)
+    question = await CacheQuestion.find(service, caller, body.cache_ids or [cache_id], asking, body.model)
     responding = Responding(body, asking, question.engine.model)
     if body.stream:
         events = responding.events(question.pieces())
         return await event_stream(request, _keeping(service.store, caller.tenant, events))
     _, (answer,) = await until_hangup(request, question.answered())
     response = await service.computing.run(responding.whole, answer)
-    kept = await off_loop(_kept, service.store, caller.tenant, response)
+    kept = await off_loop(_keep, service.store, caller.tenant, response)
     return await service.computing.run(JSONResponse, kept)
 
 
@@ -58,8 +54,8 @@ async def get_response(response_id: str, service: InService, caller: Reader, str
     """A stored response as it was given, for 30 days and as long as its turn is on the shelf."""
     if stream:
         raise InvalidRequest("a response is not streamed again; leave stream out", param="stream")
-    said = await off_loop(_found, service.store, caller.tenant, response_id)
-    return Response(said, media_type="application/json")
+    body = await off_loop(_read_stored, service.store, caller.tenant, response_id)
+    return Response(body, media_type="application/json")
 
 
 @router.delete("/{response_id}")
@@ -83,25 +79,25 @@ async def _keeping(
     async with aclosing(events):
         async for event in events:
             if event["type"] in ("response.completed", "response.incomplete"):
-                event["response"] = await off_loop(_kept, store, tenant, event["response"])
+                event["response"] = await off_loop(_keep, store, tenant, event["response"])
             yield event
 
 
-def _kept(store: Store, tenant: str, response: dict[str, Any]) -> dict[str, Any]:
-    """A response, once it can be found if its turn is stored. It says why it cannot be found."""
+def _keep(store: Store, tenant: str, response: dict[str, Any]) -> dict[str, Any]:
+    """Keep a response whose turn is stored, under an id of its own: that of the turn's cache follows from the whole
+    answer, and clients want an id from the first event on. Returns it, with the reason where it could not be kept."""
     cache_id = response.get("stored_cache_id")
     if cache_id is None:
         return response
     try:
-        said = json.dumps(response).encode()
-        store.responses.keep(response["id"], said, tenant=tenant, cache_id=cache_id)
+        store.responses.keep(response["id"], json.dumps(response).encode(), tenant=tenant, cache_id=cache_id)
         store.responses.get(response["id"], tenant=tenant)  # its turn may have ended meanwhile
     except KvshelfError as error:
         return response | {"not_stored": error.message}
     return response
 
 
-def _found(store: Store, tenant: str, response_id: str) -> bytes:
+def _read_stored(store: Store, tenant: str, response_id: str) -> bytes:
     record = store.responses.get(response_id, tenant=tenant)
     try:
         store.stat(record.cache_id, tenant=tenant)

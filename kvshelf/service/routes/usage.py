@@ -9,7 +9,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from kvshelf.api import CacheObject
-from kvshelf.api.usage import LabelUse, Metered, TenantStored, TtlUse, UsageQuery, UsageReport, UsageRow
+from kvshelf.api.usage import Metered, TenantStored, TtlUse, UsageQuery, UsageReport, UsageRow
 from kvshelf.api.usage.prices import Prices, by_label, by_ttl, grouped, priced, read_prices
 from kvshelf.errors import InvalidRequest
 from kvshelf.service.access.keys import AnyCaller
@@ -38,47 +38,41 @@ async def usage(request: Request, service: InService, caller: AnyCaller) -> Resp
 
     Workers add what they have counted every two seconds. The use of a day is kept for 400 days.
     """
-    wanted = read_query(request, UsageQuery)
-    caller.require("admin" if wanted.all_tenants else "read")
-    tenant = None if wanted.all_tenants else caller.tenant
-    return await service.listing.run(_report, service.store, wanted, tenant, service.settings.prices_file)
+    query = read_query(request, UsageQuery)
+    caller.require("admin" if query.all_tenants else "read")
+    tenant = None if query.all_tenants else caller.tenant
+    return await service.listing.run(_report, service.store, query, tenant, service.settings.prices_file)
 
 
-def _report(store: Store, wanted: UsageQuery, tenant: str | None, prices_file: str | None) -> Response:
-    prices = _prices(prices_file) if wanted.cost else None
-    used = store.metering.days(wanted.first_day, wanted.last_day, tenant=tenant)
-    tenants = sorted({amount.tenant for amount in used}) if tenant is None else [tenant]
-    stored = {name: store.usage(tenant=name) for name in tenants}
-    count = sum(amount.caches for amount in stored.values())
-    if (wanted.label or wanted.cost) and count > MOST_CACHES:
-        raise InvalidRequest(
-            f"labels and lifetimes are read cache by cache, at most {MOST_CACHES:,} at once, and {count:,} are stored; "
-            "leave label and cost out, or ask for one tenant alone",
-            param="label" if wanted.label else "cost",
-        )
-    rows = [row for record in used for row in _rows(record, wanted.groups)]
-    report = UsageReport(
-        first_day=wanted.first_day,
-        last_day=wanted.last_day,
-        data=grouped(rows, wanted.groups) if prices is None else rows,
-        stored=[TenantStored(tenant=name, caches=amount.caches, bytes=amount.bytes) for name, amount in stored.items()],
-        labels=[use for name in tenants for use in _labels(store, name, wanted.label, prices)],
-        ttls=[use for name in tenants for use in _ttls(store, name, prices)],
-    )
-    return written(report if prices is None else priced(report, wanted.groups, prices))
-
-
-def _prices(file: str | None) -> Prices:
-    if file is None:
+def _report(store: Store, query: UsageQuery, tenant: str | None, prices_file: str | None) -> Response:
+    if query.cost and prices_file is None:
         raise InvalidRequest(
             "this service has no prices; name a file of them in KVSHELF_PRICES_FILE, or take `kvshelf usage --prices`",
             param="cost",
         )
-    return read_prices(file)
-
-
-def _labels(store: Store, tenant: str, label: str | None, prices: Prices | None) -> list[LabelUse]:
-    return by_label(_caches(store, tenant), tenant, label, prices) if label else []
+    prices = read_prices(prices_file) if query.cost and prices_file is not None else None
+    used = store.metering.days(query.first_day, query.last_day, tenant=tenant)
+    tenants = sorted({amount.tenant for amount in used}) if tenant is None else [tenant]
+    stored = {name: store.usage(tenant=name) for name in tenants}
+    count = sum(amount.caches for amount in stored.values())
+    if (query.label or query.cost) and count > MOST_CACHES:
+        raise InvalidRequest(
+            f"labels and lifetimes are read cache by cache, at most {MOST_CACHES:,} at once, and {count:,} are stored; "
+            "leave label and cost out, or ask for one tenant alone",
+            param="label" if query.label else "cost",
+        )
+    rows = [row for record in used for row in _rows(record, query.groups)]
+    report = UsageReport(
+        first_day=query.first_day,
+        last_day=query.last_day,
+        data=grouped(rows, query.groups) if prices is None else rows,
+        stored=[TenantStored(tenant=name, caches=amount.caches, bytes=amount.bytes) for name, amount in stored.items()],
+        labels=[
+            use for name in tenants if query.label for use in by_label(_caches(store, name), name, query.label, prices)
+        ],
+        ttls=[use for name in tenants for use in _ttls(store, name, prices)],
+    )
+    return written(report if prices is None else priced(report, query.groups, prices))
 
 
 def _ttls(store: Store, tenant: str, prices: Prices | None) -> list[TtlUse]:
@@ -107,7 +101,7 @@ def _rows(used: DayUsed, groups: Sequence[str]) -> Iterator[UsageRow]:
             "conversation": {name: models[model] for name, models in used.conversations.items() if model in models},
             "guard_group": amounts.guard_groups,
         }
-        of = [({kind: name}, own) for kind in parts.keys() & set(groups) for name, own in parts[kind].items()]
-        for part, own in of:
-            yield UsageRow.model_validate(dict(own) | about | part)
-        yield UsageRow.model_validate(dict(amounts - sum((own for _, own in of), Metered())) | about)
+        uses = [({kind: name}, use) for kind in parts.keys() & set(groups) for name, use in parts[kind].items()]
+        for part, use in uses:
+            yield UsageRow.model_validate(dict(use) | about | part)
+        yield UsageRow.model_validate(dict(amounts - sum((use for _, use in uses), Metered())) | about)

@@ -9,7 +9,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -55,10 +55,11 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
     local = address is None
     if address is not None:
         _require_listener(address)
-    given = os.environ.get("RAY_TMPDIR")
-    if local and given is not None:
-        make_private(Path(given))
-    folder = own_folder() if local and given is None else None
+    folder, of_operator = None, os.environ.get("RAY_TMPDIR")
+    if local and of_operator is not None:
+        make_private(Path(of_operator))
+    elif local:
+        folder = own_folder()
     with _named_errors(address):
         if address is not None:
             _require_head(address)
@@ -71,8 +72,13 @@ def ray_cluster(address: str | None, *, min_cpus: int) -> Iterator[bool]:
             logging_level=logging.ERROR,
         )
     try:
-        with nullcontext() if local else _known_there():
-            yield local
+        if local:
+            yield True
+        else:
+            from kvshelf.workers.cluster import orphans  # here, because it imports ray.serve
+
+            with orphans.registered():
+                yield False
     finally:
         ray.shutdown()
 
@@ -85,8 +91,8 @@ def own_folder() -> str:
     """
     folder = Path(tempfile.gettempdir()) / f"kvshelf-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise NoWorker(f"{folder} is not a folder that only this user may access; remove it, or set RAY_TMPDIR")
     return str(folder / "ray")
 
@@ -113,13 +119,13 @@ def make_private(folder: Path) -> None:
 
 def _opened_up(folder: Path) -> str:
     """Why a folder cannot be closed to others, "" if it can."""
-    found = folder.stat()  # follows a link, as Ray does
-    if found.st_uid != os.getuid():
+    status = folder.stat()  # follows a link, as Ray does
+    if status.st_uid != os.getuid():
         return "it is another user's"
-    if found.st_mode & 0o022:
-        return f"others may write to it, its mode is {stat.S_IMODE(found.st_mode):o}"
-    if found.st_mode & 0o077 and set(os.listdir(folder)) - {"ray"}:
-        return f"others may read it, its mode is {stat.S_IMODE(found.st_mode):o}, and it is not Ray's alone"
+    if status.st_mode & 0o022:
+        return f"others may write to it, its mode is {stat.S_IMODE(status.st_mode):o}"
+    if status.st_mode & 0o077 and set(os.listdir(folder)) - {"ray"}:
+        return f"others may read it, its mode is {stat.S_IMODE(status.st_mode):o}, and it is not Ray's alone"
     return ""
 
 
@@ -185,9 +191,3 @@ def _require_head(address: str) -> None:
     # Without any token this client would end the whole process.
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and os.environ.get("RAY_AUTH_TOKEN"):
         GcsClient(address=head)
-
-
-def _known_there() -> AbstractContextManager[None]:
-    from kvshelf.workers.cluster import orphans  # here, because it imports ray
-
-    return orphans.held()

@@ -93,22 +93,11 @@ class ReplicaConfig:
 
     @property
     def name(self) -> str:
-        """The model's name in the API."""
         return self.adapter or served_name(self.model)
 
     @property
     def parent(self) -> str | None:
-        """The name of the model that the adapter is of."""
         return served_name(self.model.rpartition("+")[0]) if self.adapter else None
-
-
-@dataclass(frozen=True)
-class DeploymentLimits:
-    """`max_ongoing_requests`: per replica. `max_queued_requests`: per model, waiting in the front end for a replica."""
-
-    replicas: int = 1
-    max_ongoing_requests: int = 64
-    max_queued_requests: int = 256
 
 
 class ServedReplica(Replica):
@@ -210,20 +199,26 @@ def _shared_engine(config: ReplicaConfig) -> Engine:
         chat_template=config.chat_template,
         weights=config.weights,
     )
-    engine.lead.on_lost = _end_replica
+
+    def end_replica(error: WorkerCrashed) -> None:
+        log.error("the replica ends, because one of its processes has", error=error.message)
+        os._exit(1)  # this thread is not the one that waits for the others, and no exception would reach it
+
+    engine.lead.on_lost = end_replica
     return engine
 
 
-def _end_replica(error: WorkerCrashed) -> None:
-    log.error("the replica ends, because one of its processes has", error=error.message)
-    os._exit(1)  # this thread is not the one that waits for the others, and no exception would reach it
-
-
 def deploy(
-    configs: Sequence[ReplicaConfig], limits: DeploymentLimits, *, local: bool = False
+    configs: Sequence[ReplicaConfig],
+    replicas: int = 1,
+    *,
+    max_ongoing_requests: int = 64,
+    max_queued_requests: int = 256,
+    local: bool = False,
 ) -> dict[str, RemoteEngine]:
     """Start a deployment for each model, without waiting until they run; returns their engines by served name.
 
+    max_ongoing_requests: of each replica. max_queued_requests: that wait for the replicas of a model.
     A replica takes one GPU or one CPU for each of its processes, by its device; with the device "auto", GPUs if the
     cluster has one now. Raises `InvalidRequest` for more GPUs than a `local` cluster has, which no node can join.
     """
@@ -234,15 +229,15 @@ def deploy(
     serve.start(proxy_location="Disabled")
     orphans.remove_orphans()  # before anything is placed: they hold GPUs
     deployment = serve.deployment(ServedReplica).options(
-        num_replicas=limits.replicas,
-        max_ongoing_requests=limits.max_ongoing_requests,
-        max_queued_requests=limits.max_queued_requests,
+        num_replicas=replicas,
+        max_ongoing_requests=max_ongoing_requests,
+        max_queued_requests=max_queued_requests,
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=5.0,
         max_constructor_retry_count=1,  # at the start, a second try would fail too; later, Serve keeps trying anyway
     )
-    require_gpus(configs, limits.replicas, ray.cluster_resources().get("GPU", 0), local=local)
+    require_gpus(configs, replicas, ray.cluster_resources().get("GPU", 0), local=local)
     job = orphans.job_id()
     targets = [
         serve.RunTarget(
@@ -254,7 +249,7 @@ def deploy(
     ]
     handles = serve.run_many(targets, wait_for_ingress_deployment_creation=True, wait_for_applications_running=False)
     return {
-        name: RemoteEngine(name, target.name, handle, limits.replicas, config.gpus, config.parent)
+        name: RemoteEngine(name, target.name, handle, replicas, config.gpus, config.parent)
         for name, target, handle, config in zip(names, targets, handles, configs, strict=True)
     }
 
@@ -262,7 +257,7 @@ def deploy(
 def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None:
     """Block until each model has a replica that takes requests; the log says every ten seconds what is missing. Raises
     the error that kept a replica from starting, or `NoWorker`."""
-    began = told = time.monotonic()
+    began = logged = time.monotonic()
     for engine in engines:
         while not running(overview := serve.status().applications[engine.app]):
             waited_s = time.monotonic() - began
@@ -271,8 +266,8 @@ def await_running(engines: Iterable[RemoteEngine], *, deadline_s: float) -> None
                 raise startup_error(engine.model, reason)
             if waited_s > deadline_s:
                 raise NoWorker(f"no worker of {engine.model!r} came up within {deadline_s:g} s: {_missing(reason)}")
-            if time.monotonic() - told > _TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - logged > _TELL_S:
+                logged = time.monotonic()
                 log.info(
                     "the model is not up yet",
                     model=engine.model,
@@ -294,9 +289,9 @@ def _missing(reason: str) -> str:
 def startup_error(model: str, message: str) -> KvshelfError:
     """Why a replica could not be constructed. Serve has only a traceback's text, whose last error is the cause."""
     named = list(re.finditer(r"^kvshelf\.errors\.(\w+): ", message, re.MULTILINE))
-    if named and (said := message[named[-1].end() :].rstrip()):
+    if named and (text := message[named[-1].end() :].rstrip()):
         cls: type[KvshelfError] = getattr(errors, named[-1][1])
-        return cls(said)
+        return cls(text)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return NoWorker(f"no worker of {model!r} came up: {lines[-1] if lines else 'Ray does not say why'}")
 
@@ -307,26 +302,26 @@ def undeploy(engines: Iterable[RemoteEngine]) -> None:
         serve.delete(engine.app)
 
 
-def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, there: float, *, local: bool) -> None:
+def require_gpus(configs: Sequence[ReplicaConfig], replicas: int, gpus: float, *, local: bool) -> None:
     shares = [share for config in configs for share in [resources_of(config).get("num_gpus", 0)] if share]
     needed = replicas * sum(shares)
     if shares and max(shares) < 1:  # of one share of a card, which as many have as fit whole
         needed = math.ceil(replicas * len(shares) / int(1 / max(shares)))
-    if needed > there and local:
+    if needed > gpus and local:
         raise InvalidRequest(
-            f"the replicas take {needed:g} GPUs, and Ray finds {there:g} on this machine; take --device cpu, fewer "
+            f"the replicas take {needed:g} GPUs, and Ray finds {gpus:g} on this machine; take --device cpu, fewer "
             "--replicas, --gpus-per-replica or models, or let replicas share GPUs (KVSHELF_GPU_MEMORY=0.5)",
             param="device",
         )
-    if needed > there:
-        log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=there)
+    if needed > gpus:
+        log.warning("replicas wait for GPUs that the Ray cluster does not have yet", needed=needed, there=gpus)
 
 
 def resources_of(config: ReplicaConfig) -> dict[str, float]:
     # "cuda" takes a GPU even if the cluster has none yet: a node may join later, and replicas never change device.
     device = config.device
-    there = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
-    on_gpus = there or device.startswith("cuda")
+    has_gpus = device in ("auto", "spread") and ray.cluster_resources().get("GPU", 0) > 0
+    on_gpus = has_gpus or device.startswith("cuda")
     share = 1 if config.memory is None or config.gpus > 1 else min(1, config.memory)
     return {"num_gpus": config.gpus * share, "num_cpus": 0} if on_gpus else {"num_cpus": config.gpus}
 

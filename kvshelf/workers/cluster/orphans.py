@@ -1,9 +1,4 @@
-"""Orphans: deployments on a shared Ray cluster whose owner, the process that made them, has ended.
-
-Ray Serve keeps a deployment running after its owner has ended, and with it a GPU for each replica. So each process on a
-shared cluster holds an actor there, which Ray ends together with the process; a deployment whose owner has no actor is
-an orphan. (Fixed names, taken over by the next process, would let two services on one cluster overwrite each other.)
-"""
+"""Orphans: deployments on a shared Ray cluster whose owner, the process that made them, has ended."""
 
 from __future__ import annotations
 
@@ -24,8 +19,10 @@ class _Owner:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Inside the block the cluster knows this process as an owner of deployments."""
+def registered() -> Iterator[None]:
+    """Inside the block the cluster knows this process as an owner of deployments, by an actor that Ray ends together
+    with the process. Ray Serve would keep its deployments, and a GPU for each replica. (Fixed names, taken over by the
+    next process, would let two services on one cluster overwrite each other.)"""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(_Owner)
     handle = actor.options(name=_name(job_id()), namespace=_NAMESPACE).remote()
     ray.get(handle.__ray_ready__.remote())

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
@@ -52,6 +52,7 @@ _UNREACHABLE = (
 _GRACE_S = 5.0  # the replica enforces deadlines itself; this covers one that no longer answers
 
 
+@dataclass(eq=False)
 class RemoteEngine:
     """Calls the replicas of one model; cancelling the caller's task cancels their work.
 
@@ -62,25 +63,17 @@ class RemoteEngine:
     is one.
     """
 
-    def __init__(
-        self,
-        model: str,
-        app: str,
-        handle: DeploymentHandle,
-        target_replicas: int,
-        gpus: int = 1,
-        parent: str | None = None,
-    ) -> None:
-        self.model = model
-        self.parent = parent
-        self.app = app
-        self.handle = handle
-        self.target_replicas = target_replicas
-        self.gpus = gpus
-        self.running = 1
-        self.most_tokens = self.token_characters = sys.maxsize
-        self._pace = Pace()
-        self._counting: Future[int] | None = None
+    model: str
+    app: str
+    handle: DeploymentHandle
+    target_replicas: int
+    gpus: int = 1
+    parent: str | None = None
+    running: int = field(default=1, init=False)
+    most_tokens: int = field(default=sys.maxsize, init=False)
+    token_characters: int = field(default=sys.maxsize, init=False)
+    _pace: Pace = field(default_factory=Pace, init=False)
+    _counting: Future[int] | None = field(default=None, init=False)
 
     @cached_property
     def _streaming(self) -> DeploymentHandle:
@@ -88,7 +81,7 @@ class RemoteEngine:
 
     @property
     def most_characters(self) -> int:
-        """Of the texts of one call, above which they cannot fit the model."""
+        """The characters of the texts of one call, above which they cannot fit the model."""
         return self.most_tokens * self.token_characters
 
     async def described(self, limit_s: float) -> dict[str, Any]:
@@ -108,7 +101,9 @@ class RemoteEngine:
         ids = sum(len(getattr(arg, "token_ids", None) or ()) for arg in args)
         for split in (arg.split_options for arg in args if isinstance(arg, CreateCache)):
             if split is not None:
-                self._require_parts(characters, min(split.max_tokens or self.most_tokens, self.most_tokens))
+                size = min(split.max_tokens or self.most_tokens, self.most_tokens)
+                if characters > MOST_PARTS * size * self.token_characters:
+                    raise too_many_parts(size)
                 break
         else:
             self._require_fitting(characters, ids, question=any(isinstance(arg, Asking | SearchCaches) for arg in args))
@@ -126,17 +121,13 @@ class RemoteEngine:
             )
         if characters <= self.most_characters:
             return
-        found = (
+        problem = (
             f"the texts of this request have {characters} characters together, and {self.model!r} cannot take more "
             f"than {self.most_characters}, however they are encoded"
         )
         if question:
-            raise errors.InvalidRequest(f"{found}; ask a shorter question")
-        raise errors.DocumentTooLong(f"{found}; split the document (split=true), or send less", param="document")
-
-    def _require_parts(self, characters: int, size: int) -> None:
-        if characters > MOST_PARTS * size * self.token_characters:
-            raise too_many_parts(size)
+            raise errors.InvalidRequest(f"{problem}; ask a shorter question")
+        raise errors.DocumentTooLong(f"{problem}; split the document (split=true), or send less", param="document")
 
     async def call(self, method: Method[CallP, ResultT], *args: CallP.args, **kwargs: CallP.kwargs) -> ResultT:
         """As `call_within`, a little longer than the deadline of the `caller` among the arguments, which the
@@ -266,7 +257,6 @@ def replicas_running(app: str) -> int:
 
 
 def running(overview: ApplicationStatusOverview) -> int:
-    """How many of an application's replicas take requests."""
     return sum(d.replica_states.get("RUNNING", 0) for d in overview.deployments.values())
 
 

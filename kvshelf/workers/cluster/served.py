@@ -38,8 +38,8 @@ def served_model(
         return name
     parents = {name: engine.parent for name, engine in engines.items() if engine.parent is not None}
     if adapter not in parents:
-        there = f"there is {', '.join(parents)}" if parents else "there is none: kvshelf serve --adapter NAME=FOLDER"
-        raise InvalidRequest(f"adapter {adapter!r:.100} is not served here; {there}", param="adapter")
+        choice = f"there is {', '.join(parents)}" if parents else "there is none: kvshelf serve --adapter NAME=FOLDER"
+        raise InvalidRequest(f"adapter {adapter!r:.100} is not served here; {choice}", param="adapter")
     if model not in (None, adapter, parents[adapter]):
         raise InvalidRequest(
             f"the adapter {adapter!r} is of the model {parents[adapter]!r}, not of {model!r:.100}", param="adapter"

@@ -54,16 +54,6 @@ def give_up(requests: RequestTable, record: RequestRecord) -> None:
     requests.fail(record.id, record.attempts, code=errors.WorkerCrashed.code, message=message, final=True)
 
 
-_BLAMELESS = (errors.StoreError, errors.NoWorker, errors.QueueFull, errors.Cancelled)
-
-
-def _counts(error: errors.KvshelfError) -> bool:
-    """Whether an attempt that failed with this error counts."""
-    if isinstance(error, _BLAMELESS):
-        return error.is_final or error.details.get("stored") is False
-    return error.details.get("begun") is not False
-
-
 class Attempts:
     """The attempts of one worker, recorded under its name."""
 
@@ -91,7 +81,10 @@ class Attempts:
             raise
         except errors.KvshelfError as error:
             record = await self._threads.run(self._requests.get, request_id, tenant=tenant)
-            counted = _counts(error)
+            if isinstance(error, errors.StoreError | errors.NoWorker | errors.QueueFull | errors.Cancelled):
+                counted = error.is_final or error.details.get("stored") is False
+            else:
+                counted = error.details.get("begun") is not False
             spent = record.tries >= max_attempts
             final = counted and (error.is_final or isinstance(error, errors.QuotaExceeded) or spent)
             await self._record_failure(request_id, attempt, error, final=final, counted=counted)
@@ -110,8 +103,8 @@ class Attempts:
     async def _record_failure(
         self, request_id: str, attempt: int, error: errors.KvshelfError, *, final: bool, counted: bool = True
     ) -> None:
-        told = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
+        fields = {"code": error.code, "message": error.message, "param": error.param, "details": error.details}
         try:
-            await self._threads.run(self._requests.fail, request_id, attempt, **told, final=final, counted=counted)
+            await self._threads.run(self._requests.fail, request_id, attempt, **fields, final=final, counted=counted)
         except errors.StateConflict:
             log.warning("an attempt was taken over by another worker", request=request_id, attempt=attempt)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -28,6 +28,20 @@ tenant_at_work: ContextVar[str] = ContextVar("kvshelf.tenant", default="")
 """The tenant of the request that the current task or thread works for; "" for the service's own work."""
 
 _LONGEST_PAUSE_S: Final = 1.0
+
+
+async def relayed(fetch: Callable[[asyncio.Queue[ResultT | None]], Awaitable[None]]) -> AsyncGenerator[ResultT, None]:
+    """What `fetch` puts into its queue, as it comes; a reader that leaves ends the fetching."""
+    pieces: asyncio.Queue[ResultT | None] = asyncio.Queue()
+    fetching = asyncio.ensure_future(fetch(pieces))
+    fetching.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await fetching
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
 
 
 class Threads(ThreadPoolExecutor):
@@ -148,7 +162,6 @@ class Caller:
     origin: str = ""
 
     def within(self, deadline_s: float | None) -> Caller:
-        """The same, with so many seconds from now."""
         return replace(self, deadline_s=deadline_s)
 
 

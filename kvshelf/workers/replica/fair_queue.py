@@ -32,7 +32,6 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @asynccontextmanager
@@ -42,11 +41,11 @@ class FairQueue:
 
         Raises `QueueFull`, and `DeadlineExceeded` if the turn does not come in time.
         """
-        asked, deadline_s = time.monotonic(), math.inf if deadline_s is None else deadline_s
+        came, deadline_s = time.monotonic(), math.inf if deadline_s is None else deadline_s
         await self._enter(tenant, deadline_s, program)
         began = time.monotonic()
         try:
-            yield max(0.0, deadline_s - (began - asked))
+            yield max(0.0, deadline_s - (began - came))
         finally:
             self._pace.record(time.monotonic() - began)
             self._leave()
@@ -73,9 +72,7 @@ class FairQueue:
 
     def _leave(self) -> None:
         while self._waiting:
-            place = self._waiting.take()
-            if not place.done():  # else it was cancelled just now
-                place.set_result(None)
+            if _wake(self._waiting.take()):
                 return
         self._free += 1
 
@@ -101,7 +98,6 @@ class LoopTurns:
         self._goes_on = False
 
     async def turn(self, tenant: str) -> None:
-        """Wait for the turn."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
         self._waiting.add(tenant, place)
@@ -116,9 +112,7 @@ class LoopTurns:
     def _begin_next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._goes_on = bool(self._waiting)
         if self._goes_on:
-            place = self._waiting.take()
-            if not place.done():  # else it was cancelled just now
-                place.set_result(None)
+            _wake(self._waiting.take())
             loop.call_soon(self._begin_next, loop)  # in the next round: what has arrived meanwhile takes part
 
 
@@ -150,9 +144,15 @@ class FairCondition:
     def notify_all(self) -> None:
         """Wake all who wait, who take the lock in the order of their turns."""
         while self._waiting:
-            place = self._waiting.take()
-            if not place.done():  # else it was cancelled just now
-                place.set_result(None)
+            _wake(self._waiting.take())
+
+
+def _wake(place: asyncio.Future[None]) -> bool:
+    """Give a place its turn. False where it was cancelled just now."""
+    if place.done():
+        return False
+    place.set_result(None)
+    return True
 
 
 async def _surely(work: Coroutine[Any, Any, Any]) -> None:

@@ -1,19 +1,4 @@
-"""The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work.
-
-Each check prefills the document from its kept source (`kvshelf.engine.certify.recheck`). One answer that differs is no
-proof: the quality of its cache is measured anew, by all cues of the document. The cache is below the floor where the
-upper bound of that figure is, or, where no cue tells, the upper bound of the share of its own answers that agreed. It
-is then recorded with the new quality, so that listings, `show` and the page warn of it and no `min_quality` is met by
-it. By the rule "remake" the smallest cache of the document that reaches the floor is made beside it.
-
-An answer of several caches together is compared with one prefill of all their documents, in their order. That counts
-by itself, under the policy `JOINT`: what documents do not see of each other is no fault of one cache, so it raises no
-alarm.
-
-What differs over all caches of a policy is watched by adaptive conformal inference (Gibbs and Candes, 2021, eq. 2): a
-level begins at alpha = 1 - floor, and each check moves it by gamma * (alpha - differs). It is capped at where it began,
-and an alarm is raised when it falls to zero.
-"""
+"""The guard of a replica: asks a share of answered questions again of the full cache, while its model has no work."""
 
 from __future__ import annotations
 
@@ -42,7 +27,8 @@ from kvshelf.workers.replica.reading import whole
 log = structlog.get_logger("kvshelf.workers")
 
 JOINT: Final = "joint"
-"""In place of a policy: of answers from several caches."""
+"""In place of a policy: of answers from several caches. They raise no alarm: what documents do not see of each other is
+no fault of one cache."""
 
 _WAITING: Final = 64
 """Answers that wait to be asked again; the oldest goes for a newer one. Their tokens are in memory alone."""
@@ -81,8 +67,9 @@ class AnswerToCheck:
 
 @dataclass
 class Drift:
-    """The level of adaptive conformal inference over the answers of one policy and group. alpha: the share of them that
-    may differ."""
+    """The level of adaptive conformal inference (Gibbs and Candes, 2021, eq. 2) over the answers of one policy and
+    group: it begins at alpha, the share of them that may differ, and each moves it by gamma * (alpha - differs), never
+    above alpha. At zero an alarm is raised."""
 
     alpha: float
     level: float = field(init=False)
@@ -100,7 +87,10 @@ class Drift:
 
 
 class Guard:
-    """See the module. Its methods are called on the replica's event loop.
+    """Each check prefills the document from its kept source. One answer that differs is no proof: the quality of its
+    cache is measured anew, by all cues of the document. The cache is below the floor where the upper bound of that
+    figure is, or, where no cue tells, that of the share of its own answers that agreed; it is then recorded with the
+    new quality. All methods run on the replica's event loop.
 
     now: of `time.monotonic`. draw: a number in [0, 1) for each answer. pause_s: between two looks whether the model has
     other work.
@@ -125,7 +115,7 @@ class Guard:
         self._drifts: dict[tuple[str, str], Drift] = {}
         self._groups: set[str] = set()
         self._remade: set[tuple[str, str]] = set()  # as many as caches were found below the floor
-        self._told: list[Guarded] = []
+        self._new_results: list[Guarded] = []
         self._checking = 0
 
     @property
@@ -143,8 +133,8 @@ class Guard:
         return len(self._waiting) + self._checking
 
     def take_results(self) -> tuple[Guarded, ...]:
-        """What was found since the last call."""
-        results, self._told = tuple(self._told), []
+        """The results since the last call."""
+        results, self._new_results = tuple(self._new_results), []
         return results
 
     async def run_forever(self) -> NoReturn:
@@ -187,17 +177,16 @@ class Guard:
     def _prepared(self, answered: AnswerToCheck) -> tuple[list[Manifest], Recheck | None]:
         manifests = [self._store.stat(cache_id, tenant=answered.tenant) for cache_id in answered.cache_ids]
         identities = [Identity.from_dict(manifest.identity) for manifest in manifests]
-        if any(not one.has_source or made.parent for one, made in zip(manifests, identities, strict=True)):
+        pairs = list(zip(manifests, identities, strict=True))
+        if any(not manifest.has_source or identity.parent for manifest, identity in pairs):
             return manifests, None
         behind = len(answered.query) + min(len(answered.answer), MOST_TOKENS)
         if len(manifests) > 1:  # before a source is read
-            require_joint(self._engine, sum(one.num_tokens for one in manifests), behind)
-        jobs = [
-            source_job(self._engine, self._store, one, made) for one, made in zip(manifests, identities, strict=True)
-        ]
+            require_joint(self._engine, sum(manifest.num_tokens for manifest in manifests), behind)
+        jobs = [source_job(self._engine, self._store, *pair) for pair in pairs]
         job = jobs[0] if len(jobs) == 1 else joint_job(self._engine, jobs, behind)
         self._creations.require_room(job)
-        caches = tuple(whole(self._engine, self._store, one.id, answered.tenant) for one in manifests)
+        caches = tuple(whole(self._engine, self._store, manifest.id, answered.tenant) for manifest in manifests)
         floor = None if len(caches) > 1 or manifests[0].found_by_guard else self.rules.floor
         return manifests, Recheck(job, caches, answered.query, answered.answer, floor)
 
@@ -219,13 +208,15 @@ class Guard:
             self._meter.add(answered.tenant, guard_s=ticket.worked_s)
 
     def _record_joint(self, manifests: Sequence[Manifest], result: Rechecked) -> None:
-        """The group is that of all caches, if they are of one."""
+        """Record a result of several caches. Its group is theirs, if they are of one."""
         values = {self._value(manifest) for manifest in manifests}
         value = values.pop() if len(values) == 1 else ""
         self._meter.add(
             manifests[0].tenant, guard_group=value or None, guarded_joint=1, guard_joint_differed=int(result.differs)
         )
-        self._told.append(Guarded(JOINT, self.group(value), result.differs, result.kl, below=False, drifts=False))
+        self._new_results.append(
+            Guarded(JOINT, self.group(value), result.differs, result.kl, below=False, drifts=False)
+        )
 
     async def _record(self, manifest: Manifest, result: Rechecked) -> None:
         key = manifest.id, manifest.tenant, manifest.blob_digest
@@ -242,7 +233,7 @@ class Guard:
         looks = quality.cues > 0 or checked.bit_count() == 1  # a bound that is looked at each time is none
         below = recorded or (looks and quality.high is not None and quality.high < self.rules.floor)
         new = result.differs and below and not recorded
-        self._told.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
+        self._new_results.append(Guarded(manifest.policy, group, result.differs, result.kl, new, drifts))
         if result.differs and below:
             await self._repair(manifest, None if recorded else quality)
 
@@ -270,8 +261,9 @@ class Guard:
         """Record what a cache below the floor is worth, if that is new, and have a finer one made by the rule. What
         fails is tried again with the next answer that differs."""
         if quality is not None:
-            seen = {"tenant": manifest.tenant, "if_revision": [manifest.revision]}  # it is of the blob that was asked
-            await self._threads.run(self._store.update, manifest.id, quality=quality, **seen)
+            # The figure is of the blob that was asked.
+            condition = {"tenant": manifest.tenant, "if_revision": [manifest.revision]}
+            await self._threads.run(self._store.update, manifest.id, quality=quality, **condition)
             about = {"cache_id": manifest.id, "policy": manifest.policy, "high": quality.high}
             log.warning("the guard found a cache below its floor", floor=self.rules.floor, **about)
         if self.rules.below != "remake" or (key := (manifest.id, manifest.tenant)) in self._remade:

@@ -1,9 +1,5 @@
 """Which tokens of its document a stored cache kept, by layer and head, beside the text of each token; and which a
-question builds.
-
-A cache holds positions, not text. The kept source or the caller's own text is tokenized again, and shown only if its
-document id matches the cache's.
-"""
+question builds."""
 
 from __future__ import annotations
 
@@ -62,7 +58,8 @@ class Marks(NamedTuple):
 def kept_tokens(
     engine: Engine, store: Store, cache_id: str, document: Document | None, *, tenant: str, first_layer: int = 0
 ) -> KeptTokens:
-    """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on.
+    """Which tokens a cache kept, with the bitmaps of the layers from `first_layer` on. A cache holds positions and no
+    text: its document is tokenized again.
 
     `document` None stands for the kept source. Raises as `Store.open_cache`, `Engine.prepare` and
     `Attachments.require_own` do; also `SourceNotKept`, `StateConflict` for a document other than the cache's, and
@@ -77,8 +74,11 @@ def kept_tokens(
             f"of the cache that it was appended to, {manifest.parent_id or 'which was stored elsewhere'}",
             param="cache_id",
         )
-    given = _kept_source(engine, store, manifest, identity) if document is None else document
-    source = _same_document(engine, store, manifest, identity, given).document
+    if document is None:
+        job = source_job(engine, store, manifest, identity)
+    else:
+        job = _job_of_own(engine, store, manifest, identity, document)
+    source = job.document
     with store.open_cache(cache_id, tenant=tenant) as arriving:
         engine.attachments.require_own(arriving)  # the bitmaps below have the size that its header claims
         arriving.read(together=True)
@@ -113,30 +113,28 @@ def kept_tokens(
 def marks_of(record: LayerRecord, num_tokens: int) -> Marks:
     """Which tokens have an entry in a layer, and which are only merged into another token's entry."""
     entries = entries_of(record)
-    own = np.zeros((entries.kv_heads if entries is not None else 0, num_tokens), np.bool_)
-    in_class = np.zeros_like(own)
-    if entries is None:
-        return Marks(own, in_class)
-    for part in parts_of(entries):
+    kept = np.zeros((entries.kv_heads if entries is not None else 0, num_tokens), np.bool_)
+    in_class = np.zeros_like(kept)
+    for part in () if entries is None else parts_of(entries):
         for head, positions in enumerate(part.positions):
-            own[head, positions.numpy()] = True
+            kept[head, positions.numpy()] = True
         if isinstance(part, Merged):
             for head, positions in enumerate(torch.split(part.slot_positions, part.slot_lengths)):
                 in_class[head, positions.numpy()] = True
-    return Marks(own, in_class & ~own)
+    return Marks(kept, in_class & ~kept)
 
 
 def shown_prompt(
-    engine: Engine, store: Store, manifest: Manifest, behind: Sequence[int], said: Sequence[str], read: int, asked: str
+    engine: Engine, store: Store, manifest: Manifest, behind: Sequence[int], texts: Sequence[str], read: int, id: str
 ) -> BuiltPrompt:
-    """The prompt of tokens behind a cache, as of `built_prompt`: with the document's where its source is kept. asked:
-    the id of the cache that has the first `read` of them."""
+    """The prompt of tokens behind a cache, as of `built_prompt`: with the document's where its source is kept. id: of
+    the cache that has the first `read` of them."""
     identity = Identity.from_dict(manifest.identity)
     engine.attachments.readable.require_match(identity.model)
     document = None
     if manifest.has_source and not identity.parent:
         document = kept_source(engine, store, manifest, identity)
-    return built_prompt(engine.encoder.require_text("prompt"), identity, document, behind, said, read=read, id=asked)
+    return built_prompt(engine.encoder.require_text("prompt"), identity, document, behind, texts, read=read, id=id)
 
 
 def kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> DocumentView:
@@ -145,29 +143,25 @@ def kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Iden
 
 
 def source_job(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Job:
-    """The job that makes the full cache of the document that was kept beside a cache. Raises `SourceNotKept`."""
-    return _same_document(engine, store, manifest, identity, _kept_source(engine, store, manifest, identity))
-
-
-def _kept_source(engine: Engine, store: Store, manifest: Manifest, identity: Identity) -> Document | EncodedDocument:
-    """What was kept as the document: a text, the messages of a conversation, or token ids. Raises `SourceNotKept`."""
+    """The job that makes the full cache of the document that was kept beside a cache: of a text, the messages of a
+    conversation, or token ids. Raises `SourceNotKept`."""
     source = store.source(manifest.id, tenant=manifest.tenant)
+    document: Document | EncodedDocument
     if isinstance(source, TokenIds):
-        kept = EncodedDocument(list(source.ids), source.protected_prefix, identity.layout, identity.boundary)
-        return engine.encode_document(kept)
-    if identity.boundary in ("text", "document"):
-        return source
-    messages: Document = json.loads(source)
-    return messages
+        ids = EncodedDocument(list(source.ids), source.protected_prefix, identity.layout, identity.boundary)
+        document = engine.encode_document(ids)
+    else:
+        document = source if identity.boundary in ("text", "document") else json.loads(source)
+    return _job_of_own(engine, store, manifest, identity, document)
 
 
-def _same_document(
+def _job_of_own(
     engine: Engine, store: Store, manifest: Manifest, identity: Identity, document: Document | EncodedDocument
 ) -> Job:
     """The job that makes the full cache of a document, which must be the cache's own."""
     of_ids = not isinstance(document, str | EncodedDocument) and not (len(document) and isinstance(document[0], dict))
-    layout, told = (None, None) if of_ids else (identity.layout, identity.variables)
-    encoded = engine.encode_document(document, layout=layout, date=identity.date, chat_template_kwargs=told)
+    layout, variables = (None, None) if of_ids else (identity.layout, identity.variables)
+    encoded = engine.encode_document(document, layout=layout, date=identity.date, chat_template_kwargs=variables)
     job = engine.prepare(encoded, policy="full")
     document_id = store.document_id(job.identity, tenant=manifest.tenant)
     if document_id != manifest.document_id:
@@ -192,13 +186,12 @@ def require_source(engine: Engine, identity: Identity, source: str) -> None:
             document = [message.model_dump() for message in TypeAdapter(MessageList).validate_json(source)]
         except ValidationError as error:
             raise InvalidRequest("the source is no list of messages, as the cache's is", param="source") from error
-    found = engine.prepare(
-        document, layout=identity.layout, policy="full", chat_template_kwargs=identity.variables
-    ).identity
-    if (found.document, found.boundary) != (identity.document, identity.boundary):
+    job = engine.prepare(document, layout=identity.layout, policy="full", chat_template_kwargs=identity.variables)
+    source_id = job.identity
+    if (source_id.document, source_id.boundary) != (identity.document, identity.boundary):
         raise StateConflict(
-            f"the source is another document than the cache's: it has {found.num_tokens} tokens with the digest "
-            f"{found.document[:12]}, and the cache is of {identity.num_tokens} tokens with the digest "
+            f"the source is another document than the cache's: it has {source_id.num_tokens} tokens with the digest "
+            f"{source_id.document[:12]}, and the cache is of {identity.num_tokens} tokens with the digest "
             f"{identity.document[:12]}; import the blob without it",
             param="source",
         )
@@ -206,15 +199,15 @@ def require_source(engine: Engine, identity: Identity, source: str) -> None:
 
 def _page(cache: CompressedCache, first_layer: int) -> Iterator[KeptLayer]:
     """The bitmaps of as many layers as one answer holds, at least one."""
-    left = BITMAP_BYTES
+    room = BITMAP_BYTES
     for index in range(first_layer, len(cache.layers)):
         marks = marks_of(cache.layers[index], cache.num_tokens)
-        own = _bitmaps(marks.kept)
+        kept = _bitmaps(marks.kept)
         merged = _bitmaps(marks.merged) if _merges(cache.layers[index]) else None
-        left -= sum(map(len, own + (merged or [])))
-        if left < 0 and index > first_layer:
+        room -= sum(map(len, kept + (merged or [])))
+        if room < 0 and index > first_layer:
             return
-        yield KeptLayer(layer=index, kept=own, merged=merged)
+        yield KeptLayer(layer=index, kept=kept, merged=merged)
 
 
 def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
@@ -224,14 +217,14 @@ def _bitmaps(marks: npt.NDArray[np.bool_]) -> list[str]:
 
 def _counts(cache: CompressedCache) -> dict[str, Any]:
     """For each token, the number of heads that keep it, and of heads that merge it into another."""
-    own = np.zeros(cache.num_tokens, np.int64)
+    kept = np.zeros(cache.num_tokens, np.int64)
     merged = np.zeros(cache.num_tokens, np.int64)
     for layer in cache.reduced:
         marks = marks_of(layer, cache.num_tokens)
-        own += marks.kept.sum(axis=0)
+        kept += marks.kept.sum(axis=0)
         merged += marks.merged.sum(axis=0)
     some = any(map(_merges, cache.layers))
-    return {"counts": own.tolist(), "merged_counts": merged.tolist() if some else None}
+    return {"counts": kept.tolist(), "merged_counts": merged.tolist() if some else None}
 
 
 def _merges(record: LayerRecord) -> bool:

@@ -21,7 +21,7 @@ from kvshelf.api.queries import Linked, Route
 from kvshelf.api.shapes import Logprob, param_of
 from kvshelf.api.texts import texts_of
 from kvshelf.api.tools import ToolAsking, ToolCall, ToolTurn
-from kvshelf.artifact.identity import Boundary, Identity, ModelIdentity
+from kvshelf.artifact.identity import Boundary, Identity
 from kvshelf.engine.attention.attachment import Attached, Attachment
 from kvshelf.engine.decode.generation import Sampling
 from kvshelf.engine.decode.grammar import Grammar
@@ -94,11 +94,13 @@ class Questions:
         """As `kvshelf.engine.tools.tools.count`. Refuses what a question with these tools and this shape
         refuses, and more than the model takes."""
         with called_by(caller):
-            said = [*texts_of(query), *([] if document is None else [document])]
-            await self.threads.compute(self.engine.encoder.require_askable, said, "messages")
+            texts = [*texts_of(query), *([] if document is None else [document])]
+            await self.threads.compute(self.engine.encoder.require_askable, texts, "messages")
             shape = await self.threads.compute(self._shape, query)
-            form, variables = self.engine.encoder.require_text("messages"), shape.variables
-            return await self.threads.compute(count, form, shape.tools, variables, query, document, boundary, cached)
+            form = self.engine.encoder.require_text("messages")
+            return await self.threads.compute(
+                count, form, shape.tools, shape.variables, query, document, boundary, cached
+            )
 
     async def prompt(self, cache_id: str, query: Query, *, caller: Caller) -> BuiltPrompt:
         """The prompt that a question builds, without an answer to it. Raises as a question does."""
@@ -114,38 +116,29 @@ class Questions:
             return shown_prompt(self.engine, self.store, manifest, ids, texts_of(query), 0, cache_id)
         line = self.conversations.line(cache_id, messages_of(query), tenant, shape.variables, shape.intro)
         root, ids = self.store.stat(line.root_id, tenant=tenant), line.dialogue.asked.token_ids
-        said = [message["content"] for message in line.dialogue.messages]
-        return shown_prompt(self.engine, self.store, root, ids, said, line.read, line.cache_id)
+        texts = [message["content"] for message in line.dialogue.messages]
+        return shown_prompt(self.engine, self.store, root, ids, texts, line.read, line.cache_id)
 
     async def query(
-        self,
-        caches: str | Sequence[str],
-        query: Asking,
-        *,
-        caller: Caller,
-        of_batch: bool = False,
+        self, caches: str | Sequence[str], query: Asking, *, caller: Caller, of_batch: bool = False
     ) -> Answer:
         """Answer the one prompt of a query about a cache, or about several together: callers ask several prompts one by
         one, so that tenants take turns. of_batch: whether users' questions go before it."""
         with called_by(caller):
-            async with self._loaded(caches, query, caller) as loaded:
-                ids, ticket = await self._begun(loaded, caller, AnswerOrder(of_batch=of_batch))
+            async with self._load(caches, query, caller) as loaded:
+                ids, ticket = await self._begin(loaded, caller, AnswerOrder(of_batch=of_batch))
                 try:
                     answer = await asyncio.wrap_future(ticket.future)
-                    return await self._kept(loaded, ids, answer, ticket, caller.tenant)
+                    return await self._finish(loaded, ids, answer, ticket, caller.tenant)
                 finally:
                     ticket.cancel()
 
     async def stream(
-        self,
-        caches: str | Sequence[str],
-        query: Asking,
-        *,
-        caller: Caller,
+        self, caches: str | Sequence[str], query: Asking, *, caller: Caller
     ) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces of the answer to the prompt as they become final, then the answer. Closing the iterator cancels it."""
         with called_by(caller):
-            async with self._loaded(caches, query, caller) as loaded:
+            async with self._load(caches, query, caller) as loaded:
                 pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
                 loop = asyncio.get_running_loop()
 
@@ -153,33 +146,34 @@ class Questions:
                     loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
                 thoughts = ThoughtStream(loaded.shape.thoughts, opened=loaded.shape.opened)
-                held = HeldPieces(loaded.settled)
-                ids, ticket = await self._begun(loaded, caller, AnswerOrder(on_text=put))
+                unsettled = HeldPieces(loaded.settled)
+                ids, ticket = await self._begin(loaded, caller, AnswerOrder(on_text=put))
                 ticket.future.add_done_callback(lambda _: put(None))
                 try:
                     while (piece := await pieces.get()) is not None:
-                        for part in held.among(thoughts.push(piece)):
+                        for part in unsettled.among(thoughts.push(piece)):
                             yield part
                     answer = ticket.future.result()
-                    for part in held.among(thoughts.rest()):
+                    for part in unsettled.among(thoughts.rest()):
                         yield part
-                    answer = await self._kept(loaded, ids, answer, ticket, caller.tenant)
-                    for part in held.rest(answer.text):
+                    answer = await self._finish(loaded, ids, answer, ticket, caller.tenant)
+                    for part in unsettled.rest(answer.text):
                         yield part
                     yield answer
                 finally:
                     ticket.cancel()
 
     @asynccontextmanager
-    async def _loaded(self, caches: str | Sequence[str], query: Asking, caller: Caller) -> AsyncIterator[_Loaded]:
+    async def _load(self, caches: str | Sequence[str], query: Asking, caller: Caller) -> AsyncIterator[_Loaded]:
         self._keep_house()
         tenant, deadline_s = caller.tenant, caller.deadline_s
         started = time.monotonic()
-        asked = [caches] if isinstance(caches, str) else list(caches)
+        requested = [caches] if isinstance(caches, str) else list(caches)
         route = query.route if isinstance(query, JointQuery) else None
-        self.engine.asker.require_asked(query, len(asked))
-        cache_ids = [await self._nearest(asked, query, tenant)] if route == "nearest" else asked
-        await self.threads.compute(self._require_askable, query)
+        self.engine.asker.require_asked(query, len(requested))
+        cache_ids = [await self._nearest(requested, query, tenant)] if route == "nearest" else requested
+        param = "prompt" if query.messages is None else "messages"
+        await self.threads.compute(lambda: self.engine.encoder.require_askable(texts_of(query), param))
         shape = await self.threads.compute(self._shape, query)  # refused before any work
         if query.store:
             self.engine.turns.require()
@@ -191,7 +185,7 @@ class Questions:
             of_all = await stack.enter_async_context(AsyncExitStack())  # left once a route has chosen among them
             try:
                 async with asyncio.timeout(deadline_s):
-                    line, held = await self._held(of_all, cache_ids, loading, shape, tenant)
+                    line, residents = await self._take(of_all, cache_ids, loading, shape, tenant)
             except TimeoutError as exc:
                 raise DeadlineExceeded(
                     f"the cache could not be had within {deadline_s} s: the store is slow, or the memory for caches is "
@@ -204,16 +198,23 @@ class Questions:
             cache_ids = cache_ids if line is None else [line.cache_id]
             for cache_id in cache_ids:
                 self.threads.submit(_touch, self.store, cache_id, tenant)
-            document = self.engine.joined([resident.document for resident, _ in held])
+            document = self.engine.joined([resident.document for resident, _ in residents])
             if document.identity.variables:
                 shape = await self.threads.run(self._shape, query, document.identity.variables)
-            found = dict(zip(cache_ids, held, strict=True))
-            found_s, counts = time.monotonic() - started, self.residents.take_counts()
-            named = cache_ids if route is None else asked
-            loaded = _Loaded(named, found, document, query, shape, line, started, found_s, counts)
+            loaded = _Loaded(
+                cache_ids=cache_ids if route is None else requested,
+                residents=dict(zip(cache_ids, residents, strict=True)),
+                document=document,
+                query=query,
+                shape=shape,
+                line=line,
+                started=started,
+                take_s=time.monotonic() - started,
+                counts=self.residents.take_counts(),
+            )
             try:
                 if narrowed_by is not None:
-                    loaded = await self._narrowed(stack, loaded, narrowed_by, caller)
+                    loaded = await self._narrow(stack, loaded, narrowed_by, caller)
                     await of_all.aclose()
                 yield loaded
             except KvshelfError as error:
@@ -236,10 +237,10 @@ class Questions:
 
         return await self.threads.compute(nearest)
 
-    async def _narrowed(self, stack: AsyncExitStack, loaded: _Loaded, route: Route, caller: Caller) -> _Loaded:
+    async def _narrow(self, stack: AsyncExitStack, loaded: _Loaded, route: Route, caller: Caller) -> _Loaded:
         """Of several caches those that the question is about, as the model's reading of it says. They are in use until
         the stack is closed."""
-        documents = [resident.document for resident, _ in loaded.held.values()]
+        documents = [resident.document for resident, _ in loaded.residents.values()]
         ids = await self.threads.compute(self._encoded, loaded)
         narrowing = self.engine.asker.narrowing(route, documents, ids)
         await self.threads.run(_wait_for, documents)
@@ -247,17 +248,17 @@ class Questions:
             narrowing.take([await self._read(loaded, documents, places, ids, caller) for places in readings])
         residents: dict[str, tuple[Resident, bool]] = {}
         for place in narrowing.places:  # not `using_all`: who is taking several may wait for the room that these are in
-            cache_id = list(loaded.held)[place]
+            cache_id = list(loaded.residents)[place]
             query = loaded.query
             using = self.residents.using(cache_id, caller.tenant, tool=query.tool, program=query.program)
             resident, _ = await stack.enter_async_context(using)
-            residents[cache_id] = resident, loaded.held[cache_id][1]
+            residents[cache_id] = resident, loaded.residents[cache_id][1]
         return replace(
             loaded,
-            held=residents,
+            residents=residents,
             document=self.engine.joined([resident.document for resident, _ in residents.values()]),
             narrowing=narrowing,
-            route_s=time.monotonic() - loaded.started - loaded.found_s,
+            route_s=time.monotonic() - loaded.started - loaded.take_s,
         )
 
     async def _read(
@@ -275,62 +276,58 @@ class Questions:
             return await asyncio.wrap_future(ticket.future)
         except KvshelfError as error:
             if len(places) == 1:
-                error.details.setdefault("cache_id", list(loaded.held)[places[0]])
+                error.details.setdefault("cache_id", list(loaded.residents)[places[0]])
             raise
         finally:
             ticket.cancel()
 
     def _keep_house(self) -> None:
-        """Begun by the first call: its event loop is the one that will run it."""
+        """Begin the housekeeping, with the first call: its event loop is the one that will run it."""
         if not self._housekeeping:
             forever = [self.residents.evict_idle_forever(), self.residents.read_ahead_forever()]
             if self.guard.rules.share:
                 forever.append(self.guard.run_forever())
             self._housekeeping += map(asyncio.ensure_future, forever)
 
-    async def _held(
+    async def _take(
         self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, shape: _Shape, tenant: str
     ) -> tuple[Line | None, list[tuple[Resident, bool]]]:
         """The caches to ask. Of one alone the conversation behind it; the cache to ask is then the one with most of
         it."""
-        said, intro = messages_of(query), shape.intro
+
+        async def enter(*cache_ids: str) -> list[tuple[Resident, bool]]:
+            part = query.select is not None and reads_by_index(query.select.method)
+            using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool, program=query.program)
+            return await stack.enter_async_context(using)
+
         if len(cache_ids) > 1 or self.engine.encoder.default_layout == "plain":
-            return None, await self._entered(stack, cache_ids, query, tenant)
-        find = partial(self.conversations.line, cache_ids[0], said, tenant, shape.variables, intro)
-        if len(said) == 1:  # most questions are; only of a turn is there more to know
-            held = await self._entered(stack, cache_ids, query, tenant)
-            identity = held[0][0].document.identity
-            if identity.boundary == "text" or not identity.parent:
-                return self._begun_line(identity, cache_ids[0], said, shape), held
-        line = await self.threads.compute(find)
+            return None, await enter(*cache_ids)
+        (cache_id,), messages = cache_ids, messages_of(query)
+        if len(messages) == 1:  # most questions are; only of a turn is there more to know
+            residents = await enter(cache_id)
+            identity = residents[0][0].document.identity
+            if identity.boundary == "text":
+                return None, residents
+            if not identity.parent:
+                return Line(self._dialogue(identity, messages, shape), cache_id, cache_id), residents
+        line = await self.threads.compute(
+            self.conversations.line, cache_id, messages, tenant, shape.variables, shape.intro
+        )
         if line.dialogue.boundary == "text":
-            return None, await self._entered(stack, cache_ids, query, tenant)
+            return None, await enter(cache_id)
         try:
-            return line, await self._entered(stack, [line.cache_id], query, tenant)
+            return line, await enter(line.cache_id)
         except (CacheError, CacheNotFound):  # a turn that cannot be read is a longer prefill, and no error
-            if line.cache_id == cache_ids[0]:
+            if line.cache_id == cache_id:
                 raise
-            return line.from_root, await self._entered(stack, [line.root_id], query, tenant)
+            return line.from_root, await enter(line.root_id)
 
-    def _begun_line(self, identity: Identity, cache_id: str, said: list[Said], shape: _Shape) -> Line | None:
-        """The conversation that a first question begins."""
-        if identity.boundary == "text":
-            return None
-        return Line(self._dialogue(identity, said, shape), cache_id, cache_id)
-
-    def _dialogue(self, identity: Identity, said: list[Said], shape: _Shape) -> Dialogue:
+    def _dialogue(self, identity: Identity, messages: list[Said], shape: _Shape) -> Dialogue:
         form = self.engine.encoder.require_text("messages")
         options = TemplateOptions.behind(identity, shape.variables)
-        return Dialogue(form, identity.boundary, said, options, shape.intro)
+        return Dialogue(form, identity.boundary, messages, options, shape.intro)
 
-    async def _entered(
-        self, stack: AsyncExitStack, cache_ids: list[str], query: Asking, tenant: str
-    ) -> list[tuple[Resident, bool]]:
-        part = query.select is not None and reads_by_index(query.select.method)
-        using = self.residents.using_all(cache_ids, tenant, part=part, tool=query.tool, program=query.program)
-        return await stack.enter_async_context(using)
-
-    async def _begun(self, loaded: _Loaded, caller: Caller, order: AnswerOrder) -> tuple[list[int], Ticket[Answer]]:
+    async def _begin(self, loaded: _Loaded, caller: Caller, order: AnswerOrder) -> tuple[list[int], Ticket[Answer]]:
         """The token ids of the question, and the queued answer. order: without what question and caller say of it."""
         document, query = loaded.document, loaded.query
         ids = await self.threads.compute(self._encoded, loaded)
@@ -350,10 +347,15 @@ class Questions:
         generate = partial(self.scheduler.generate, passages=passages, reducer=reducer, order=order)
         # On a thread: its grammar may have to be compiled again.
         beginning = asyncio.ensure_future(self.threads.run(generate, document, ids, sampling, selection))
+
+        def abandon(beginning: asyncio.Future[Ticket[Answer]]) -> None:
+            if not beginning.cancelled() and beginning.exception() is None:
+                beginning.result().cancel()
+
         try:
             return ids, await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            beginning.add_done_callback(_abandon)
+        except asyncio.CancelledError:  # the caller left while the question was being queued
+            beginning.add_done_callback(abandon)
             raise
 
     def _turn_ids(self, document: Attachment, loaded: _Loaded, text: str, token_ids: Sequence[int]) -> list[int]:
@@ -363,7 +365,7 @@ class Questions:
         turn = loaded.read(text)
         if not turn.content and not turn.tool_calls:
             raise InvalidRequest("the answer is empty, and a turn of a conversation needs some text", param="store")
-        ids = loaded.line.turn_ids(loaded.said(text), self.engine.turns.without_end(token_ids))
+        ids, _ = loaded.line.turn(loaded.message_of(text), self.engine.turns.without_end(token_ids))
         return self.engine.turns.bounded(document, ids)
 
     def _encoded(self, loaded: _Loaded) -> list[int]:
@@ -374,21 +376,18 @@ class Questions:
             return self.engine.encode_query(loaded.document, prompt_of(loaded.query))
         return self._dialogue(identity, messages_of(loaded.query), loaded.shape).asked.token_ids
 
-    def _require_askable(self, query: Asking) -> None:
-        self.engine.encoder.require_askable(texts_of(query), "prompt" if query.messages is None else "messages")
-
     def _shape(self, query: Asking, cached: Mapping[str, Any] | None = None) -> _Shape:
         """How the model writes a question's tools, what its template is told, and what the answer must be. cached: the
         variables that the document was written with. Raises `InvalidRequest` for tools that the model's template has no
         room for, for what it is not told, and as `Guide.constraint`."""
-        wanted = None if query.response_format is None else query.response_format.model_dump()
-        asked = {"response_format": wanted, "grammar": query.grammar, "choices": query.choices}
-        grammar = Grammar.of(asked, param_of(query, "response_format"))
+        response_format = None if query.response_format is None else query.response_format.model_dump()
+        limits = {"response_format": response_format, "grammar": query.grammar, "choices": query.choices}
+        grammar = Grammar.of(limits, param_of(query, "response_format"))
         tools, variables = None, dict[str, Any]()
         form = self.engine.text
         if query.chat_template_kwargs or query.reasoning_effort:
-            told = self.engine.encoder.require_text("chat_template_kwargs").template.told
-            variables = told(query.chat_template_kwargs or {}, query.reasoning_effort)
+            template = self.engine.encoder.require_text("chat_template_kwargs").template
+            variables = template.told(query.chat_template_kwargs or {}, query.reasoning_effort)
         if isinstance(query, ToolAsking):
             tools = ToolFormat.of(self.engine.encoder.require_text("tools"), query.tools)
             if query.callable:
@@ -405,7 +404,6 @@ class Questions:
         return _Shape(tools, grammar, variables, form.thoughts if form is not None else None, opened)
 
     def _count(self, loaded: _Loaded, answer: Answer, tenant: str) -> None:
-        """Count an answer for the tenant."""
         usage = answer.usage
         self.meter.add(
             tenant,
@@ -415,21 +413,19 @@ class Questions:
             prefill_tokens=usage.prefill_tokens,
             completion_tokens=usage.completion_tokens,
         )
-        self.threads.submit(self._count_saved, loaded.held, tenant, loaded.query.conversation)
+        self.threads.submit(self._count_saved, loaded.residents, tenant, loaded.query.conversation)
 
-    def _count_saved(self, held: Mapping[str, tuple[Resident, bool]], tenant: str, conversation: str | None) -> None:
-        for cache_id, (resident, _) in held.items():
+    def _count_saved(
+        self, residents: Mapping[str, tuple[Resident, bool]], tenant: str, conversation: str | None
+    ) -> None:
+        saved_s = 0.0
+        for cache_id, (resident, _) in residents.items():
             if resident.prefill_s is None:
                 resident.prefill_s = _prefill_s(self.store, cache_id, tenant)
-        self.meter.add(tenant, conversation, saved_s=sum(resident.prefill_s or 0.0 for resident, _ in held.values()))
+            saved_s += resident.prefill_s
+        self.meter.add(tenant, conversation, saved_s=saved_s)
 
-    def _linked(self, made_under: ModelIdentity) -> Linked | None:
-        readable = self.engine.attachments.readable
-        if not readable.links(made_under):
-            return None
-        return Linked(linked_from=made_under.name, agreement=readable.linked[made_under.fingerprint()])
-
-    async def _kept(
+    async def _finish(
         self, loaded: _Loaded, ids: Sequence[int], answer: Answer, ticket: Ticket[Answer], tenant: str
     ) -> Answer:
         """The answer to these tokens, once its turn is stored if the query asks for that. What keeps a turn from being
@@ -438,40 +434,34 @@ class Questions:
             answer = replace(answer, usage=loaded.narrowing.counted(answer.usage))
         self._count(loaded, answer, tenant)
         if self.guard.wants:
-            self.guard.add(AnswerToCheck(tuple(loaded.held), tenant, tuple(ids), tuple(answer.token_ids)))
-        linked = self._linked(loaded.document.identity.model)
-        text, answer = (
-            answer.text,
-            loaded.served(answer, ticket).also(guarded=self.guard.take_results(), linked=linked),
-        )
+            self.guard.add(AnswerToCheck(tuple(loaded.residents), tenant, tuple(ids), tuple(answer.token_ids)))
+        made_under, readable, linked = loaded.document.identity.model, self.engine.attachments.readable, None
+        if readable.links(made_under):
+            linked = Linked(linked_from=made_under.name, agreement=readable.linked[made_under.fingerprint()])
+        message = loaded.message_of(answer.text)
+        answer = loaded.served(answer, ticket).also(guarded=self.guard.take_results(), linked=linked)
         if not loaded.query.store:
             return answer
-        document, keep, said, cache_id = (
-            loaded.document,
-            self.conversations.keep,
-            loaded.said(text),
-            answer.served.cache_id,
-        )
-        assert isinstance(document, Attachment)
+        cache_id = answer.served.cache_id
+        assert isinstance(loaded.document, Attachment)
         try:
-            kept = await self.threads.run(
-                keep,
+            manifest, document = await self.threads.run(
+                self.conversations.keep,
                 cache_id,
-                document,
+                loaded.document,
                 loaded.query,
                 loaded.line,
-                said,
+                message,
                 ticket.turn,
                 tenant,
-                loaded.held[cache_id][0].digest,
+                loaded.residents[cache_id][0].digest,
             )
         except KvshelfError as error:
             log.warning("a turn was not stored", cache_id=cache_id, reason=error.message)
             return answer.also(not_stored=error.message)
-        stored = kept.manifest
-        if kept.document is not None:
-            await self.residents.hold(stored.id, tenant, kept.document, stored.blob_digest)
-        return answer.also(stored_cache_id=stored.id)
+        if document is not None:
+            await self.residents.hold(manifest.id, tenant, document, manifest.blob_digest)
+        return answer.also(stored_cache_id=manifest.id)
 
 
 class _Shape(NamedTuple):
@@ -492,79 +482,79 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The caches to query, by id, each with whether it was in memory. They may still be arriving; every answer waits
-    for all of them.
+    """A question and its caches in memory. They may still be arriving; the answer waits for all of them.
 
-    asked: the ids in the answer, of which a route may have chosen some to hold. document: they, as the question sees
-    them. query: what is asked of them. shape: of it. line: the conversation behind one cache. started: the time of the
-    request, of `time.monotonic`. found_s: seconds until the caches were found in memory or began to arrive. counts: of
-    `Residents.take_counts`. narrowing: which chose the caches to hold, in `route_s` seconds.
+    cache_ids: in the answer. residents: the caches that answer, all of these or those that a route chose, by id, each
+    with whether it was in memory before. document: the residents as the question sees them. line: the conversation
+    behind one cache. started: the time of the request, of `time.monotonic`. take_s: seconds until the caches were in
+    memory or began to arrive. counts: of `Residents.take_counts`. narrowing: what chose the residents, in `route_s`
+    seconds.
     """
 
-    asked: Sequence[str]
-    held: dict[str, tuple[Resident, bool]]
+    cache_ids: Sequence[str]
+    residents: dict[str, tuple[Resident, bool]]
     document: Attached
     query: Asking
     shape: _Shape
     line: Line | None
     started: float
-    found_s: float
+    take_s: float
     counts: dict[str, int]
     narrowing: Narrowing | None = None
     route_s: float = 0.0
     _read: dict[str, ToolTurn] = field(default_factory=dict)
 
     def left_s(self, caller: Caller) -> float | None:
-        """Seconds that are left of the caller's, at least 0."""
+        """Seconds that the caller has left, at least 0."""
         return None if caller.deadline_s is None else max(0.0, self.started + caller.deadline_s - time.monotonic())
 
     def read(self, text: str) -> ToolTurn:
         """What an answer says: its thoughts, its text, and the calls behind it. The same each time: calls get their ids
         here."""
         if text not in self._read:
-            thought, said = told_apart(self.shape.thoughts, text, opened=self.shape.opened)
+            thought, content = told_apart(self.shape.thoughts, text, opened=self.shape.opened)
             calls: list[ToolCall] = []
             if isinstance(self.query, ToolAsking) and self.shape.tools is not None:
-                said, calls = self.shape.tools.answered(said, self.query)
+                content, calls = self.shape.tools.answered(content, self.query)
             self._read[text] = ToolTurn.model_construct(
-                role="assistant", content=said, tool_calls=calls, reasoning_content=thought
+                role="assistant", content=content, tool_calls=calls, reasoning_content=thought
             )
         return self._read[text]
 
-    def said(self, text: str) -> Said:
+    def message_of(self, text: str) -> Said:
         """An answer as the message that a client's next request has."""
         return {"role": "assistant", "content": text} if self.line is None else self.read(text).said
 
     @property
     def settled(self) -> Callable[[str], int]:
-        """How much of a beginning of the answer is text and no call, whatever follows it."""
+        """Tells how much of a beginning of the answer is text and no call, whatever follows it."""
         calls = isinstance(self.query, ToolAsking) and self.query.tool_choice != "none"
         return self.shape.tools.settled if calls and self.shape.tools is not None else len
 
     @property
     def failed(self) -> str | None:
-        """Of several caches, one that could not be read."""
-        unread = (cache_id for cache_id, (resident, _) in self.held.items() if resident.document.failed)
-        return next(unread, None) if len(self.asked) > 1 else None
+        """The id of one of several caches that could not be read."""
+        unread = (cache_id for cache_id, (resident, _) in self.residents.items() if resident.document.failed)
+        return next(unread, None) if len(self.cache_ids) > 1 else None
 
     def served(self, answer: Answer, ticket: Ticket[Answer]) -> Answer:
         """An answer that has just ended, its thoughts and calls told apart, with how it was served."""
         identity = self.document.identity
-        read = [resident for resident, was_there in self.held.values() if not was_there]
+        read = [resident for resident, in_memory in self.residents.values() if not in_memory]
         slowest = max(read, key=lambda resident: resident.read_s, default=None)
         read_from, read_s = ("memory", 0.0) if slowest is None else (slowest.place, slowest.read_s)
-        load_s = self.found_s + read_s
+        load_s = self.take_s + read_s
         asked_s = ticket.submitted - self.started
         begun_s, first_s = asked_s + ticket.queue_s, asked_s + ticket.first_s
         phases = (
             Phase("load", 0.0, load_s),
-            *([Phase("route", self.found_s, self.route_s)] if self.narrowing is not None else []),
+            *([Phase("route", self.take_s, self.route_s)] if self.narrowing is not None else []),
             Phase("queue", asked_s, ticket.queue_s),
             Phase("prefill", begun_s, first_s - begun_s),
             Phase("decode", first_s, time.monotonic() - self.started - first_s),
         )
-        shares = dict(zip(self.held, answer.sources, strict=True))
-        longest = next(id for id, (resident, _) in self.held.items() if resident.document.identity is identity)
+        shares = dict(zip(self.residents, answer.sources, strict=True))
+        longest = next(id for id, (resident, _) in self.residents.items() if resident.document.identity is identity)
         several = {"caches": len(shares)} if len(shares) > 1 else {}
         log.info("answered", cache_id=longest, read_from=read_from, **several, **dict(answer.usage), **rounded(phases))
         turn = self.read(answer.text)
@@ -573,12 +563,12 @@ class _Loaded:
             text=turn.content,
             thought=turn.reasoning_content,
             tool_calls=tuple(turn.tool_calls),
-            sources=tuple(shares.get(id, 0.0) for id in self.asked),
+            sources=tuple(shares.get(id, 0.0) for id in self.cache_ids),
             logprobs=answer.logprobs and _of_text(answer.logprobs, answer.text, turn),
             served=Served(
                 id="ans_" + secrets.token_hex(12),
-                cache_ids=tuple(self.asked),
-                read_ids=tuple(self.held),
+                cache_ids=tuple(self.cache_ids),
+                read_ids=tuple(self.residents),
                 cache_id=longest,
                 policy=identity.policy,
                 compression_ratio=identity.compression_ratio,
@@ -592,7 +582,7 @@ class _Loaded:
 
 
 def messages_of(query: Asking) -> list[Said]:
-    """What a query says, as a chat template reads it."""
+    """The messages of a query, as a chat template reads them."""
     if isinstance(query, ToolAsking):
         return [turn.said for turn in query.messages]
     if query.messages is not None:
@@ -601,7 +591,7 @@ def messages_of(query: Asking) -> list[Said]:
 
 
 def prompt_of(query: Asking) -> str | list[Said]:
-    """What a query asks: its one prompt, or its messages."""
+    """The one prompt of a query, or its messages."""
     if query.prompt is None:  # the type asks for exactly one of the two
         return messages_of(query)
     (prompt,) = query.prompt if isinstance(query.prompt, list) else [query.prompt]
@@ -609,7 +599,7 @@ def prompt_of(query: Asking) -> str | list[Said]:
 
 
 def _of_text(logprobs: tuple[Logprob, ...], text: str, turn: ToolTurn) -> tuple[Logprob, ...]:
-    """Those of an answer's text, behind its thoughts."""
+    """The logprobs of an answer's text, behind its thoughts."""
     if turn.reasoning_content is None:
         return logprobs
     before, first = len(text.encode()) - len(turn.content.encode()), 0
@@ -631,16 +621,10 @@ def _prefill_s(store: Store, cache_id: str, tenant: str) -> float:
 
 
 def _wait_for(documents: Sequence[Attachment]) -> None:
-    """Until all layers have arrived. Raises the error of one that could not be read."""
+    """Wait until all layers have arrived. Raises the error of one that could not be read."""
     for document in documents:
         for layer in range(document.num_layers):
             document.outlines(layer)
-
-
-def _abandon(beginning: asyncio.Future[Ticket[Answer]]) -> None:
-    """Cancel a question whose caller left while it was being queued."""
-    if not beginning.cancelled() and beginning.exception() is None:
-        beginning.result().cancel()
 
 
 def _touch(store: Store, cache_id: str, tenant: str) -> None:

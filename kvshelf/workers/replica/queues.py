@@ -195,7 +195,6 @@ class Rounds(Generic[ItemT]):
         return None if tenant is None else self._take(tenant)
 
     def take_round(self) -> list[ItemT]:
-        """The next item of each tenant."""
         return [self._take(tenant) for tenant in list(self._queues)]
 
     def _take(self, tenant: str) -> ItemT:
@@ -318,12 +317,11 @@ class Queues:
         with self.changed:
             while self.accepting and not (busy or self.waiting):
                 self.changed.wait()
-            left = busy or self.waiting
-        return self.accepting or (left and time.monotonic() < self._stop_at)
+            has_work = busy or self.waiting
+        return self.accepting or (has_work and time.monotonic() < self._stop_at)
 
     @property
     def waiting(self) -> bool:
-        """Whether any work waits."""
         return bool(self._questions or self._batch_questions or self._documents or self._passes)
 
     def take_passes(self) -> list[Passing]:
@@ -342,10 +340,10 @@ class Queues:
         with self.changed:
             for queue in (self._questions, self._batch_questions, self._documents):
                 self._drop_ended(queue)
-            taken = _taken(self._questions, open_ones, most, most_bytes)
-            beside = [*open_ones, *taken]
-            taken += _taken(self._batch_questions, beside, most - most // 8, most_bytes - most_bytes // 8)
-        return taken
+            works = _take_fitting(self._questions, open_ones, most, most_bytes)
+            beside = [*open_ones, *works]
+            works += _take_fitting(self._batch_questions, beside, most - most // 8, most_bytes - most_bytes // 8)
+        return works
 
     def _drop_ended(self, queue: Rounds[Any]) -> None:
         """Remove queued work that was cancelled or ran out of time, so that it holds no place in the queue."""
@@ -376,16 +374,16 @@ class Queues:
         return NoWorker(f"the worker of {self._name!r} stopped before this was done; ask again", retry_after_s=1.0)
 
 
-def _taken(queue: Rounds[Answering], beside: Sequence[Answering], most: int, most_bytes: int) -> list[Answering]:
+def _take_fitting(queue: Rounds[Answering], beside: Sequence[Answering], most: int, most_bytes: int) -> list[Answering]:
     """The next questions, up to so many open answers and bytes of their suffixes. The first of all always fits."""
-    taken: list[Answering] = []
-    held_bytes = sum(work.suffix_bytes for work in beside)
-    while (following := queue.next) is not None and (rows := len(beside) + len(taken)) < most:
-        held_bytes += following.suffix_bytes
-        if held_bytes > most_bytes and rows:
+    works: list[Answering] = []
+    nbytes = sum(work.suffix_bytes for work in beside)
+    while (following := queue.next) is not None and (rows := len(beside) + len(works)) < most:
+        nbytes += following.suffix_bytes
+        if nbytes > most_bytes and rows:
             break
-        taken.append(queue.take())
-    return taken
+        works.append(queue.take())
+    return works
 
 
 def _queue_full(what: str, queued: int, retry_after_s: float) -> QueueFull:

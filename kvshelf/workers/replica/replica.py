@@ -1,8 +1,4 @@
-"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray.
-
-The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Keys and values
-go from here to the store and back; only ids, text and numbers leave this process.
-"""
+"""One replica: an engine, its scheduler and the store, behind asynchronous methods. Knows no HTTP and no Ray."""
 
 from __future__ import annotations
 
@@ -30,12 +26,11 @@ from kvshelf.workers.replica.conversations import Conversations
 from kvshelf.workers.replica.create.cooling import Cooling
 from kvshelf.workers.replica.create.creations import Creations
 from kvshelf.workers.replica.create.spec import document_of
-from kvshelf.workers.replica.files import pieces
 from kvshelf.workers.replica.guard import Guard, GuardRules
 from kvshelf.workers.replica.inspect import kept_tokens, require_source
 from kvshelf.workers.replica.memory.residents import ResidentLimits, Residents
 from kvshelf.workers.replica.questions import Questions
-from kvshelf.workers.replica.reading import attached
+from kvshelf.workers.replica.reading import attached, exported
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.searches import Searches
 
@@ -75,7 +70,8 @@ def _streamed(
 
 
 class Replica(ReplicaApi):
-    """See the module. `start` it on the event loop that will call it, `stop` it once.
+    """The event loop never computes: tokenization and the store run on threads, the model on the scheduler's. Only ids,
+    text and numbers leave this process. `start` it on the event loop that will call it, `stop` it once.
 
     quality, tenant_quality, max_document_tokens: see `Creations`. guard: without it no answer is asked again.
     """
@@ -104,11 +100,17 @@ class Replica(ReplicaApi):
         self.creations = Creations(
             engine, store, scheduler, threads, attempts, meter, max_document_tokens, quality, tenant_quality or {}
         )
-        limits = residents or ResidentLimits()
-        held = Residents(store, partial(attached, engine, store), engine.attachments.of_part, limits, threads)
-        conversations = Conversations(engine, store)
-        guarding = Guard(self.creations, guard or GuardRules())
-        self.questions = Questions(engine, store, scheduler, threads, held, conversations, meter, guarding)
+        attach, limits = partial(attached, engine, store), residents or ResidentLimits()
+        self.questions = Questions(
+            engine,
+            store,
+            scheduler,
+            threads,
+            Residents(store, attach, engine.attachments.of_part, limits, threads),
+            Conversations(engine, store),
+            meter,
+            Guard(self.creations, guard or GuardRules()),
+        )
         self.cooling = Cooling(self.creations)
         self.searches = Searches(engine, store, scheduler, threads)
 
@@ -185,30 +187,17 @@ class Replica(ReplicaApi):
         caller's own copy of it; None stands for the kept source."""
         with called_by(caller):
             document = None if body is None else document_of(body)
-            return await self._threads.compute(
-                kept_tokens,
-                self.engine,
-                self.store,
-                cache_id,
-                document,
-                tenant=caller.tenant,
-                first_layer=first_layer,
-            )
+            options: dict[str, Any] = {"tenant": caller.tenant, "first_layer": first_layer}
+            return await self._threads.compute(kept_tokens, self.engine, self.store, cache_id, document, **options)
 
     async def export(
-        self,
-        cache_id: str,
-        to: ExportTo,
-        dtype: ExportDtype | None,
-        engine_model: str | None,
-        *,
-        caller: Caller,
+        self, cache_id: str, to: ExportTo, dtype: ExportDtype | None, engine_model: str | None, *, caller: Caller
     ) -> AsyncIterator[bytes]:
-        """The file of another engine, piece by piece, see `kvshelf.workers.replica.files`."""
+        """The file of another engine, piece by piece, see `kvshelf.workers.replica.reading`."""
         with called_by(caller):
             options: dict[str, Any] = {"dtype": dtype, "engine_model": engine_model}
-            made = pieces(self.engine, self.store, cache_id, to, tenant=caller.tenant, **options)
-            while piece := await self._threads.compute(next, made, b""):
+            file = exported(self.engine, self.store, cache_id, to, tenant=caller.tenant, **options)
+            while piece := await self._threads.compute(next, file, b""):
                 yield piece
 
     async def require_source(self, identity: Identity, source: str, *, caller: Caller) -> None:

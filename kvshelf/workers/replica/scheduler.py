@@ -1,17 +1,4 @@
-"""One thread owns the model and divides its time between layers of a prefill and steps of all open answers together.
-
-Continuous batching: between two steps new questions join, and finished and abandoned ones leave. While a cache is still
-being read, its questions run through each layer as it arrives, and the other answers take their steps meanwhile.
-
-Questions before documents: between two layers of a compression, queued questions are prefilled and open answers take
-their steps. A question is answered while a long document is still being prefilled, and a compression never starves: it
-keeps `batch_share` of the time. Users before batches: while a user's question is open, the questions of batches take
-part in a `batch_share` of the steps.
-
-Callers stay on their own threads and get a `Ticket` with a `concurrent.futures.Future`. Every ticket ends: with a
-result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit of work, or with `NoWorker`
-when the scheduler stops.
-"""
+"""One thread owns the model and divides its time between layers of a prefill and steps of all open answers together."""
 
 from __future__ import annotations
 
@@ -47,7 +34,15 @@ _PATIENCE_S = 0.02  # how long the thread waits for a layer before it looks agai
 
 
 class Scheduler:
-    """Runs all work of one engine. Every method may be called from any thread."""
+    """Runs all work of one engine. Every method may be called from any thread.
+
+    Questions before documents: between two layers of a compression, queued questions are prefilled and open answers
+    take their steps; a compression keeps `batch_share` of the time. Users before batches: while a user's question is
+    open, those of batches take part in a `batch_share` of the steps.
+
+    Every ticket ends: with a result, with the work's own error, with `Cancelled` or `DeadlineExceeded` at the next unit
+    of work, or with `NoWorker` when the scheduler stops.
+    """
 
     def __init__(self, engine: Engine, limits: SchedulerLimits | None = None) -> None:
         self._engine = engine
@@ -80,7 +75,6 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether the scheduler accepts work."""
         return self._queues.accepting and self._thread.is_alive()
 
     @property
@@ -91,12 +85,10 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether the model has nothing to do."""
         return not (self.open or self._compressing or self._queues.waiting)
 
     @property
     def has_documents(self) -> bool:
-        """Whether documents wait to be compressed."""
         return self._queues.has_documents
 
     def compress(
@@ -151,11 +143,11 @@ class Scheduler:
 
     def _suffix_bytes(self, tokens: int, reducer: SuffixReducer | None) -> int:
         """tokens: of question and answer."""
-        most = None if reducer is None else reducer.most
-        beside = 0 if reducer is None else reducer.beside
-        copied = 0 if reducer is None or beside else reducer.of_document  # what is beside a slab is not in it
-        entries = min(tokens, self._engine.max_tokens) + copied
-        entries = min(entries, most or entries)
+        entries, beside, most = min(tokens, self._engine.max_tokens), 0, None
+        if reducer is not None:
+            most, beside = reducer.most, reducer.beside
+            entries += 0 if beside else reducer.of_document  # what is beside a slab is not in it
+            entries = min(entries, most or entries)
         needed = (capacity_for(entries, most) + beside) * self._engine.kv_bytes_per_token
         if reducer is not None:
             needed += reducer.table_bytes + reducer.slot_bytes(entries) * self._engine.facts.kv_heads
@@ -179,11 +171,13 @@ class Scheduler:
 
     @property
     def _held_bytes(self) -> int:
-        """What `_suffix_bytes` foretells, of all open answers by now."""
+        """The bytes that `_suffix_bytes` foretells, of all open answers by now."""
         states, entry = self._engine.passes.state_bytes, self._engine.kv_bytes_per_token
-        answers = [answering.generation for answering in self.open]
-        own = (one.row.beside * entry + one.held_bytes + (states if one.row.states else 0) for one in answers)
-        return self.batch.nbytes + sum(own)
+        beside = 0
+        for generation in (answering.generation for answering in self.open):
+            row = generation.row
+            beside += row.beside * entry + generation.held_bytes + (states if row.states else 0)
+        return self.batch.nbytes + beside
 
     def _run(self) -> None:
         try:
@@ -193,7 +187,10 @@ class Scheduler:
                     self._compress_next()
         finally:
             self._engine.driver.release()
-            self._refuse_rest()
+            rest: list[Answering | Compressing | Passing] = [*self.open, *self._queues.take_all()]
+            self.open.clear()
+            for work in rest:
+                work.ticket.resolve(None, self._queues.stopped())
 
     def _compress_next(self) -> None:
         self._compressing = queued = self._queues.take_document()
@@ -275,7 +272,7 @@ class Scheduler:
             self._advance(joining, waiting=lambda record: self._wait(record, joining))
 
     def _next_of(self, works: Sequence[Answering]) -> Sequence[Answering]:
-        """Those of users alone, or all of them in `batch_share` of the steps."""
+        """The answers that take the next step: those of users alone, or all in `batch_share` of the steps."""
         users = [work for work in works if not work.order.of_batch]
         if users and self._steps_of_users + 1 < 1 / self._limits.batch_share:
             self._steps_of_users += 1
@@ -304,19 +301,19 @@ class Scheduler:
         try:
             generations = [work.generation for work in works]
             with self._charged(works):
-                told = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
+                texts = self.batch.step(generations, lambda: self._require_wanted(works), waiting)
         except Exception as exc:
             error = out_of_memory(exc) or exc  # before the next tries need what this one held
             if len(works) == 1:
-                self._tell(works[0], error)
+                self._deliver(works[0], error)
             else:
                 for work in works:
                     self._advance([work], waiting)
         else:
-            for work, text in zip(works, told, strict=True):
-                self._tell(work, text)
+            for work, text in zip(works, texts, strict=True):
+                self._deliver(work, text)
 
-    def _tell(self, work: Answering, text: Piece | Exception) -> None:
+    def _deliver(self, work: Answering, text: Piece | Exception) -> None:
         """Deliver a step's text or error for one answer."""
         if work.generation.closing:
             if isinstance(text, Exception):
@@ -388,9 +385,3 @@ class Scheduler:
                 return
         if error is not None:
             raise error
-
-    def _refuse_rest(self) -> None:
-        rest: list[Answering | Compressing | Passing] = [*self.open, *self._queues.take_all()]
-        self.open.clear()
-        for work in rest:
-            work.ticket.resolve(None, self._queues.stopped())

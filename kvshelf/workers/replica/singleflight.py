@@ -24,7 +24,6 @@ class SingleFlight(Generic[ResultT]):
         self.calls: dict[str, _Call[ResultT]] = {}
 
     def __len__(self) -> int:
-        """How much work is in progress."""
         return len(self.calls)
 
     async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> tuple[ResultT, bool]:

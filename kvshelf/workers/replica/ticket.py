@@ -7,7 +7,6 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -100,19 +99,14 @@ def out_of_memory(error: BaseException) -> OutOfMemory | None:
     if not (on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
         return None
     log.warning("work on the model found no memory", exc_info=error)
-    for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
+    lines = str(error).strip().splitlines()
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     gc.collect()
     torch.cuda.empty_cache()  # without a card it does nothing
-    said = str(error).strip().splitlines()
     return OutOfMemory(
-        f"there was no room in the memory of the device: {said[0][:200] if said else 'no memory'}; what it held is "
+        f"there was no room in the memory of the device: {lines[0][:200] if lines else 'no memory'}; what it held is "
         "free again. Try again, ask for less, or give the replica more (KVSHELF_GPU_MEMORY)"
     )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those behind it."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -46,7 +46,7 @@ def afar(run_cluster: RunCluster, valkey: ValkeyServer, tiny_folder: Path, count
     del run_cluster
     store = StoreConfig(valkey.url + PATIENT, tenant_max_caches=2 * count)
     config = deployment.ReplicaConfig(str(tiny_folder), store, threads=1, begin=vulnerable)
-    engines = deployment.deploy([config], deployment.DeploymentLimits())
+    engines = deployment.deploy([config])
     deployment.await_running(engines.values(), deadline_s=200)
     yield RunCluster(engines, store)
     deployment.undeploy(engines.values())

@@ -25,11 +25,10 @@ from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
-from kvshelf.workers.replica.api import ReplicaApi
+from kvshelf.workers.replica.api import Created, ReplicaApi, Stored
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.fair_queue import FairQueue
 from kvshelf.workers.replica.queues import Rounds
-from kvshelf.workers.replica.results import Created, Stored
 
 
 class Clock:

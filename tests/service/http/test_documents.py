@@ -18,7 +18,7 @@ from kvshelf import Client, open_store
 from kvshelf.corpus.input import expendable
 from kvshelf.corpus.input.extract import Upload
 from kvshelf.errors import BodyTooLarge, InvalidRequest, KvshelfError, UnsupportedMediaType
-from kvshelf.service.http.extract import Extractor
+from kvshelf.service.http.parsing import Extractor
 from kvshelf.service.settings import Settings
 from tests.amounts import amount
 from tests.conftest import _children

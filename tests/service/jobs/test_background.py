@@ -23,8 +23,8 @@ from kvshelf.service.loops import repeat
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import RequestRecord, RequestTable
 from kvshelf.workers.cluster.remote import RemoteEngine
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Standing, give_up
-from kvshelf.workers.replica.results import Created
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from kvshelf.api.caches import WarmedReplica
 from kvshelf.service.engines import EngineClient
-from kvshelf.service.hours import Hours
 from kvshelf.service.jobs.warming import warm, warm_labelled
+from kvshelf.service.loops import Hours
 from kvshelf.service.observe.metrics import Metrics
 from kvshelf.service.settings import Settings
 from kvshelf.store.disk import DiskStore

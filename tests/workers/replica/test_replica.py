@@ -312,7 +312,7 @@ async def test_several_documents_are_one_question(replica: Replica, engine: Watc
         assert reply.served.cache_id == ids[1]
     assert (cold.served.read_from, warm.served.read_from) == ("home", "memory")
     assert len(replica.questions.residents) == 3
-    assert not any(resident.users for resident in replica.questions.residents.held.values())
+    assert not any(resident.users for resident in replica.questions.residents.caches.values())
 
 
 async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_engine: Engine, tmp_path: Path) -> None:
@@ -337,20 +337,20 @@ async def test_an_error_names_the_cache_that_it_is_of(replica: Replica, other_en
         with pytest.raises(error) as refused:
             await replica.query([sound[0], named, sound[1]], asked("tide"), caller=DEFAULT)
         assert refused.value.details["cache_id"] == named
-    assert not any(resident.users for resident in replica.questions.residents.held.values())
+    assert not any(resident.users for resident in replica.questions.residents.caches.values())
 
 
 async def test_leaving_a_stream_about_several_ends_its_work_and_lets_go_of_all(replica: Replica) -> None:
     ids = await several(replica)
     stream = replica.stream(ids, asked("tide", max_tokens=10_000), caller=DEFAULT)
     await anext(stream)
-    assert all(replica.questions.residents.held["default", id].users == 1 for id in ids)
+    assert all(replica.questions.residents.caches["default", id].users == 1 for id in ids)
     await stream.aclose()
     end = time.monotonic() + 30
     while replica.scheduler.open and time.monotonic() < end:
         await asyncio.sleep(0.01)
     assert not replica.scheduler.open
-    assert not any(resident.users for resident in replica.questions.residents.held.values())
+    assert not any(resident.users for resident in replica.questions.residents.caches.values())
 
 
 async def test_documents_that_memory_never_holds_together_are_refused_at_once(engine: Watched, tmp_path: Path) -> None:

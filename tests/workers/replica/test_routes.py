@@ -59,7 +59,7 @@ def asked(ids: list[str], route: str | None, **fields: Any) -> JointQuery:
 
 
 def users(replica: Replica) -> dict[str, int]:
-    return {id: resident.users for (_, id), resident in replica.questions.residents.held.items()}
+    return {id: resident.users for (_, id), resident in replica.questions.residents.caches.items()}
 
 
 @pytest.mark.parametrize("route", ["likelihood", "attention"])

@@ -90,7 +90,6 @@ class SizeTarget:
         return self.min_quality is not None or self.certified is not None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a blob is small enough."""
         return self.max_bytes is None or nbytes <= self.max_bytes
 
     def met(self, level: Level, tried: Tried) -> bool:
@@ -167,23 +166,22 @@ class PolicyChoice:
         for group in shared(self.levels):
             search.try_group(group)
         tried = (*(search.tried[id(level)] for level in self.levels), *self.refused)
-        if search.best is None:
+        if search.best is None or search.compression is None:
             raise _none_met(tried, self.target)
-        level, _, compression = search.best
-        return AutoChoice(level, compression, tried)
+        return AutoChoice(search.best[0], search.compression, tried)
 
-    def known(self, told: Sequence[Tried | None]) -> Level | None:
+    def known(self, outcomes: Sequence[Tried | None]) -> Level | None:
         """What `run` would choose, or None if earlier outcomes do not determine it. The model does not run.
 
-        told: the earlier outcome of each level, None if it is unknown. Raises as `run` does.
+        outcomes: of each level, None if it is unknown. Raises as `run` does.
         """
-        pairs = [(level, one or _untried(level)) for level, one in zip(self.levels, told, strict=True)]
+        pairs = [(level, tried or _untried(level)) for level, tried in zip(self.levels, outcomes, strict=True)]
         met = [pair for pair in pairs if self.target.met(*pair)]
         best = max(met, key=lambda pair: self.target.preferred(*pair), default=None)
-        if not all(self._settled(level, one, best) for level, one in pairs):
+        if not all(self._settled(*pair, best) for pair in pairs):
             return None
         if best is None:
-            raise _none_met((*(one for _, one in pairs), *self.refused), self.target)
+            raise _none_met((*(tried for _, tried in pairs), *self.refused), self.target)
         return best[0]
 
     def worth_making(self, level: Level, best: tuple[Level, Tried]) -> bool:
@@ -243,61 +241,56 @@ def under(
     return PolicyChoice((whole, *(level for level in levels if level is not None)), SizeTarget(certified=bound))
 
 
+@dataclass(eq=False)
 class _Search:
-    """The best level so far, and the outcome of each."""
+    """The best level so far with its compression, and the outcome of each level."""
 
-    def __init__(self, engine: Engine, selection: PolicyChoice, checkpoint: Checkpoint) -> None:
-        self._engine = engine
-        self._selection = selection
-        self._checkpoint = checkpoint
-        self.best: tuple[Level, Tried, Compression] | None = None
-        self.tried: dict[int, Tried] = {}
+    engine: Engine
+    selection: PolicyChoice
+    checkpoint: Checkpoint
+    best: tuple[Level, Tried] | None = None
+    compression: Compression | None = None
+    tried: dict[int, Tried] = field(default_factory=dict)
 
     def try_group(self, group: Sequence[Level]) -> None:
-        """Try the levels of one prefill."""
-        cues = self._selection.cues
-        if self._engine.probe(group[0].job, cues) is None:
+        cues = self.selection.cues
+        if self.engine.probe(group[0].job, cues) is None:
             self._leave_out([level for level in group if not level.keeps_all], UNMEASURABLE)
             group = [level for level in group if level.keeps_all]
-        best = self._best
-        if best is not None and not any(self._selection.worth_making(level, best) for level in group):
+        best = self.best
+        if best is not None and not any(self.selection.worth_making(level, best) for level in group):
             self._leave_out(group, _NOT_MADE)
             return
         if not group:
             return
-        progress = self._selection.progress
-        prefill = self._engine.compressor.prefill(group, cues=cues, checkpoint=self._checkpoint, progress=progress)
-        sized = [
-            (made.cache.pack().nbytes, level, made) for level, made in zip(group, prefill.compressions, strict=True)
-        ]
-        for nbytes, level, compression in sorted(sized, key=lambda one: one[0]):
+        progress = self.selection.progress
+        prefill = self.engine.compressor.prefill(group, cues=cues, checkpoint=self.checkpoint, progress=progress)
+        pairs = zip(group, prefill.compressions, strict=True)
+        sized = [(compression.cache.pack().nbytes, level, compression) for level, compression in pairs]
+        for nbytes, level, compression in sorted(sized, key=lambda size: size[0]):
             self._try(level, nbytes, compression, prefill.reference)
-            self._checkpoint()
-
-    @property
-    def _best(self) -> tuple[Level, Tried] | None:
-        return None if self.best is None else self.best[:2]
+            self.checkpoint()
 
     def _try(self, level: Level, nbytes: int, compression: Compression, reference: Reference | None) -> None:
-        target = self._selection.target
+        target = self.selection.target
         tried = _untried(level).model_copy(update={"bytes": nbytes})
         if not target.fits(nbytes):
             self._note(level, tried, _TOO_LARGE)
             return
-        if not self._selection.worth_measuring(tried, self._best):
+        if not self.selection.worth_measuring(tried, self.best):
             self._note(level, tried, _NOT_MEASURED)
             return
         if reference is None:
             tried = self._note(level, tried, UNMEASURABLE)
         else:
-            self._selection.progress("quality", 0, 1)
-            quality = self._engine.compressor.measure(compression.cache, reference, target.min_quality)
+            self.selection.progress("quality", 0, 1)
+            quality = self.engine.compressor.measure(compression.cache, reference, target.min_quality)
             compression = replace(compression, quality=quality)
-            self._selection.progress("quality", 1, 1)
+            self.selection.progress("quality", 1, 1)
             tried = self._note(level, tried.model_copy(update={"quality": compression.quality}))
-        best = self._best
+        best = self.best
         if target.met(level, tried) and (best is None or target.preferred(level, tried) > target.preferred(*best)):
-            self.best = level, tried, compression
+            self.best, self.compression = (level, tried), compression
 
     def _leave_out(self, levels: Sequence[Level], reason: str) -> None:
         for level in levels:
@@ -315,29 +308,29 @@ def _untried(level: Level) -> Tried:
 
 
 def _none_met(tried: Sequence[Tried], target: SizeTarget) -> KvshelfError:
-    told = [one.model_dump(mode="json", exclude={"cache_id"}) for one in tried]
-    sizes = [one.bytes for one in tried if one.bytes is not None]
+    outcomes = [outcome.model_dump(mode="json", exclude={"cache_id"}) for outcome in tried]
+    sizes = [outcome.bytes for outcome in tried if outcome.bytes is not None]
     if target.max_bytes is not None and not any(map(target.fits, sizes)):
         return QualityBelowFloor(
             f"no level fits into {target.max_bytes} bytes: the smallest takes {min(sizes, default=0)}; allow more, or "
             "remove more",
             param="max_bytes",
-            tried=told,
+            tried=outcomes,
         )
-    measured = [one for one in tried if one.quality is not None]
-    bounded = [(one.quality.low, one) for one in measured if one.quality is not None and one.quality.low is not None]
+    measured = [(outcome, outcome.quality) for outcome in tried if outcome.quality is not None]
+    bounded = [(quality.low, outcome) for outcome, quality in measured if quality.low is not None]
     if not bounded:
-        reason = next((one.quality.reason for one in measured if one.quality is not None), None)
+        reason = next((quality.reason for _, quality in measured), None)
         why = reason or (
             f"the document is too short for {LEAST} cues, is read chunk by chunk, or leaves no room behind it"
         )
         return PolicyUnsupported(
             f"no quality can be measured of these levels: {why}; leave min_quality out",
             param="min_quality",
-            tried=told,
+            tried=outcomes,
         )
     low, closest = max(bounded, key=lambda pair: pair[0])
-    most = highest_low(max(one.quality.asked for one in measured if one.quality is not None))
+    most = highest_low(max(quality.asked for _, quality in measured))
     never = "" if (target.min_quality or 0) <= most else f" (no cues of this document show more than {most:.3f})"
     within = "" if target.max_bytes is None else f" within {target.max_bytes} bytes"
     return QualityBelowFloor(
@@ -345,5 +338,5 @@ def _none_met(tried: Sequence[Tried], target: SizeTarget) -> KvshelfError:
         f"policy {closest.policy!r} at {closest.compression_ratio:g} removed under codec {closest.codec!r}, with "
         f"{low:.3f}; lower min_quality{never}, or remove less",
         param="min_quality",
-        tried=told,
+        tried=outcomes,
     )

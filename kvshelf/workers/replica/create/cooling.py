@@ -1,10 +1,4 @@
-"""Caches that cool are coded smaller, by the rule of a ladder, while the model has no other work.
-
-A cache that nobody has asked for long goes to the smallest rung that is due, else to one before it: where its kind
-cannot be coded so, where the blob is not smaller, or where the quality that a creation asked for is not reached. Then,
-and after an error that is its own, it stays as it is until the next start. A figure of its quality is measured anew
-where the document is kept; otherwise it is no figure of this cache any more, and its reason says what it was.
-"""
+"""Caches that cool are coded smaller, by the rule of a ladder, while the model has no other work."""
 
 from __future__ import annotations
 
@@ -47,7 +41,9 @@ _PASSING: Final = (errors.Cancelled, errors.QueueFull, errors.NoWorker, errors.O
 
 
 class Cooling:
-    """See the module. Its methods are called on the replica's event loop.
+    """A cache that nobody has asked for long goes to the smallest rung that is due, else to one before it: where its
+    kind cannot be coded so, the blob is not smaller, or the quality that a creation asked for is not reached. Then, and
+    after an error that is its own, it stays as it is until the next start. All methods run on the replica's event loop.
 
     now: of `time.monotonic`, for the share of the time since then that coding may take. pause_s: between two looks
     whether the model has other work. renew_s: between two renewals of the lease.
@@ -84,19 +80,20 @@ class Cooling:
     def begin(self) -> None:
         """Look for cold caches from now on; nothing without a ladder, or where it does so already."""
         if self.ladder.rungs and self._task is None:
-            self._task = asyncio.ensure_future(self._run_forever())
+
+            async def look_forever() -> None:
+                while True:
+                    try:
+                        await self.look()
+                    except Exception as error:  # the next look may do better, whatever it is
+                        log.warning("the caches that cool could not be coded smaller", reason=str(error), exc_info=True)
+                    await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
+
+            self._task = asyncio.ensure_future(look_forever())
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-    async def _run_forever(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except Exception as error:  # the next look may do better, whatever it is
-                log.warning("the caches that cool could not be coded smaller", reason=str(error), exc_info=True)
-            await asyncio.sleep(min(_LOOK_S, self.ladder.rungs[1].after_s / 10))
 
     async def look(self) -> int:
         """Look through the home once and code what has cooled; returns how many caches. Nothing while another replica
@@ -146,7 +143,9 @@ class Cooling:
                         continue
                     cache, packed = smaller
                     quality = await self._quality(manifest, cache)
-                    if Codec.parse(codec).name == "lossless" or _reaches(manifest.min_quality, quality):
+                    floor, low = manifest.min_quality, None if quality is None or not quality.full else quality.low
+                    reached = floor is None or (low is not None and low >= floor)
+                    if reached or Codec.parse(codec).name == "lossless":
                         return await self._has_lease() and await self._replaced(cold, packed, quality)
             self._staying.add(_rung(cold))
         except _PASSING as error:
@@ -186,7 +185,7 @@ class Cooling:
         return True
 
     async def _quality(self, manifest: Manifest, cache: CompressedCache) -> Quality | None:
-        """Of the cache as it is coded now. None where nobody measured or asked for one."""
+        """The quality of the cache as it is coded now. None where nobody measured or asked for one."""
         former = manifest.quality
         if Codec.parse(cache.codec).name == "lossless" or (former is None and manifest.min_quality is None):
             return former
@@ -236,9 +235,3 @@ def unmeasured(manifest: Manifest, codec: str) -> Quality | None:
     return Quality(
         agreement=None, low=None, high=None, worst=None, cues=0, reason=reason, kl=0.0, probe_s=0.0, version=VERSION
     )
-
-
-def _reaches(floor: float | None, quality: Quality | None) -> bool:
-    if floor is None:
-        return True
-    return quality is not None and quality.full and quality.low is not None and quality.low >= floor

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -21,27 +21,53 @@ from kvshelf.errors import CacheError, CacheNotFound, QualityBelowFloor
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.meter import Meter
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import Created, Stored
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
-from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors
+from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by, named_errors, relayed
 from kvshelf.workers.replica.create.auto import AutoChoice, PolicyChoice
 from kvshelf.workers.replica.create.estimates import Rates, estimate
 from kvshelf.workers.replica.create.plan import MemoryPlan
-from kvshelf.workers.replica.create.progress import Teller, Watcher
 from kvshelf.workers.replica.create.publish import Publisher, lifetime_of
 from kvshelf.workers.replica.create.recreation import finer
 from kvshelf.workers.replica.create.spec import Levels, appended_level, encode, first_date, requested_levels
 from kvshelf.workers.replica.create.split import joined, naming, parts_of
 from kvshelf.workers.replica.create.spread import SpreadPlan
 from kvshelf.workers.replica.reading import whole
-from kvshelf.workers.replica.results import Created, Stored
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.singleflight import SingleFlight
 from kvshelf.workers.replica.ticket import Ticket
 
 log = structlog.get_logger("kvshelf.workers")
 
+Watcher = Callable[[CreationProgress], None]
+"""Gets each event, on any thread; it must not block."""
+
+_EVERY_S: Final = 0.2
+"""Least seconds between two events of one phase, except for its first and last: a layer may take a millisecond."""
+
 _HANG_S = 2.0
 """Seconds after its deadline in which a document must reach the end of a layer; remote callers wait longer."""
+
+
+class Teller:
+    """Turns what the engine and the store report of one document into events for `watcher`."""
+
+    def __init__(self, watcher: Watcher, part: str | None = None) -> None:
+        self._watcher = watcher
+        self._part = part
+        self._phase = ""
+        self._began = self._last_event = 0.0
+
+    def __call__(self, phase: Literal["prefill", "quality", "store"], done: int, total: int) -> None:
+        """See `Progress` of the engine. A phase begins with its first report, and again where `done` is 0."""
+        now = time.monotonic()
+        if phase != self._phase or done == 0:
+            self._phase, self._began = phase, now
+        elif done < total and now - self._last_event < _EVERY_S:
+            return
+        self._last_event = now
+        seconds = round(now - self._began, 3)
+        self._watcher(CreationProgress(phase=phase, done=done, total=total, seconds=seconds, part=self._part))
 
 
 class NegativeCache:
@@ -59,8 +85,8 @@ class NegativeCache:
     def remember(self, ids: Sequence[str], refusal: QualityBelowFloor) -> None:
         """Keep the outcome of each level of a selection; `ids` are in the order of its levels."""
         # A refusal ends with the levels that were dropped before any work; they have no ids.
-        for cache_id, told in zip(ids, refusal.details["tried"], strict=False):
-            self._tried[cache_id] = Tried.model_validate(told)
+        for cache_id, outcome in zip(ids, refusal.details["tried"], strict=False):
+            self._tried[cache_id] = Tried.model_validate(outcome)
             self._tried.move_to_end(cache_id)
         while len(self._tried) > self._capacity:
             self._tried.popitem(last=False)
@@ -104,23 +130,18 @@ class Creations:
             document = await self.threads.compute(encode, self.engine, spec, self.max_document_tokens)
             return await self.threads.compute(estimate, self.engine, self.rates, document, spec)
 
-    async def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
-        """How far a creation is, as it goes on, then the creation. Closing the iterator cancels it."""
-        events: asyncio.Queue[CreationProgress | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+    def watch(self, spec: CreateCache, *, caller: Caller) -> AsyncGenerator[CreationProgress | Created, None]:
+        """The progress of a creation as it goes on, then the creation. Closing the iterator cancels it."""
 
-        def put(event: CreationProgress | None) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+        async def create(events: asyncio.Queue[CreationProgress | Created | None]) -> None:
+            loop = asyncio.get_running_loop()
 
-        work = self.create(spec, caller=caller, watcher=put)
-        creating = asyncio.ensure_future(work)
-        creating.add_done_callback(lambda _: put(None))
-        try:
-            while (event := await events.get()) is not None:
-                yield event
-            yield await creating
-        finally:
-            creating.cancel()
+            def put(event: CreationProgress | Created) -> None:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+            put(await self.create(spec, caller=caller, watcher=put))
+
+        return relayed(create)
 
     async def create(
         self,
@@ -147,13 +168,7 @@ class Creations:
                 await self.threads.run(self.store.requests.finish, request_id, attempt, cache_ids=ids)
                 return replace(created, worker=self.attempts.worker)
 
-    async def append(
-        self,
-        cache_id: str,
-        spec: AppendCache,
-        *,
-        caller: Caller,
-    ) -> Created:
+    async def append(self, cache_id: str, spec: AppendCache, *, caller: Caller) -> Created:
         """Read more of a document behind its cache and store the cache of all, unless the shelf has it."""
         with called_by(caller):
             tenant = caller.tenant
@@ -188,25 +203,22 @@ class Creations:
         if not spec.in_parts:
             return await self._whole(spec, caller, Teller(watcher))
         end = None if caller.deadline_s is None else time.monotonic() + caller.deadline_s
-        parts = await self._parts(spec, caller)
-        made = []
         kind = "part" if spec.episodes is None else "episode"  # also the label that has the number
-        for part in parts:
-            with naming(kind, part.labels[kind]):
+        created = []
+        for part in await self._parts(spec, caller):
+            number = part.labels[kind]
+            with naming(kind, number):
                 left_s = None if end is None else end - time.monotonic()
-                made.append(
-                    await self._whole(part, replace(caller, deadline_s=left_s), Teller(watcher, part.labels[kind]))
-                )
-        return joined(made)
+                created.append(await self._whole(part, caller.within(left_s), Teller(watcher, number)))
+        return joined(created)
 
     async def _parts(self, spec: CreateCache, caller: Caller) -> Iterator[CreateCache]:
         """The creation of each part. The thread that looks for them ends with its caller, and at its deadline."""
         ticket: Ticket[Any] = Ticket(caller.deadline_s)
-        limits = {"tenant": caller.tenant, "checkpoint": ticket.check}
+        options = {"tenant": caller.tenant, "checkpoint": ticket.check}
+        limit = self.max_document_tokens
         try:
-            return await self.threads.compute(
-                parts_of, self.engine, self.store, spec, self.max_document_tokens, **limits
-            )
+            return await self.threads.compute(parts_of, self.engine, self.store, spec, limit, **options)
         finally:
             ticket.cancel()
 
@@ -221,9 +233,9 @@ class Creations:
         work = await self.threads.compute(requested_levels, self.engine, spec, how, limit, date, certificate)
         if self.plan is not None and isinstance(work, PolicyChoice):
             work = await self.threads.compute(self.plan.fitting, self.engine, work)
-        publisher = Publisher.of(self.store, tenant, spec, work.levels)
-        if isinstance(work, PolicyChoice) and work.target.certified is not None:
-            publisher = replace(publisher, certificate=work.target.certified.by)
+        certified = work.target.certified if isinstance(work, PolicyChoice) else None
+        by = None if certified is None else certified.by
+        publisher = Publisher.of(self.store, tenant, spec, work.levels, certificate=by)
         return await Creation(self, work, publisher, caller.deadline_s, teller).run()
 
 
@@ -246,37 +258,42 @@ class Creation:
         created, is_first = await self.creations.flights.join(key, self._make)
         caches = [cache if is_first else replace(cache, existing=True) for cache in created.caches]
         if any(cache.existing for cache in caches):
-            caches = await self.creations.threads.run(_as_asked, self.publisher, caches)
+
+            def change() -> list[Stored]:
+                as_asked = self.publisher.as_asked
+                return [Stored(as_asked(cache.manifest), True) if cache.existing else cache for cache in caches]
+
+            caches = await self.creations.threads.run(change)
         return replace(created, caches=tuple(caches)) if is_first else Created(tuple(caches))
 
     async def _make(self) -> Created:
-        """What is missing, from as few prefills as possible."""
-        run, put = self.creations.threads.run, self.publisher.put
-        there = await run(self.publisher.there)
+        """Make the missing caches, from as few prefills as possible."""
+        run = self.creations.threads.run
+        shelf = await run(self.publisher.on_shelf)
         if isinstance(self.work, PolicyChoice):
-            known = self.publisher.known(self.work, there, self.creations.refusals.of(self.publisher.ids))
+            known = self.publisher.known(self.work, shelf, self.creations.refusals.of(self.publisher.ids))
             if known is not None:
                 return Created((Stored(known, existing=True),))
             missing: Levels | PolicyChoice = self.work
         else:
             pairs = zip(self.publisher.ids, self.work.levels, strict=True)
-            unchanged = {cache_id for cache_id, manifest in there.items() if manifest.recoded is None}
+            unchanged = {cache_id for cache_id, manifest in shelf.items() if manifest.recoded is None}
             missing = replace(self.work, levels=tuple(level for cache_id, level in pairs if cache_id not in unchanged))
         stored: dict[str, Manifest] = {}
         phases: tuple[Phase, ...] = ()
         if missing.levels:
-            made, ticket = await self._compressed(missing)
-            for number, choice in enumerate(made):
-                self.teller("store", number, len(made))
-                manifest = await run(put, choice, ticket.queue_s)
+            choices, ticket = await self._compress(missing)
+            for number, choice in enumerate(choices):
+                self.teller("store", number, len(choices))
+                manifest = await run(self.publisher.put, choice, ticket.queue_s)
                 stored[manifest.id] = manifest
-            self.teller("store", len(made), len(made))
+            self.teller("store", len(choices), len(choices))
             phases = self._record(list(stored.values()), ticket)
         ids = tuple(stored) if isinstance(self.work, PolicyChoice) else self.publisher.ids
-        caches = tuple(Stored(stored.get(id_) or there[id_], id_ in there) for id_ in ids)
+        caches = tuple(Stored(stored.get(id_) or shelf[id_], id_ in shelf) for id_ in ids)
         return Created(caches, phases, prefilled_tokens=self.work.num_tokens if missing.levels else 0)
 
-    async def _compressed(self, work: Levels | PolicyChoice) -> tuple[list[AutoChoice], Ticket[Any]]:
+    async def _compress(self, work: Levels | PolicyChoice) -> tuple[list[AutoChoice], Ticket[Any]]:
         """Run work on the model; it stops within a layer when its caller leaves."""
         tenant, deadline_s, creations = self.publisher.tenant, self.deadline_s, self.creations
         if creations.plan is not None:
@@ -287,7 +304,7 @@ class Creation:
         )
         try:
             async with asyncio.timeout(None if deadline_s is None else deadline_s + _HANG_S):
-                made = await asyncio.wrap_future(ticket.future)
+                result = await asyncio.wrap_future(ticket.future)
         except TimeoutError as exc:  # the scheduler itself ends what is late, between two units of work
             raise ticket.too_late() from exc
         except QualityBelowFloor as refusal:  # only after work on the model
@@ -297,26 +314,25 @@ class Creation:
         finally:
             ticket.cancel()
         creations.meter.add(tenant, prefill_tokens=work.num_tokens)
-        return [made] if isinstance(made, AutoChoice) else list(map(AutoChoice, work.levels, made)), ticket
+        return [result] if isinstance(result, AutoChoice) else list(map(AutoChoice, work.levels, result)), ticket
 
     def _record(self, new: Sequence[Manifest], ticket: Ticket[Any]) -> tuple[Phase, ...]:
         """Note the seconds for estimates and the log; returns the phases."""
-        prefill_s = sum({made.timings.prefill_s for made in new})  # levels of one prefill share its exact time
-        compress_s, store_s = (sum(getattr(made.timings, name) for made in new) for name in ("compress_s", "store_s"))
-        measure_s = max(0.0, ticket.worked_s - prefill_s - compress_s)
+        prefill_s = sum({cache.timings.prefill_s for cache in new})  # levels of one prefill share its exact time
+        compress_s = sum(cache.timings.compress_s for cache in new)
         phases = in_sequence(
-            queue=ticket.queue_s, prefill=prefill_s, compress=compress_s, measure=measure_s, store=store_s
+            queue=ticket.queue_s,
+            prefill=prefill_s,
+            compress=compress_s,
+            measure=max(0.0, ticket.worked_s - prefill_s - compress_s),
+            store=sum(cache.timings.store_s for cache in new),
         )
-        for made in new:
-            quality_s = 0.0 if made.quality is None else made.quality.probe_s
-            self.creations.meter.add(made.tenant, caches_created=1, quality_s=quality_s)
-            self.creations.rates.add(made.policy, made.policy_params, made.num_tokens, made.timings)
-            about: dict[str, float] = {"tokens": made.num_tokens, "kept": made.kept_tokens, "tried": len(made.tried)}
-            if made.quality is not None and made.quality.agreement is not None:
-                about["agreement"] = made.quality.agreement
-            log.info("compressed", cache_id=made.id, **about, **rounded(phases))
+        for cache in new:
+            quality_s = 0.0 if cache.quality is None else cache.quality.probe_s
+            self.creations.meter.add(cache.tenant, caches_created=1, quality_s=quality_s)
+            self.creations.rates.add(cache.policy, cache.policy_params, cache.num_tokens, cache.timings)
+            about: dict[str, float] = {"tokens": cache.num_tokens, "kept": cache.kept_tokens, "tried": len(cache.tried)}
+            if cache.quality is not None and cache.quality.agreement is not None:
+                about["agreement"] = cache.quality.agreement
+            log.info("compressed", cache_id=cache.id, **about, **rounded(phases))
         return phases
-
-
-def _as_asked(publisher: Publisher, caches: Sequence[Stored]) -> list[Stored]:
-    return [replace(one, manifest=publisher.as_asked(one.manifest)) if one.existing else one for one in caches]

@@ -37,7 +37,6 @@ class Rates:
         """Tokens and seconds by `cost_name`."""
 
     def add(self, policy: str, params: Mapping[str, Any], tokens: int, timings: Timings) -> None:
-        """Record a compression."""
         cost = cost_name(policy, params)
         before, seconds = self._measured.get(cost, (0, 0.0))
         now = before + tokens, seconds + timings.prefill_s + timings.compress_s
@@ -66,7 +65,6 @@ class Rates:
 
     @property
     def measured_tokens(self) -> int:
-        """Tokens of all measured documents."""
         return sum(tokens for tokens, _ in self._measured.values())
 
 
@@ -85,7 +83,7 @@ def estimate(engine: Engine, rates: Rates, document: EncodedDocument, spec: Esti
         try:
             job = engine.prepare(document, policy=way.policy, compression_ratio=way.compression_ratio, **way.more)
             if any_codec:
-                codecs = _taken(engine, job, way.codecs)
+                codecs = _usable(engine, job, way.codecs)
             else:  # refuses what a creation would refuse
                 codecs = tuple(engine.compressor.level(job, codec).codec for codec in way.codecs)
         except CallerError as error:
@@ -124,13 +122,12 @@ def _codecs(engine: Engine, spec: Estimate) -> tuple[str, ...]:
     return CODECS if engine.coders.writes_klt else CODECS[:-1]
 
 
-def _taken(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
-    """The codecs that a job takes."""
-    found = []
+def _usable(engine: Engine, job: Job, codecs: Iterable[str]) -> tuple[str, ...]:
+    usable = []
     for codec in codecs:
         with suppress(CallerError):
-            found.append(engine.compressor.level(job, codec).codec)
-    return tuple(found)
+            usable.append(engine.compressor.level(job, codec).codec)
+    return tuple(usable)
 
 
 def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]:
@@ -139,20 +136,21 @@ def _ways(engine: Engine, spec: Estimate, codecs: tuple[str, ...]) -> list[_Way]
         tried = candidates(engine.coders.writes_klt)
         ways = dict.fromkeys((policy, ratio) for policy, ratio, _ in tried)
         return [_Way(*way, tuple(codec for *other, codec in tried if tuple(other) == way)) for way in ways]
-    each: dict[float | None, tuple[str, ...]] = {}
+    by_ratio: dict[float | None, tuple[str, ...]] = {}
     for ratio, codec in spec.ways:
-        each[ratio] = (*each.get(ratio, ()), *(codecs if codec is None else (str(Codec.parse(codec)),)))
+        by_ratio[ratio] = (*by_ratio.get(ratio, ()), *(codecs if codec is None else (str(Codec.parse(codec)),)))
     budget = {"budget_tokens": spec.budget_tokens}
     if spec.policy is not None:
         more = budget | {"policy_params": spec.policy_params, "expected_questions": spec.expected_questions}
-        return [_Way(spec.policy, ratio, chosen, more) for ratio, chosen in each.items()]
-    found = []
+        return [_Way(spec.policy, ratio, of_ratio, more) for ratio, of_ratio in by_ratio.items()]
+    rows = []
     for policy in POLICIES:
         # A policy without a budget refuses one if asked for alone; among all policies it is estimated without.
-        taken = build(policy, {}).takes_budget
-        rows = each if taken else {None: codecs}
-        found += [_Way(policy, ratio, chosen, budget if taken else {}) for ratio, chosen in rows.items()]
-    return found
+        if build(policy, {}).takes_budget:
+            rows += [_Way(policy, ratio, of_ratio, budget) for ratio, of_ratio in by_ratio.items()]
+        else:
+            rows.append(_Way(policy, None, codecs))
+    return rows
 
 
 def _row(job: Job, shape: Dimensions, rates: Rates, codecs: Iterable[str]) -> PolicyEstimate:

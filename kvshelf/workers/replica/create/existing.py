@@ -1,4 +1,4 @@
-"""What a creation changes of a cache that is on the shelf already. Blocks; for threads."""
+"""What a creation changes of a cache that is on the shelf already. Blocks; for threads. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def as_requested(
 
     Changes that others make at the same time stay. Raises `InvalidRequest` if the cache would have too many labels.
     """
-    while changes := _changes(manifest, labels or {}, name) | _longer(store, manifest, lifetime):
+    while changes := _changes(manifest, labels or {}, name) | _prolong(store, manifest, lifetime):
         if len(changes.get("labels", ())) > LABEL_LIMIT:
             raise InvalidRequest(
                 f"cache {manifest.id} has {len(manifest.labels)} labels and would have {len(changes['labels'])} with "
@@ -42,39 +42,35 @@ def as_requested(
 def _changes(manifest: Manifest, labels: Mapping[str, str], name: str) -> dict[str, Any]:
     """What labels and a name change, as arguments of `Store.update`; nothing where the cache has them."""
     changes: dict[str, Any] = {}
-    if (joined := _joined(manifest.labels, labels)) != manifest.labels:
+    if (joined := _join(manifest.labels, labels)) != manifest.labels:
         changes["labels"] = joined
     if name not in ("", manifest.name):
         changes["name"] = name
     return changes
 
 
-def _longer(store: Store, manifest: Manifest, asked: CreateCache | AppendCache | ImportCache | None) -> dict[str, Any]:
-    """The changes that give an existing cache the longer of two lives, and of two renewals."""
-    if asked is None:
-        return {}
-    have, want = manifest.expires_at, store.expiry(asked.ttl_s, asked.expires_at)
-    promise = _promise(manifest, asked)
-    renewal = max((each for each in (manifest.ttl_renew_s, asked.ttl_renew_s) if each is not None), default=None)
+def _prolong(store: Store, manifest: Manifest, spec: CreateCache | AppendCache | ImportCache | None) -> dict[str, Any]:
+    """The changes that give an existing cache the longer of two lives, of two renewals and of two guarantees."""
+    changes: dict[str, Any] = {}
+    if spec is None:
+        return changes
+    until = spec.guaranteed_until if isinstance(spec, CreateCache) else None
+    if until is not None and until > (manifest.guaranteed_until or 0.0):
+        changes["guaranteed_until"] = until
+    have, want = manifest.expires_at, store.expiry(spec.ttl_s, spec.expires_at)
+    renewal = max(filter(None, (manifest.ttl_renew_s, spec.ttl_renew_s)), default=None)
     if have is None or (want is not None and want <= have and renewal == manifest.ttl_renew_s):
-        return promise
-    return promise | {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
+        return changes
+    return changes | {"expires_at": None if want is None else max(have, want), "ttl_renew_s": renewal}
 
 
-def _promise(manifest: Manifest, asked: CreateCache | AppendCache | ImportCache) -> dict[str, Any]:
-    """The change that guarantees an existing cache for as long as its newest creation asks."""
-    until = asked.guaranteed_until if isinstance(asked, CreateCache) else None
-    return {} if until is None or until <= (manifest.guaranteed_until or 0.0) else {"guaranteed_until": until}
-
-
-def _joined(had: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def _join(labels: Mapping[str, str], newest: Mapping[str, str]) -> dict[str, str]:
     """The labels of a cache that was on the shelf, with those of its newest creation.
 
     A part of a document may have those of an earlier split, of another version of the document say: it belongs to the
     newest.
     """
-    labels = {**had, **given}
-    again = given.get("split") is not None and had.get("split") == given["split"] == given.get("document")
-    if again:  # no name: the one that was given before stays
-        labels["document"] = had.get("document", labels["document"])
-    return labels
+    joined = {**labels, **newest}
+    if newest.get("split") is not None and labels.get("split") == newest["split"] == newest.get("document"):
+        joined["document"] = labels.get("document", newest["document"])  # the newest has no name: the old one stays
+    return joined

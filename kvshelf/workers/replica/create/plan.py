@@ -1,8 +1,4 @@
-"""What a replica holds of its device's memory: planned before its weights are read, and kept while it works.
-
-Caches, suffixes, prefills and, on a card, what decodes klt each have a part of their own. Finished caches that wait
-for their store have none, nor have the passes of a model's vision part, whose weights are counted.
-"""
+"""What a replica holds of its device's memory: planned before its weights are read, and kept while it works."""
 
 from __future__ import annotations
 
@@ -57,7 +53,8 @@ class PlanLimits(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of one model's replica. there: of the device, that it may use; None: nothing limits it. beside: what
+    """The bytes of one model's replica. Finished caches that wait for their store have no part of their own, nor have
+    the passes of a vision part. there: of the device, that it may use; None: nothing limits it. beside: what
     the process holds before it has a model. attached, suffixes, recorded: the most that caches, open answers and, on a
     card, recorded decode steps may take. wanted: tokens of a document that must fit; max_tokens: of the longest that is
     taken. shape: of the model's caches. token_bytes: that a pass holds for each of its tokens, see `token_bytes`.
@@ -78,18 +75,17 @@ class MemoryPlan:
     share: Fraction = Fraction(1)
 
     @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        name: str,
-        device: torch.device,
-        **limits: Unpack[PlanLimits],
-    ) -> MemoryPlan:
-        """Of a model on its way to `device`; it may be one without weights."""
+    def of(cls, model: PreTrainedModel, name: str, device: torch.device, **limits: Unpack[PlanLimits]) -> MemoryPlan:
+        """The plan of a model on its way to `device`; it may be one without weights."""
         from kvshelf.model.loading import max_positions
 
-        most, longest = max_positions(model.config), limits.get("longest")
-        there = _there(device, limits.get("memory"))
+        most, longest, recorded = max_positions(model.config), limits.get("longest"), 0
+        there, per_token = _there(device, limits.get("memory")), token_bytes(model)
+        if device.type == "cuda":
+            from kvshelf.engine.decode.slots.slots import recorded_bytes
+
+            vocabulary, itemsize = model.config.vocab_size, int(model.dtype.itemsize)
+            recorded = recorded_bytes(limits.get("answers", 0), vocabulary, itemsize, per_token)
         return cls(
             model=name,
             device=str(device),
@@ -98,10 +94,10 @@ class MemoryPlan:
             weights=sum(weight.nbytes for weight in (*model.parameters(), *model.buffers())),
             attached=limits.get("attached", 0),
             suffixes=limits.get("suffixes", 0),
-            recorded=_recorded_bytes(model, limits.get("answers", 0)) if device.type == "cuda" else 0,
+            recorded=recorded,
             wanted=min(most, longest or LEAST_TOKENS),
             shape=replace(Dimensions.of(model), device=device.type),
-            token_bytes=token_bytes(model),
+            token_bytes=per_token,
             max_tokens=min(most, longest or most),
         )
 
@@ -121,7 +117,7 @@ class MemoryPlan:
         return replace(plan, weights=plan.weights - saved_bytes(model)) if rounded else plan
 
     def on(self, device: torch.device, weights: int, kinds: Sequence[LayerKind], num_layers: int) -> MemoryPlan:
-        """Of a device that has these bytes of weights, and these layers of `num_layers`."""
+        """The plan of a device that has these bytes of weights, and these layers of `num_layers`."""
         share, there = Fraction(len(kinds), num_layers), _there(device, None)
         shape = replace(
             self.shape,
@@ -137,7 +133,7 @@ class MemoryPlan:
         )  # fmt: skip
 
     def loaded(self, engine: Engine) -> MemoryPlan:
-        """The same, as the weights of an engine are, and as it runs its passes."""
+        """The same plan, with the weights of an engine as they are, and as it runs its passes."""
         model = engine.model
         weights = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
         weights += 0 if engine.facts.images is None else engine.facts.images.nbytes
@@ -152,7 +148,7 @@ class MemoryPlan:
         return self.there - self.beside - self.weights - self.attached - self.suffixes - self.recorded - self.decoding
 
     def prefill_bytes(self, tokens: int) -> int:
-        """Of a document in one pass that keeps everything."""
+        """The bytes of a document in one pass that keeps everything."""
         return tokens * self.token_bytes + self.shape.held_bytes(tokens, tokens)
 
     @property
@@ -178,12 +174,10 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the parts fit together."""
         return self.there is None or self.needed <= self.there
 
     @property
@@ -228,31 +222,30 @@ class MemoryPlan:
 
         return PINNED_BYTES if self.shape.device == "cuda" else 0
 
+    @property
+    def _listing(self) -> str:
+        return ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
+
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
-        said += f"; of the host {self.pinned:,} pinned for copies" if self.pinned else ""
-        needed = self.needed
+        parts = self._listing + (f"; of the host {self.pinned:,} pinned for copies" if self.pinned else "")
         if self.there is None:
-            return f"{self.model} on {self.device}: {needed:,} bytes and no limit ({said})"
+            return f"{self.model} on {self.device}: {self.needed:,} bytes and no limit ({parts})"
         return (
-            f"{self.model} on {self.device}: {needed:,} of {self.there:,} bytes ({said}); under policy full, without "
-            f"cues of quality, the longest document that fits in one pass has {self.longest:,} tokens of "
+            f"{self.model} on {self.device}: {self.needed:,} of {self.there:,} bytes ({parts}); under policy full, "
+            f"without cues of quality, the longest document that fits in one pass has {self.longest:,} tokens of "
             f"{self.max_tokens:,}"
         )
 
     def require(self) -> None:
         """Raise `OutOfMemory` where the parts do not fit together."""
-        needed = self.needed
         if not self.fits:
-            said = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts.items())
             raise OutOfMemory(
-                f"{self.model!r} does not fit on {self.device}: it needs {needed:,} bytes ({said}), and this replica "
-                f"may use {self.there:,}; give it more ({self._more}), lower "
-                "KVSHELF_RESIDENT_BYTES, KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype "
-                "bfloat16 or a smaller model",
+                f"{self.model!r} does not fit on {self.device}: it needs {self.needed:,} bytes ({self._listing}), and "
+                f"this replica may use {self.there:,}; give it more ({self._more}), lower KVSHELF_RESIDENT_BYTES, "
+                "KVSHELF_MAX_SUFFIX_BYTES or KVSHELF_MAX_DOCUMENT_TOKENS, or take --dtype bfloat16 or a smaller model",
                 param="gpu_memory",
                 fits=False,
-                needed_bytes=needed,
+                needed_bytes=self.needed,
                 there_bytes=self.there,
             )
 
@@ -283,35 +276,32 @@ class MemoryPlan:
 
     def fitting(self, engine: Engine, choice: PolicyChoice) -> PolicyChoice:
         """A choice without the levels whose prefill has no room; the same where none has. The model does not run."""
-        reasons = {
-            choice.levels.index(level): refusal.message
-            for group, refusal in self._without_room(engine, choice)
-            for level in group
-        }
+        refusals = self._without_room(engine, choice)
+        reasons = {choice.levels.index(level): refusal.message for group, refusal in refusals for level in group}
         return choice.without(reasons) if len(reasons) < len(choice.levels) else choice
 
     def _without_room(
         self, engine: Engine, work: Levels | PolicyChoice
     ) -> Iterator[tuple[Sequence[Level], DocumentTooLong]]:
         """The levels of each prefill that does not fit, and why."""
-        for group in shared(work.levels) if self.room is not None else ():
+        if self.room is None:
+            return
+        for group in shared(work.levels):
             needed = self._group_bytes(engine, group, work.cues)
-            if self.room is not None and needed > self.room:
-                yield (
-                    group,
-                    DocumentTooLong(
-                        f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
-                        f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
-                        f"shorten it, have it split (split), remove more of it, {_advice(group[0].job)}, or give the "
-                        f"replica more memory ({'KVSHELF_GPU_MEMORY' if self.share == 1 else self._more})",
-                        param="document",
-                        needed_bytes=needed,
-                        there_bytes=self.room,
-                    ),
+            if needed > self.room:
+                refusal = DocumentTooLong(
+                    f"the document of {work.num_tokens:,} tokens needs {needed:,} bytes on {self.device}, and "
+                    f"{self.model!r} has {self.room:,} for one ({self.longest:,} tokens under policy full); "
+                    f"shorten it, have it split (split), remove more of it, {_advice(group[0].job)}, or give the "
+                    f"replica more memory ({'KVSHELF_GPU_MEMORY' if self.share == 1 else self._more})",
+                    param="document",
+                    needed_bytes=needed,
+                    there_bytes=self.room,
                 )
+                yield group, refusal
 
     def _group_bytes(self, engine: Engine, group: Sequence[Level], cues: int) -> int:
-        """Of a prefill that these levels share."""
+        """The bytes of a prefill that these levels share."""
         jobs = list({id(level.job): level.job for level in group}.values())
         first = jobs[0]
         if first.absorber is None:
@@ -390,12 +380,6 @@ def token_bytes(model: PreTrainedModel, *, recorded: bool = False) -> int:
     return max(4 * width + feeding + 2 * key, 3 * width + attention) * itemsize
 
 
-def _recorded_bytes(model: PreTrainedModel, answers: int) -> int:
-    from kvshelf.engine.decode.slots.slots import recorded_bytes  # needs torch, as a model does
-
-    return recorded_bytes(answers, model.config.vocab_size, int(model.dtype.itemsize), token_bytes(model))
-
-
 def _there(device: torch.device, memory: float | None) -> int | None:
     """Bytes of a device that a replica may use. A card is asked for no memory of its own by this."""
     if device.type == "cuda":
@@ -417,20 +401,20 @@ def _beside(device: torch.device, there: int | None) -> int:
     return int(resident) * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def machine_bytes(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
     """Memory of this machine, or the least that a control group of this process may use (as of `docker --memory`).
-    root: where their files are. own: the file with this process's group."""
+    root: where their files are. groups: the file with this process's group."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in own.read_text().splitlines() if own.is_file() else ():
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kinds, name = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
         file, top = ("memory.limit_in_bytes", root / "memory") if kinds else ("memory.max", root)
         folder = top / name.lstrip("/")
         for group in (folder, *folder.parents):
-            said = (group / file).read_text().strip() if (group / file).is_file() else "max"
-            if said != "max":
-                least = min(least, int(said))
+            limit = (group / file).read_text().strip() if (group / file).is_file() else "max"
+            if limit != "max":
+                least = min(least, int(limit))
             if group == top:
                 break
     return least

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Final, Literal
 
@@ -24,19 +24,17 @@ from kvshelf.workers.replica.create.spec import source_of
 
 @dataclass(frozen=True)
 class Publisher:
-    """The store as one creation uses it. `ids`: of its levels' caches, whether they are stored or not. parent_id: of
-    the cache that the document is appended to, if it is, and the digest of its blob. source: to be kept with each, for
-    `source_ttl_s`. certificate: by which the level is chosen."""
+    """The store as one creation uses it. ids: of its levels' caches, whether they are stored or not. parent: the cache
+    that the document is appended to, if it is. source: to be kept with each, for `source_ttl_s`. certificate: by which
+    the level is chosen."""
 
     store: Store
     tenant: str
     spec: CreateCache | AppendCache
     ids: tuple[str, ...]
-    parent_id: str | None = None
-    parent_digest: str = ""
+    parent: Manifest | None = None
     source: Source | None = None
     source_ttl_s: float | None = None
-    name: str = ""
     certificate: CertifiedBy | None = None
 
     @classmethod
@@ -47,6 +45,7 @@ class Publisher:
         spec: CreateCache | AppendCache,
         levels: Sequence[Level],
         parent: Manifest | None = None,
+        certificate: CertifiedBy | None = None,
     ) -> Publisher:
         """Raises `InvalidRequest` for an unknown codec, and for a source that would live too long."""
         ids = tuple(store.cache_id(level.identity, tenant=tenant, codec=level.codec) for level in levels)
@@ -56,12 +55,9 @@ class Publisher:
             store.expiry(source_ttl_s, None)
         except InvalidRequest as error:
             raise InvalidRequest(f"source_{error.message}", param="source_ttl_s") from error
-        certificate = spec.judged.certificate if isinstance(spec, Recreation) else None
-        made = cls(store, tenant, spec, ids, source=source, source_ttl_s=source_ttl_s, certificate=certificate)
-        if parent is None:
-            return made
-        name = name_behind(parent, "append")
-        return replace(made, parent_id=parent.id, parent_digest=parent.blob_digest, name=name)
+        if isinstance(spec, Recreation):
+            certificate = certificate or spec.judged.certificate
+        return cls(store, tenant, spec, ids, parent, source, source_ttl_s, certificate)
 
     @property
     def floor(self) -> float | None:
@@ -70,16 +66,16 @@ class Publisher:
             return self.spec.judged.min_quality
         return getattr(self.spec, "min_quality", None)
 
-    def there(self) -> dict[str, Manifest]:
+    def on_shelf(self) -> dict[str, Manifest]:
         """The caches on the shelf, by id, without expired and corrupt ones, which `put` replaces."""
-        found: dict[str, Manifest] = {}
+        manifests: dict[str, Manifest] = {}
         for cache_id in self.ids:
             with suppress(CacheNotFound, CacheError):
-                found[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
-        return found
+                manifests[cache_id] = self.store.stat(cache_id, tenant=self.tenant)
+        return manifests
 
     def known(
-        self, selection: PolicyChoice, there: Mapping[str, Manifest], refused: Mapping[str, Tried]
+        self, selection: PolicyChoice, shelf: Mapping[str, Manifest], refused: Mapping[str, Tried]
     ) -> Manifest | None:
         """The cache on the shelf that a selection would choose, or None if that is not known.
 
@@ -88,24 +84,23 @@ class Publisher:
         anything of a cache that a ladder has coded smaller: it is made again. Raises as `PolicyChoice.run` does if no
         level is good enough.
         """
-        own = {cache_id: _measured(manifest) for cache_id, manifest in there.items()}
-        recoded = {cache_id for cache_id, manifest in there.items() if manifest.recoded is not None}
-        for told in (own, *(_tried(manifest) for manifest in there.values()), refused):
-            level = selection.known([None if cache_id in recoded else told.get(cache_id) for cache_id in self.ids])
-            if level is not None:
-                levels = zip(self.ids, selection.levels, strict=True)
-                found = there.get(next(cache_id for cache_id, one in levels if one is level))
-                if found is not None and found.id not in recoded:
-                    return found
+        measured = {cache_id: _measured(manifest) for cache_id, manifest in shelf.items()}
+        recoded = {cache_id for cache_id, manifest in shelf.items() if manifest.recoded is not None}
+        for source in (measured, *(_tried(manifest) for manifest in shelf.values()), refused):
+            chosen = selection.known([None if cache_id in recoded else source.get(cache_id) for cache_id in self.ids])
+            for cache_id, level in zip(self.ids, selection.levels, strict=True):
+                if level is chosen and cache_id in shelf.keys() - recoded:
+                    return shelf[cache_id]
         return None
 
-    def put(self, made: AutoChoice, queue_s: float) -> Manifest:
+    def put(self, choice: AutoChoice, queue_s: float) -> Manifest:
         """Store a level, with all levels that were tried, so that the same choice need not be made again. A cache that
         was on the shelf gets the new measurements. Raises as `Store.put` does."""
-        level, compression = made.level, made.compression
+        level, compression = choice.level, choice.compression
         self._require_parent()
-        ids = chain(self.ids, repeat(None))  # a level that was dropped before any work has none
-        tried = tuple(one.model_copy(update={"cache_id": id_}) for id_, one in zip(ids, made.tried, strict=False))
+        # A level that was dropped before any work has no id.
+        pairs = zip(chain(self.ids, repeat(None)), choice.tried, strict=False)
+        tried = tuple(outcome.model_copy(update={"cache_id": cache_id}) for cache_id, outcome in pairs)
         judged = Judgement(
             quality=compression.quality, tried=tried, certificate=self.certificate, min_quality=self.floor
         )
@@ -120,12 +115,12 @@ class Publisher:
             ttl_renew_s=self.spec.ttl_renew_s,
             guaranteed_until=getattr(self.spec, "guaranteed_until", None),
             labels=self.spec.labels,
-            name=self.spec.name or self.name,
+            name=self.spec.name or ("" if self.parent is None else name_behind(self.parent, "append")),
             timings=Timings(queue_s=queue_s, prefill_s=compression.prefill_s, compress_s=compression.compress_s),
             source=self.source,
             source_ttl_s=self.source_ttl_s,
             judged=judged,
-            parent_id=self.parent_id,
+            parent_id=None if self.parent is None else self.parent.id,
         )
         # Another process may have put it meanwhile.
         digest = manifest.blob_digest
@@ -136,9 +131,9 @@ class Publisher:
         """Raises `StateConflict` if the parent has another blob than the one that was appended to, as after a ladder:
         what names the former one as its parent would be found behind no cache."""
         with suppress(CacheNotFound, CacheError):  # without its parent a cache is whole, too
-            if self.parent_id is not None:
-                parent = self.store.stat(self.parent_id, tenant=self.tenant)
-                if parent.blob_digest != self.parent_digest:
+            if self.parent is not None:
+                parent = self.store.stat(self.parent.id, tenant=self.tenant)
+                if parent.blob_digest != self.parent.blob_digest:
                     raise StateConflict(f"cache {parent.id} was coded anew while it was appended to; append again")
 
     def _judged(self, manifest: Manifest, judged: Judgement, digest: str) -> Manifest:
@@ -149,7 +144,7 @@ class Publisher:
                 judged = judged.model_copy(update={"quality": None})
             before = Judgement(**{name: getattr(manifest, name) for name in Judgement.model_fields})
             newest = Judgement(**{name: getattr(judged, name) or value for name, value in before})
-            floors = [one.min_quality for one in (before, judged) if one.min_quality is not None]
+            floors = [floor for floor in (before.min_quality, judged.min_quality) if floor is not None]
             newest = newest.model_copy(update={"min_quality": max(floors, default=None)})
             if newest == before:
                 return manifest
@@ -197,19 +192,20 @@ def lifetime_of(manifest: Manifest) -> dict[str, Any]:
 
 def _measured(manifest: Manifest) -> Tried:
     """A stored cache as a level that was tried."""
-    one = Tried(
-        policy=manifest.policy,
-        compression_ratio=manifest.compression_ratio,
-        codec=manifest.codec,
-        bytes=manifest.bytes_stored,
-        quality=manifest.quality,
+    return comparable(
+        Tried(
+            policy=manifest.policy,
+            compression_ratio=manifest.compression_ratio,
+            codec=manifest.codec,
+            bytes=manifest.bytes_stored,
+            quality=manifest.quality,
+        )
     )
-    return comparable(one)
 
 
 def _tried(manifest: Manifest) -> dict[str, Tried]:
     """The levels that were tried when this cache was chosen, by the ids of their caches."""
-    return {one.cache_id: comparable(one) for one in manifest.tried if one.cache_id is not None}
+    return {tried.cache_id: comparable(tried) for tried in manifest.tried if tried.cache_id is not None}
 
 
 def comparable(tried: Tried) -> Tried:

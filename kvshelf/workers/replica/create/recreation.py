@@ -40,8 +40,8 @@ def recreation(manifest: Manifest, source: Source, *, keep: bool, now: float) ->
     """The creation that made a cache, with all the parameters it used: none is left to a default. keep: whether its
     source is to be kept once more, as under another id; for as long as it was, from now on."""
     identity, kept = manifest.identity, manifest.source
-    known = manifest.policy in POLICIES
-    sizes_itself = known and POLICIES.build(manifest.policy, manifest.policy_params).sizes_itself
+    is_known = manifest.policy in POLICIES
+    sizes_itself = is_known and POLICIES.build(manifest.policy, manifest.policy_params).sizes_itself
     ends = None if kept is None else kept.expires_at
     return Recreation.model_construct(  # validated when it was a request
         **document_fields(manifest, source),

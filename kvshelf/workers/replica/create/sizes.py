@@ -93,7 +93,7 @@ class Dimensions:
         return tokens * self.kv_heads * entry + self.states
 
     def full_16bit_bytes(self, num_tokens: int) -> int:
-        """The same in 16-bit numbers."""
+        """As `full_bytes`, in 16-bit numbers."""
         return replace(self, itemsize=2).full_bytes(num_tokens)
 
     def stored_bytes(self, num_tokens: int, kept: int, codec: str) -> int:

@@ -97,7 +97,7 @@ def requested_levels(
 
 
 def _target(spec: CreateCache, num_tokens: int) -> SizeTarget:
-    """What the choice has to reach: of the policy "auto" by default a floor."""
+    """The target of a choice: of the policy "auto" by default a floor."""
     size = spec.max_bytes if spec.bytes_per_token is None else max(1, int(spec.bytes_per_token * num_tokens))
     floor = spec.min_quality
     return SizeTarget(MIN_QUALITY if floor is None and size is None else floor, size)
@@ -125,9 +125,9 @@ def first_date(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> 
         document_of(spec), layout=spec.layout, policy="full", chat_template_kwargs=spec.chat_template_kwargs
     ).identity
     document_id = store.document_id(identity, tenant=tenant)
-    found = store.list(tenant=tenant, document_id=document_id, limit=_MOST_OF_DOCUMENT).data
-    dates = [manifest.identity.get("date", "") for manifest in sorted(found, key=lambda each: each.created_at)]
-    return next(filter(None, dates), "")
+    manifests = store.list(tenant=tenant, document_id=document_id, limit=_MOST_OF_DOCUMENT).data
+    by_age = sorted(manifests, key=lambda manifest: manifest.created_at)
+    return next(filter(None, (manifest.identity.get("date", "") for manifest in by_age)), "")
 
 
 def encode(
@@ -139,23 +139,23 @@ def encode(
     variables = spec.chat_template_kwargs
     if isinstance(spec, Recreation):
         if spec.token_ids is not None:
-            ids, layout = list(spec.token_ids), cast(Layout, spec.layout)
-            document = EncodedDocument(
-                ids, spec.protected_prefix, layout, spec.boundary, variables=dict(variables or {})
-            )
+            ids, layout, kwargs = list(spec.token_ids), cast(Layout, spec.layout), dict(variables or {})
+            document = EncodedDocument(ids, spec.protected_prefix, layout, spec.boundary, variables=kwargs)
             if spec.date:
                 document = engine.encoder.require_text("token_ids").dated(document, spec.date)
     elif spec.date is not None:
-        _require_dated(engine, spec)
+        dated = engine.text is not None and engine.text.writes_date
+        if not dated or spec.layout == "plain" or spec.token_ids is not None:
+            raise InvalidRequest("nothing writes a date before this document; leave date out", param="date")
         date = spec.date
     reader = engine.facts.images
     if isinstance(spec, CreateCache) and spec.images and reader is not None:  # before any pixel is read
         _require_taken(fewest_tokens(reader, files_of(spec.images)), max_document_tokens, "at least ")
-    found = engine.encode_document(
+    encoded = engine.encode_document(
         document, layout=spec.layout, date=date, chat_template_kwargs=variables, protect=spec.protect
     )
-    _require_taken(len(found.token_ids), max_document_tokens)
-    return found
+    _require_taken(len(encoded.token_ids), max_document_tokens)
+    return encoded
 
 
 def _require_taken(num_tokens: int, max_document_tokens: int | None, bound: str = "") -> None:
@@ -165,12 +165,6 @@ def _require_taken(num_tokens: int, max_document_tokens: int | None, bound: str 
             f"(max_document_tokens); {SPLIT_IT}",
             param="document",
         )
-
-
-def _require_dated(engine: Engine, spec: CreateCache | Estimate) -> None:
-    dated = engine.text is not None and engine.text.writes_date
-    if not dated or spec.layout == "plain" or spec.token_ids is not None:
-        raise InvalidRequest("nothing writes a date before this document; leave date out", param="date")
 
 
 def appended_level(engine: Engine, parent: CompressedCache, spec: AppendCache) -> Level:

@@ -16,19 +16,12 @@ from kvshelf.engine.progress import Checkpoint, nothing
 from kvshelf.errors import KvshelfError
 from kvshelf.store.base import Store
 from kvshelf.store.jobs.requests import REQUEST_ID
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.create.spec import document_of, encode
-from kvshelf.workers.replica.results import Created
 
 _ID_CHARACTERS: Final = 16
 _OF_ALL_PARTS: Final = {
-    "name",
-    "labels",
-    "ttl_s",
-    "expires_at",
-    "ttl_renew",
-    "guaranteed_until",
-    "keep_source",
-    "source_ttl_s",
+    *("name", "labels", "ttl_s", "expires_at", "ttl_renew", "guaranteed_until", "keep_source", "source_ttl_s")
 }
 """Fields that do not change which caches a split makes."""
 
@@ -62,13 +55,13 @@ def parts_of(
         variables=spec.chat_template_kwargs,
     )
     split_id = _split_id(engine, store, spec, tenant)
-    own = {"document": spec.name or split_id} | spec.labels
+    labels = {"document": spec.name or split_id} | spec.labels
     return (
         spec.model_copy(
             update={
                 "document": text,
                 "split": False,
-                "labels": own | _labels(PART_LABELS, number, len(texts), split_id),
+                "labels": labels | _labels(PART_LABELS, number, len(texts), split_id),
             }
         )
         for number, text in enumerate(texts, 1)
@@ -80,7 +73,7 @@ def _episodes_of(
 ) -> list[CreateCache]:
     assert spec.episodes is not None
     encode(engine, spec, max_document_tokens)  # refuses what is too long before it is cut up
-    found = engine.compressor.episodes(document_of(spec), spec.episodes.count)
+    episodes = engine.compressor.episodes(document_of(spec), spec.episodes.count)
     set_id = _split_id(engine, store, spec, tenant)
     return [
         spec.model_copy(
@@ -89,10 +82,10 @@ def _episodes_of(
                 "policy_params": {"prefill": "chunked"}
                 | spec.policy_params
                 | {"probe": episode.text, "centroid": episode.centroid},
-                "labels": spec.labels | _labels(EPISODE_LABELS, number, len(found), set_id),
+                "labels": spec.labels | _labels(EPISODE_LABELS, number, len(episodes), set_id),
             }
         )
-        for number, episode in enumerate(found, 1)
+        for number, episode in enumerate(episodes, 1)
     ]
 
 
@@ -103,9 +96,10 @@ def _labels(names: tuple[str, str], number: int, count: int, set_id: str) -> dic
 def _split_id(engine: Engine, store: Store, spec: CreateCache, tenant: str) -> str:
     """What the parts of this document have in common, if they are made in this way by this model: equal for equal
     requests, and hashed as the store hashes requests, so that nobody can test a guess of the text."""
-    made = spec.model_dump(mode="json", exclude=_OF_ALL_PARTS, exclude_defaults=True)
-    made["model"] = engine.identity.fingerprint()
-    return store.requests.request_id(canonical_msgpack(made), tenant=tenant).removeprefix(REQUEST_ID)[:_ID_CHARACTERS]
+    fields = spec.model_dump(mode="json", exclude=_OF_ALL_PARTS, exclude_defaults=True)
+    fields["model"] = engine.identity.fingerprint()
+    request_id = store.requests.request_id(canonical_msgpack(fields), tenant=tenant)
+    return request_id.removeprefix(REQUEST_ID)[:_ID_CHARACTERS]
 
 
 @contextmanager

@@ -25,7 +25,9 @@ _TRIES: Final = 4
 
 @dataclass(frozen=True)
 class SpreadPlan:
-    """whole: the plan of the model, were it on one card. cards: of each device where weights lie or layers compute; of
+    """Has the methods of a `MemoryPlan`, each for all cards.
+
+    whole: the plan of the model, were it on one card. cards: of each device where weights lie or layers compute; of
     the host only if they do. most: the bytes of weights that may lie on each card, by its number, and in the memory of
     the host ("cpu"), for `loading.load`: what is left of a card is for its layers' part of all else."""
 
@@ -57,7 +59,7 @@ class SpreadPlan:
                 torch.device(card.device).index: card.beside_others if offloaded else card.for_weights
                 for card in plan.cards
             }
-            most = {number: min(left, room.get(number, left)) for number, left in most.items()}
+            most = {number: min(nbytes, room.get(number, nbytes)) for number, nbytes in most.items()}
             placement = Placement.expected(model, most)
             if all(device.type == "cpu" for device in placement.layers):
                 break  # the refusal of the cards is better than a model that answers from the CPU
@@ -68,17 +70,17 @@ class SpreadPlan:
     def placed(
         cls, whole: MemoryPlan, model: PreTrainedModel, placement: Placement, most: Mapping[int | str, int]
     ) -> SpreadPlan:
-        """Of a model, with or without weights, that is placed so. Other arguments as the fields."""
+        """The plan of a model, with or without weights, that is placed so. Other arguments as the fields."""
         kinds, cards = layer_kinds(model.config), []
         for device in sorted({*placement.layers, *placement.weights}, key=str):
-            own = [kind for kind, at in zip(kinds, placement.layers, strict=True) if at == device]
-            if own or device.type != "cpu":
-                card = whole.on(device, placement.weights.get(device, 0), own, len(kinds))
+            here = [kind for kind, at in zip(kinds, placement.layers, strict=True) if at == device]
+            if here or device.type != "cpu":
+                card = whole.on(device, placement.weights.get(device, 0), here, len(kinds))
                 cards.append(card if placement.alone else replace(card, recorded=0))
         return cls(whole, tuple(cards), most)
 
     def loaded(self, engine: Engine) -> SpreadPlan:
-        """The same, as the weights of an engine are."""
+        """The same plan, with the weights of an engine as they are."""
         placement = Placement.of(engine.model)
         if (images := engine.facts.images) is not None:
             inputs = engine.passes.devices.inputs
@@ -95,22 +97,18 @@ class SpreadPlan:
         return "\n".join(map(str, self.cards))
 
     def require(self) -> None:
-        """As of a `MemoryPlan`, for each card."""
         for card in self.cards:
             card.require()
 
     def keep(self) -> None:
-        """As of a `MemoryPlan`, for each card."""
         for card in self.cards:
             card.keep()
 
     def require_room(self, engine: Engine, work: Levels | PolicyChoice) -> None:
-        """As of a `MemoryPlan`, on each card."""
         for card in self.cards:
             card.require_room(engine, work)
 
     def fitting(self, engine: Engine, choice: PolicyChoice) -> PolicyChoice:
-        """As of a `MemoryPlan`, on all cards."""
         for card in self.cards:
             choice = card.fitting(engine, choice)
         return choice

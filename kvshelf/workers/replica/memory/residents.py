@@ -1,9 +1,4 @@
-"""Attached caches that stay in memory between questions, and that are read before the question that a hint foretells.
-`kvshelf.workers.replica.memory.retention` says which is evicted first.
-
-Each use reads the manifest from the store first, so a cache that was deleted, has expired or was replaced is never
-answered from memory.
-"""
+"""Attached caches that stay in memory between questions, and that are read before a question that a hint foretells."""
 
 from __future__ import annotations
 
@@ -89,8 +84,9 @@ class _NoRoomAhead(Exception):
 
 
 class Residents:
-    """The caches that one replica holds, by tenant and id. Its methods run on the replica's event loop; reading and
-    everything else that touches the store runs on its threads."""
+    """The caches that one replica holds, by tenant and id. Each use reads the manifest from the store first, so a cache
+    that was deleted, has expired or was replaced is never answered from memory. Its methods run on the replica's event
+    loop; reading and everything else that touches the store runs on its threads."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class Residents:
         self._threads = threads
         # Readers have threads of their own, so that calls waiting for memory never block the calls that free it.
         self._readers = Threads(4, "reader")
-        self.held: dict[Key, Resident] = {}
+        self.caches: dict[Key, Resident] = {}
         self.retention = retention or Retention()
         self._tools = Tools()
         self.read_pace = Pace()  # seconds per byte
@@ -122,15 +118,14 @@ class Residents:
         self._taking = FairQueue("documents that are asked together", 1, sys.maxsize)
         # By the cache that the question with several waits for: bytes of those that it holds meanwhile.
         self._beside: dict[Key, int] = {}
-        self._wanted: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
+        self._requested: Counter[Key] = Counter()  # caches of questions that have come and do not hold them yet
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all resident caches."""
-        return sum(resident.document.nbytes for resident in self.held.values())
+        return sum(resident.document.nbytes for resident in self.caches.values())
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.caches)
 
     @asynccontextmanager
     async def using_all(
@@ -148,38 +143,38 @@ class Residents:
         Where there are several, errors name theirs in `details["cache_id"]`. Raises as `using`, and `InvalidRequest`
         for caches that do not fit into memory together.
         """
-        held: list[tuple[Resident, bool]] = []
+        residents: list[tuple[Resident, bool]] = []
         async with AsyncExitStack() as stack:
             taking = self._taking.turn(tenant, None) if len(cache_ids) > 1 else nullcontext()
             with self._wanting([(tenant, cache_id) for cache_id in cache_ids]):
                 async with taking:
                     for cache_id in cache_ids:
-                        beside = sum(resident.document.nbytes for resident, _ in held)
+                        beside = sum(resident.document.nbytes for resident, _ in residents)
                         try:
                             using = self.using(cache_id, tenant, part=part, beside=beside, tool=tool, program=program)
-                            held.append(await stack.enter_async_context(using))
+                            residents.append(await stack.enter_async_context(using))
                         except _NeverRoom:
                             raise InvalidRequest(
-                                f"of the {len(cache_ids)} documents of this question, {len(held)} take {beside} bytes "
-                                f"in memory, and with the next the {self.limits.max_bytes} of this worker are not "
-                                "enough; ask fewer at once",
+                                f"of the {len(cache_ids)} documents of this question, {len(residents)} take {beside} "
+                                f"bytes in memory, and with the next the {self.limits.max_bytes} of this worker are "
+                                "not enough; ask fewer at once",
                                 param="cache_ids",
                             ) from None
                         except KvshelfError as error:
                             if len(cache_ids) > 1:
                                 error.details["cache_id"] = cache_id
                             raise
-            yield held
+            yield residents
 
     @contextmanager
     def _wanting(self, keys: Sequence[Key]) -> Iterator[None]:
         """While a question waits for its caches, none of them leaves for one that is read ahead."""
-        self._wanted.update(keys)
+        self._requested.update(keys)
         try:
             yield
         finally:
-            self._wanted.subtract(keys)
-            self._wanted = +self._wanted
+            self._requested.subtract(keys)
+            self._requested = +self._requested
 
     @asynccontextmanager
     async def using(
@@ -199,17 +194,17 @@ class Residents:
         question holds. tool: what the answer calls; if the block ends without an error, the cache is pinned for a time.
         program: whose question it is. Raises what `Store.open_cache` raises, and `ModelMismatch`.
         """
-        self._tools.asked(tenant, cache_id, time.monotonic(), program)
-        resident, there = await self._acquire(cache_id, tenant, part, beside)
+        self._tools.note_question(tenant, cache_id, time.monotonic(), program)
+        resident, in_memory = await self._acquire(cache_id, tenant, part, beside)
         try:
-            yield resident, there
+            yield resident, in_memory
             self._answered((tenant, cache_id), resident, tool, program)
         finally:
             resident.users -= 1
             resident.last_used = time.monotonic()
             if resident.document.failed:
                 self._drop((tenant, cache_id), resident)
-            if self.held.get((tenant, cache_id)) is not resident:
+            if self.caches.get((tenant, cache_id)) is not resident:
                 self._close(resident)
             self._changed.set()
             async with self._freed:
@@ -220,15 +215,15 @@ class Residents:
         that nobody uses or foretells leave it room, and no read waits for that. digest: of its blob."""
         key, nbytes, now = (tenant, cache_id), document.nbytes, time.monotonic()
         async with self._freed:
-            leaving = [each for each, _ in self._unused() if self._nobody_waits_for(each, now)]
-            room = self.limits.max_bytes - self.nbytes + sum(self.held[each].document.nbytes for each in leaving)
-            if self._short or key in self.held or nbytes > room:
+            leaving = self._idle(now)
+            room = self.limits.max_bytes - self.nbytes + sum(resident.document.nbytes for resident in leaving.values())
+            if self._short or key in self.caches or nbytes > room:
                 return
-            for each in sorted(leaving, key=lambda one: self.retention.order(one, now)):
+            for leaver in sorted(leaving, key=lambda leaver: self.retention.order(leaver, now)):
                 if nbytes <= self.limits.max_bytes - self.nbytes:
                     break
-                self._evict(each)
-            self.held[key] = Resident(document, digest, "memory")
+                self._evict(leaver)
+            self.caches[key] = Resident(document, digest, "memory")
             self.retention.used(key, now, cost_s=self._reload_s(nbytes), nbytes=nbytes)
 
     def hint(self, hint: Hint, tenant: str) -> None:
@@ -251,43 +246,44 @@ class Residents:
                     f"worker holds {self.limits.max_bytes} (resident_bytes); warm fewer",
                     param="cache_ids",
                 )
-        there: list[int] = []
-        read: list[int] = []
+        sizes: list[int] = []
+        read_bytes = 0
         left_out: list[str] = []
         for key in dict.fromkeys(keys):
-            resident, was_there = await self._warmed(key)
+            resident, in_memory = await self._warm(key)
             if resident is None:
                 left_out.append(key[1])
             else:
-                (there if was_there else read).append(resident.document.nbytes)
+                sizes.append(resident.document.nbytes)
+                read_bytes += 0 if in_memory else resident.document.nbytes
                 self.retention.pin(key, time.monotonic() + self.limits.idle_s)
-        return Warmed(len(there) + len(read), sum(there) + sum(read), sum(read), left_out)
+        return Warmed(len(sizes), sum(sizes), read_bytes, left_out)
 
     async def _size(self, key: Key) -> int:
         """Bytes of a cache in memory, by its header where it is not there."""
         tenant, cache_id = key
-        if key in self.held:
-            return self.held[key].document.nbytes
+        if key in self.caches:
+            return self.caches[key].document.nbytes
         with await self._threads.run(self._store.open_cache, cache_id, tenant=tenant) as arriving:
             return arriving.attached_bytes
 
-    async def _warmed(self, key: Key) -> tuple[Resident | None, bool]:
-        """A cache that has been read to its end, None if it was not, and whether it was there before."""
+    async def _warm(self, key: Key) -> tuple[Resident | None, bool]:
+        """A cache that has been read to its end, None if it was not, and whether it was in memory before."""
         tenant, cache_id = key
-        resident = self.held.get(key)
-        there = resident is not None and await self._current(key, resident)
-        if resident is not None and not there:
+        resident = self.caches.get(key)
+        in_memory = resident is not None and await self._current(key, resident)
+        if resident is not None and not in_memory:
             self._drop(key, resident)
-        if not there:
+        if not in_memory:
             self.retention.hint(Hint(cache_id, 0.0), tenant, time.monotonic())
             await self._read_ahead(key)
-            resident = self.held.get(key)
+            resident = self.caches.get(key)
         if resident is not None and resident.reading is not None:
             await asyncio.wrap_future(resident.reading)
             if resident.document.failed:
                 self._drop(key, resident)
         self.retention.hint(Hint(cache_id, None), tenant, time.monotonic())
-        return self.held.get(key), there
+        return self.caches.get(key), in_memory
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last call: "pinned" after a tool was called, "released" by evicting a pinned cache,
@@ -309,7 +305,7 @@ class Residents:
             for wait_s, key in hinted:
                 if self._busy:
                     break
-                if key not in self.held and wait_s <= self.limits.idle_s:
+                if key not in self.caches and wait_s <= self.limits.idle_s:
                     await self._read_ahead(key)
             now, limits = time.monotonic(), (self.limits.ahead_s, self.limits.idle_s)
             pause_s = min(self.retention.nears_in(limit_s, now) for limit_s in limits)
@@ -335,43 +331,40 @@ class Residents:
     @property
     def _busy(self) -> bool:
         """Whether a cache is being read or about to be."""
-        reads = (resident.reading for resident in self.held.values())
+        reads = (resident.reading for resident in self.caches.values())
         return len(self._opening) > 0 or any(reading is not None and not reading.done() for reading in reads)
 
     async def evict_idle_forever(self) -> NoReturn:
-        """Evict idle caches, for as long as this task lives."""
         while True:
             await asyncio.sleep(min(self.limits.idle_s / 4, 30.0))
             self.evict_idle(time.monotonic() - self.limits.idle_s)
 
     def evict_idle(self, last_used_before: float) -> int:
         """Drop unused caches that were last used before this time of `time.monotonic`. Returns how many."""
-        now = time.monotonic()
-        idle = [
-            key
-            for key, resident in self._unused()
-            if resident.last_used < last_used_before and self._nobody_waits_for(key, now)
-        ]
+        idle = [key for key, resident in self._idle(time.monotonic()).items() if resident.last_used < last_used_before]
         for key in idle:
             self._evict(key)
         return len(idle)
 
-    def _nobody_waits_for(self, key: Key, now: float) -> bool:
-        """Whether a cache has no pin, and no hint of a question before it would be idle."""
-        return not self.retention.pinned(key, now) and self.retention.wait_s(key, now) > self.limits.idle_s
+    def _idle(self, now: float) -> dict[Key, Resident]:
+        """The unused caches that have no pin, and no hint of a question within `idle_s`."""
+        return {
+            key: resident
+            for key, resident in self._unused()
+            if not self.retention.pinned(key, now) and self.retention.wait_s(key, now) > self.limits.idle_s
+        }
 
     def close(self) -> None:
-        """Drop everything."""
-        for key, resident in list(self.held.items()):
+        for key, resident in list(self.caches.items()):
             self._drop(key, resident)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def _acquire(self, cache_id: str, tenant: str, part: bool, beside: int) -> tuple[Resident, bool]:
-        key, there = (tenant, cache_id), True
+        key, in_memory = (tenant, cache_id), True
         while True:
-            resident = self.held.get(key)
+            resident = self.caches.get(key)
             if resident is None:
-                there = False
+                in_memory = False
                 try:
                     async with self._holding(beside, key):
                         name = f"{tenant}/{cache_id}"
@@ -385,11 +378,11 @@ class Residents:
                 if not began:  # the call read the manifest before this question came, so ask the store again
                     continue
                 # Taken from the table, not from the shared call: another cache may have needed its room meanwhile.
-                resident = self.held.get(key)
+                resident = self.caches.get(key)
             elif not await self._current(key, resident):
                 self._drop(key, resident)
                 continue
-            elif self.held.get(key) is not resident:  # it was dropped while the store was asked
+            elif self.caches.get(key) is not resident:  # it was dropped while the store was asked
                 continue
             if resident is not None:
                 nbytes = resident.document.nbytes
@@ -397,14 +390,14 @@ class Residents:
                 self._counts["read_ahead_used"] += resident.ahead
                 resident.ahead = False
                 resident.users += 1
-                return resident, there
+                return resident, in_memory
 
     def _answered(self, key: Key, resident: Resident, tool: str | None, program: str | None) -> None:
         """An answer ended, and the tool that it calls begins to run."""
         tenant, cache_id = key
         now, nbytes = time.monotonic(), resident.document.nbytes
-        self._tools.answered(tenant, cache_id, tool, now, program)
-        if tool is None or self.held.get(key) is not resident:
+        self._tools.note_answer(tenant, cache_id, tool, now, program)
+        if tool is None or self.caches.get(key) is not resident:
             return
         wait_s = self._room_pace.seconds or 0.0
         stay_s = self._tools.stay_s(tenant, tool, wait_s=wait_s, reload_s=self._reload_s(nbytes))
@@ -451,16 +444,17 @@ class Residents:
             arriving.close()
             raise
         resident = Resident(document, arriving.root.hex(), arriving.place, ahead=ahead)
-        self.held[tenant, cache_id] = resident
+        self.caches[tenant, cache_id] = resident
         self._counts["read_ahead"] += ahead
         loop = asyncio.get_running_loop()
-        resident.reading = self._readers.submit(_read, arriving, resident, self.read_pace)
-        resident.reading.add_done_callback(lambda _: self._look_again(loop))
-        return resident
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(RuntimeError):  # the loop has ended before its last read
-            loop.call_soon_threadsafe(self._changed.set)
+        def look_again(_: Future[None]) -> None:
+            with suppress(RuntimeError):  # the loop has ended before its last read
+                loop.call_soon_threadsafe(self._changed.set)
+
+        resident.reading = self._readers.submit(_read, arriving, resident, self.read_pace)
+        resident.reading.add_done_callback(look_again)
+        return resident
 
     async def _opened_part(self, cache_id: str, tenant: str) -> Resident | None:
         """A cache of which questions read what they select; None if it has to be read as a whole."""
@@ -469,7 +463,7 @@ class Residents:
             document = await self._threads.run(self._attach_part, cache)
             if document is not None:
                 await self._make_room(cache.attached_bytes, (tenant, cache_id))
-                resident = self.held[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
+                resident = self.caches[tenant, cache_id] = Resident(document, cache.root.hex(), cache.place)
                 return resident
         except BaseException:
             cache.close()
@@ -480,7 +474,7 @@ class Residents:
     async def _make_room(self, nbytes: int, key: Key) -> None:
         began = time.monotonic()
         async with self._freed:
-            while self.held and self.nbytes + nbytes > self.limits.max_bytes:
+            while self.caches and self.nbytes + nbytes > self.limits.max_bytes:
                 beside = self._beside.get(key, 0)
                 if beside and beside + nbytes > self.limits.max_bytes:
                     raise _NeverRoom
@@ -488,16 +482,13 @@ class Residents:
                 unused = sorted((key for key, _ in self._unused()), key=lambda key: self.retention.order(key, now))
                 if unused:
                     self._evict(unused[0])
-                else:
-                    await self._wait_for_room(key[0])
+                    continue
+                self._short += 1
+                try:
+                    await self._freed.wait(key[0])
+                finally:
+                    self._short -= 1
         self._room_pace.record(time.monotonic() - began)
-
-    async def _wait_for_room(self, tenant: str) -> None:
-        self._short += 1
-        try:
-            await self._freed.wait(tenant)
-        finally:
-            self._short -= 1
 
     def _make_room_ahead(self, nbytes: int, key: Key) -> None:
         """Evict what is used later than a cache with a hint, if that gives it room; raises `_NoRoomAhead` otherwise."""
@@ -515,23 +506,23 @@ class Residents:
             return None
         now = time.monotonic()
         near = self.retention.presses(key, self.limits.ahead_s, now)
-        unused = {held: resident.document.nbytes for held, resident in self._unused()} if near else {}
-        for wanted in self._wanted:
-            unused.pop(wanted, None)
+        unused = {other: resident.document.nbytes for other, resident in self._unused()} if near else {}
+        for requested in self._requested:
+            unused.pop(requested, None)
         return self.retention.leaving_for(key, unused, self.nbytes + nbytes - self.limits.max_bytes, now)
 
     def _unused(self) -> list[tuple[Key, Resident]]:
-        return [(key, resident) for key, resident in self.held.items() if not resident.users]
+        return [(key, resident) for key, resident in self.caches.items() if not resident.users]
 
     def _evict(self, key: Key) -> None:
         """Drop an unused cache, to which a hint may bring it back."""
         self._counts["released"] += self.retention.left(key, time.monotonic())
-        self._close(self.held.pop(key))
+        self._close(self.caches.pop(key))
 
     def _drop(self, key: Key, resident: Resident) -> None:
         """Drop a cache that is not what the shelf has, or with everything."""
-        if self.held.get(key) is resident:
-            del self.held[key]
+        if self.caches.get(key) is resident:
+            del self.caches[key]
             self.retention.forget(key)
             self._close(resident)
 

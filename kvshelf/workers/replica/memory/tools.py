@@ -61,9 +61,14 @@ class Tools:
         self.lengths: deque[int] = deque(maxlen=KEPT)
         self.eta = 1.0
 
-    def asked(self, tenant: str, cache_id: str, now: float, name: str | None = None) -> None:
+    def note_question(self, tenant: str, cache_id: str, now: float, name: str | None = None) -> None:
         """A question came, which ends the run of a tool. name: of its program."""
-        self._end_old(now)
+        for of_tenant, programs in list(self.programs.items()):
+            while programs and now - (oldest := next(iter(programs.values()))).since > LONGEST_S:
+                programs.popitem(last=False)
+                self._ended(oldest.turns)
+            if not programs:
+                del self.programs[of_tenant]
         key = (cache_id, name)
         program = self.programs.get(tenant, OrderedDict()).get(key)
         if program is None or program.tool is None:
@@ -77,7 +82,7 @@ class Tools:
             kept.append(now - program.since)
         self._go_on(tenant, key, _Program(program.turns, None, now))
 
-    def answered(self, tenant: str, cache_id: str, tool: str | None, now: float, name: str | None = None) -> None:
+    def note_answer(self, tenant: str, cache_id: str, tool: str | None, now: float, name: str | None = None) -> None:
         """An answer ended that calls a tool, or none: then its program has ended. name: of its program."""
         key = (cache_id, name)
         program = self.programs.get(tenant, OrderedDict()).pop(key, None)
@@ -103,14 +108,6 @@ class Tools:
         if len(programs) > PROGRAMS:
             self._ended(programs.popitem(last=False)[1].turns)
 
-    def _end_old(self, now: float) -> None:
-        for tenant, programs in list(self.programs.items()):
-            while programs and now - (oldest := next(iter(programs.values()))).since > LONGEST_S:
-                programs.popitem(last=False)
-                self._ended(oldest.turns)
-            if not programs:
-                del self.programs[tenant]
-
     def _ended(self, turns: int) -> None:
         self.lengths.append(min(turns, _MOST_TURNS))
         if len(self.lengths) >= ENOUGH:
@@ -129,10 +126,10 @@ def best_stay_s(runs: Sequence[float], gain_s: float) -> float:
 def turns_left(lengths: Sequence[int]) -> float:
     """eta = -Corr(k, N - k) over all turns k of programs of N turns, at least 0; 1 where it is not defined, as for
     programs of one turn."""
-    each = np.asarray(lengths)
-    whole = np.repeat(each, each)
-    turn = np.arange(len(whole)) - np.repeat(np.cumsum(each) - each, each) + 1
-    left = whole - turn
-    if turn.std() == 0 or left.std() == 0:
+    totals = np.asarray(lengths)
+    total = np.repeat(totals, totals)
+    turn = np.arange(len(total)) - np.repeat(np.cumsum(totals) - totals, totals) + 1
+    remaining = total - turn
+    if turn.std() == 0 or remaining.std() == 0:
         return 1.0
-    return max(0.0, -float(np.corrcoef(turn, left)[0, 1]))
+    return max(0.0, -float(np.corrcoef(turn, remaining)[0, 1]))

@@ -23,8 +23,8 @@ from kvshelf.engine.summary import Block, Codes, scores, unpacked
 from kvshelf.errors import CacheError, CacheNotFound, InvalidRequest, ModelMismatch
 from kvshelf.store.base import Store
 from kvshelf.store.manifest import Manifest
+from kvshelf.workers.replica.api import SearchResult
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
-from kvshelf.workers.replica.results import Found
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.search.summaries import Places, Record, Shelved, Shortlist, Summary
 from kvshelf.workers.replica.ticket import Ticket
@@ -64,9 +64,9 @@ class Searches:
     shelved: OrderedDict[str, Shelved] = field(default_factory=OrderedDict, init=False)
 
     def __post_init__(self) -> None:
-        self._own = lru_cache(maxsize=1024)(self._is_own)
+        self._matches = lru_cache(maxsize=1024)(self._match)
 
-    async def search(self, spec: SearchCaches, *, caller: Caller) -> Found:
+    async def search(self, spec: SearchCaches, *, caller: Caller) -> SearchResult:
         """Rank the documents whose caches have the labels. A filter without caches gives an empty list.
 
         Of one tenant's searches one at a time lists, reads and compares; the model reads their questions beside that.
@@ -77,7 +77,7 @@ class Searches:
             token_ids = await self.threads.compute(self._encoded, spec.query)
             ticket: Ticket[Any] = Ticket(caller.deadline_s)
             try:
-                return await self._found(spec, token_ids, caller, ticket)
+                return await self._search(spec, token_ids, caller, ticket)
             finally:
                 ticket.cancel()
 
@@ -90,7 +90,9 @@ class Searches:
             )
         return token_ids
 
-    async def _found(self, spec: SearchCaches, token_ids: Sequence[int], caller: Caller, ticket: Ticket[Any]) -> Found:
+    async def _search(
+        self, spec: SearchCaches, token_ids: Sequence[int], caller: Caller, ticket: Ticket[Any]
+    ) -> SearchResult:
         tenant = caller.tenant
         shelved = self.shelved.setdefault(tenant, Shelved())
         self.shelved.move_to_end(tenant)
@@ -110,7 +112,7 @@ class Searches:
             self._make_room(shelved)
         phases = in_sequence(list=list_s, read=read_s, code=code_s, rank=rank_s)
         log.info("searched", searched=len(compared), skipped=sum(skipped.values()), **rounded(phases))
-        return Found(
+        return SearchResult(
             data=best,
             searched=len(compared),
             skipped=Skipped(**skipped),
@@ -166,9 +168,9 @@ class Searches:
                 )
 
     def _is_ours(self, manifest: Manifest) -> bool:
-        return self._own(tuple(manifest.identity["model"].items()))
+        return self._matches(tuple(manifest.identity["model"].items()))
 
-    def _is_own(self, fields: tuple[tuple[str, str], ...]) -> bool:
+    def _match(self, fields: tuple[tuple[str, str], ...]) -> bool:
         """Whether a model identity, as its fields, is this engine's."""
         with suppress(ModelMismatch):
             self.engine.identity.require_match(ModelIdentity(**dict(fields)))
@@ -183,9 +185,9 @@ class Searches:
         aside: dict[str, Summary] = {}
         for at in range(0, len(missing), _PAGE):
             some = missing[at : at + _PAGE]
-            found = list(zip(some, await self._summaries(some, tenant), strict=True))
-            readable = [(record, summary) for record, summary in found if summary is not None]
-            skipped["unreadable"] += len(found) - len(readable)
+            pairs = list(zip(some, await self._summaries(some, tenant), strict=True))
+            readable = [(record, summary) for record, summary in pairs if summary is not None]
+            skipped["unreadable"] += len(some) - len(readable)
             if shelved.nbytes < self.held_bytes:
                 shelved.keep(readable)
             else:
@@ -198,16 +200,13 @@ class Searches:
 
         async def read(some: Sequence[Record]) -> list[Summary | None]:
             async with gate:
-                return await self.threads.run(self._read, [record.id for record in some], tenant)
+                return await self.threads.run(lambda: [self._summary(record.id, tenant) for record in some])
 
         portions = (records[at : at + _PORTION] for at in range(0, len(records), _PORTION))
         return list(chain.from_iterable(await asyncio.gather(*map(read, portions))))
 
-    def _read(self, cache_ids: Sequence[str], tenant: str) -> list[Summary | None]:
-        """The summaries of caches from the store, empty where there is none; None for one that cannot be read."""
-        return [self._summary(cache_id, tenant) for cache_id in cache_ids]
-
     def _summary(self, cache_id: str, tenant: str) -> Summary | None:
+        """The summary of a cache from the store, empty where it has none; None if it cannot be read."""
         try:
             with self.store.open_cache(cache_id, tenant=tenant) as arriving:
                 summary = unpacked(arriving.summary)
@@ -249,12 +248,12 @@ class Searches:
 
     def _make_room(self, shelved: Shelved) -> None:
         """Forget what is known of the tenants that searched longest ago, while all take too much."""
-        nbytes = sum(each.nbytes for each in self.shelved.values())
-        for tenant, each in list(self.shelved.items()):
+        nbytes = sum(other.nbytes for other in self.shelved.values())
+        for tenant, other in list(self.shelved.items()):
             if nbytes <= self.held_bytes:
                 return
-            if each is not shelved and not each.lock.locked():
-                nbytes -= each.nbytes
+            if other is not shelved and not other.lock.locked():
+                nbytes -= other.nbytes
                 del self.shelved[tenant]
 
     async def _codes(self, token_ids: Sequence[int], caller: Caller) -> list[Codes]:
@@ -275,29 +274,25 @@ def _placed(
     if choice.placed is not None:
         return choice.placed
     others = [record for record in choice.records if aside.get(record.id)]
-    held = [record for record in choice.records if record.place >= 0]
-    blocks, places = shelved.summaries.of(np.array([record.place for record in held], np.int64))
+    records = [record for record in choice.records if record.place >= 0]
+    blocks, places = shelved.summaries.of(np.array([record.place for record in records], np.int64))
     if others:
         first = sum(len(block.starts[0]) for block in blocks)
         blocks.append(Block.of([aside[record.id] for record in others]))
-        order = sorted(zip([*held, *others], [*places, *range(first, first + len(others))], strict=True), key=_age)
+        pairs = zip([*records, *others], [*places, *range(first, first + len(others))], strict=True)
+        order = sorted(pairs, key=lambda pair: -pair[0].created_at)
         return [record for record, _ in order], blocks, np.array([place for _, place in order], np.int64)
     if not choice.missing:
-        choice.placed = held, blocks, places
-    return held, blocks, places
-
-
-def _age(placed: tuple[Record, int]) -> float:
-    return -placed[0].created_at
+        choice.placed = records, blocks, places
+    return records, blocks, places
 
 
 async def _timed(work: Awaitable[ResultT]) -> tuple[float, ResultT]:
-    """The seconds that work took, and its result."""
     started = time.monotonic()
     result = await work
     return time.monotonic() - started, result
 
 
 async def _nothing() -> list[Any]:
-    """Where there is no document to compare."""
+    """The result where there is no document to compare."""
     return []

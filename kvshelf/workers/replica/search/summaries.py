@@ -73,7 +73,7 @@ class Shortlist:
 
     @property
     def missing(self) -> list[Record]:
-        """Those whose summaries are not in memory."""
+        """The records whose summaries are not in memory."""
         return [] if self.placed else [record for record in self.records if record.place == UNREAD]
 
 
@@ -92,7 +92,7 @@ class Summaries:
     def add(self, summaries: Iterable[Summary]) -> int:
         """Keep summaries that have codes. Returns the place of the first; the others follow."""
         first, fresh = len(self), list(summaries)
-        if fresh and self.blocks and _has_room(self.blocks[-1]):  # it is made anew
+        if fresh and self.blocks and max(map(len, self.blocks[-1].codes)) < BLOCK_CODES:  # it is made anew
             begin = self.ends[-2] if len(self.ends) > 1 else 0
             fresh = [*map(self.at, range(begin, first)), *fresh]
             self.ends.pop()
@@ -136,10 +136,6 @@ def _portions(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
         yield some
 
 
-def _has_room(block: Block) -> bool:
-    return max(map(len, block.codes)) < BLOCK_CODES
-
-
 @dataclass(eq=False)
 class Shelved:
     """The caches of one tenant. lock: held by the search that brings it up to date and compares. place: of the shelf's
@@ -176,7 +172,6 @@ class Shelved:
         return self.place if time.monotonic() - self._asked_at < KEEP_CHANGES_S / 2 else None
 
     def follow(self, changes: Changes, is_own: Callable[[Manifest], bool]) -> None:
-        """Take up what changed."""
         for cache_id in changes.ended:
             self._forget(cache_id)
         self.take(changes.data, is_own)
@@ -188,25 +183,22 @@ class Shelved:
         for manifest in manifests:
             known = self._forget(manifest.id)
             same = known is not None and known.digest == manifest.blob_digest
+            if manifest.document_id not in self._documents:
+                self._documents[manifest.document_id] = self._next_number
+                self._next_number += 1
             record = Record(
                 id=manifest.id,
                 name=manifest.name,
                 labels=dict(manifest.labels),
                 digest=manifest.blob_digest,
                 own=is_own(manifest),
-                document=self._number_of(manifest.document_id),
+                document=self._documents[manifest.document_id],
                 created_at=manifest.created_at,
                 expires_at=math.inf if manifest.expires_at is None else manifest.expires_at,
                 place=known.place if known is not None and same else UNREAD,
             )
             self._records[manifest.id] = record
             self._record_bytes += record.nbytes
-
-    def _number_of(self, document_id: str) -> int:
-        if document_id not in self._documents:
-            self._documents[document_id] = self._next_number
-            self._next_number += 1
-        return self._documents[document_id]
 
     def _forget(self, cache_id: str) -> Record | None:
         known = self._records.pop(cache_id, None)
@@ -220,7 +212,7 @@ class Shelved:
         if last is not None and last.version == self.version and last.labels == labels and now < last.until:
             return last
         if self._newest_first is None:
-            self._newest_first = sorted(self._records.values(), key=lambda each: each.created_at, reverse=True)
+            self._newest_first = sorted(self._records.values(), key=lambda record: record.created_at, reverse=True)
         newest: dict[int, Record] = {}
         own = others = 0
         until, wanted = math.inf, labels.items()
@@ -249,11 +241,11 @@ class Shelved:
     def _tidy(self) -> None:
         """Let go of what belongs to caches that ended, where that is the most."""
         if len(self._documents) > 2 * len(self._records) + _SPARE:
-            held = {record.document for record in self._records.values()}
-            self._documents = {id: number for id, number in self._documents.items() if number in held}
+            numbers = {record.document for record in self._records.values()}
+            self._documents = {id: number for id, number in self._documents.items() if number in numbers}
         if len(self.summaries) > 2 * len(self._records) + _SPARE:
             before, self.summaries = self.summaries, Summaries()
-            self.keep([(each, before.at(each.place)) for each in self._records.values() if each.place >= 0])
+            self.keep([(record, before.at(record.place)) for record in self._records.values() if record.place >= 0])
             self._changed()
 
     @property

@@ -22,12 +22,12 @@ from kvshelf.store.disk import DiskStore
 from kvshelf.store.rules import Rules
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.types import TokenIds
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.create.auto import SizeTarget, auto, candidates
 from kvshelf.workers.replica.create.creations import NegativeCache
 from kvshelf.workers.replica.create.recreation import recreation
 from kvshelf.workers.replica.replica import Replica
-from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from scripts.conversations import make_conversation
 from tests.amounts import in_turn

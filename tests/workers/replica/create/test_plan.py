@@ -30,12 +30,12 @@ from kvshelf.methods.policies.partitions import PartitionPolicy
 from kvshelf.model.prepacking import prepack
 from kvshelf.samples.tasks import make_document
 from kvshelf.store.disk import DiskStore
+from kvshelf.workers.replica.api import Created
 from kvshelf.workers.replica.calls import Caller, named_errors
 from kvshelf.workers.replica.create.auto import auto
 from kvshelf.workers.replica.create.plan import LEAST_TOKENS, MemoryPlan, machine_bytes, token_bytes
 from kvshelf.workers.replica.create.spec import Levels
 from kvshelf.workers.replica.replica import Replica
-from kvshelf.workers.replica.results import Created
 from kvshelf.workers.replica.scheduler import Scheduler
 from kvshelf.workers.replica.ticket import out_of_memory
 from kvshelf_bench.measure import allocated_peak

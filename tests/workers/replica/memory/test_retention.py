@@ -183,8 +183,8 @@ def test_the_stay_is_the_best_of_all_times(runs: list[float], gain_s: float) -> 
 
 
 def run(tools: Tools, tool: str, seconds: float, *, at: float, tenant: str = "a", cache_id: str = "kvs") -> None:
-    tools.answered(tenant, cache_id, tool, at)
-    tools.asked(tenant, cache_id, at + seconds)
+    tools.note_answer(tenant, cache_id, tool, at)
+    tools.note_question(tenant, cache_id, at + seconds)
 
 
 def test_a_tool_s_own_runs_count_from_a_hundred_on_then_the_tenant_s_then_an_exponential() -> None:
@@ -206,13 +206,13 @@ def test_a_tool_s_own_runs_count_from_a_hundred_on_then_the_tenant_s_then_an_exp
 
 def test_runs_are_counted_from_an_answer_to_the_next_question_of_the_tenant_on_the_cache() -> None:
     tools = Tools()
-    tools.answered("a", "kvs", "search", 10.0)
-    tools.asked("b", "kvs", 11.0)
-    tools.asked("a", "other", 12.0)
-    tools.asked("a", "kvs", 13.0)
-    tools.asked("a", "kvs", 15.0)  # the run has ended
-    tools.answered("a", "kvs", "search", 20.0)
-    tools.asked("a", "kvs", 20.0 + 2 * LONGEST_S)  # it never returned
+    tools.note_answer("a", "kvs", "search", 10.0)
+    tools.note_question("b", "kvs", 11.0)
+    tools.note_question("a", "other", 12.0)
+    tools.note_question("a", "kvs", 13.0)
+    tools.note_question("a", "kvs", 15.0)  # the run has ended
+    tools.note_answer("a", "kvs", "search", 20.0)
+    tools.note_question("a", "kvs", 20.0 + 2 * LONGEST_S)  # it never returned
     assert {tool: list(runs) for tool, runs in tools.runs["a"].items()} == {"search": [3.0]}
     assert list(tools.all_runs["a"]) == [3.0]
 
@@ -226,12 +226,12 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(tools.runs["a"]) == TOOLS
     assert len(tools.runs["a"]["search"]) == len(tools.all_runs["a"]) == KEPT
     for number in range(50):
-        tools.answered("a", f"kvs-{number}", "search", 1e6 + number)
-    tools.asked("a", "kvs", 1e6 + 2 * LONGEST_S)
+        tools.note_answer("a", f"kvs-{number}", "search", 1e6 + number)
+    tools.note_question("a", "kvs", 1e6 + 2 * LONGEST_S)
     assert len(tools.programs) == 0, "programs that went away are forgotten"
     for number in range(2 * PROGRAMS):
-        tools.answered("a", "kvs", "search", 2e6, f"program-{number}")
-    tools.answered("b", "kvs", "search", 2e6, "program-0")
+        tools.note_answer("a", "kvs", "search", 2e6, f"program-{number}")
+    tools.note_answer("b", "kvs", "search", 2e6, "program-0")
     assert {tenant: len(programs) for tenant, programs in tools.programs.items()} == {"a": PROGRAMS, "b": 1}
 
 
@@ -251,7 +251,7 @@ def test_eta_counts_once_a_hundred_programs_have_ended() -> None:
         assert tools.eta == 1.0
         for _ in range(number % 3 and 6):
             run(tools, "search", 1.0, at=100.0 * number)
-        tools.answered("a", "kvs", None, 100.0 * number + 50)
+        tools.note_answer("a", "kvs", None, 100.0 * number + 50)
     lengths = [7 for number in range(ENOUGH) if number % 3]
     assert list(tools.lengths) == lengths, "an answer that neither follows nor calls a tool is no program"
 
@@ -300,7 +300,7 @@ async def ask(residents: Residents, cache_id: str, tool: str | None = None) -> b
 
 async def held(residents: Residents, cache_id: str) -> None:
     async with asyncio.timeout(20):
-        while ("default", cache_id) not in residents.held:
+        while ("default", cache_id) not in residents.caches:
             await asyncio.sleep(0.01)
 
 
@@ -318,7 +318,7 @@ async def test_a_cache_with_a_hint_is_in_memory_before_its_question(
         await ask(residents, cache_id)
     residents.hint(Hint(ids[3], 0.0), "default")  # the least recently used makes room
     await held(residents, ids[3])
-    assert ("default", ids[1]) not in residents.held
+    assert ("default", ids[1]) not in residents.caches
     reading.cancel()
 
 
@@ -336,14 +336,14 @@ async def test_reading_ahead_evicts_nothing_that_is_used_before_or_pinned_and_no
     residents.hint(Hint(near, 3.0), "default")
     residents.hint(Hint(wanted, 4.0), "default")
     await asyncio.sleep(0.3)
-    assert {cache_id for _, cache_id in residents.held} == {near, pinned}
+    assert {cache_id for _, cache_id in residents.caches} == {near, pinned}
     residents.hint(Hint(near, None), "default")
     await held(residents, wanted)
-    assert {cache_id for _, cache_id in residents.held} == {wanted, pinned}
+    assert {cache_id for _, cache_id in residents.caches} == {wanted, pinned}
     residents.hint(Hint(wanted, 100.0), "default")
     residents.hint(Hint(other, 50.0), "default")  # nearer, but nobody makes room so early
     await asyncio.sleep(0.3)
-    assert ("default", other) not in residents.held
+    assert ("default", other) not in residents.caches
     reading.cancel()
 
 
@@ -370,7 +370,7 @@ async def test_what_a_waiting_question_asks_leaves_for_no_cache_that_is_read_ahe
     await asyncio.sleep(0)
     residents.hint(Hint(ids[2], 0.0), "default")
     await asyncio.sleep(0.3)
-    assert ("default", ids[2]) not in residents.held
+    assert ("default", ids[2]) not in residents.caches
     goes_on.set()
     assert await asking == [True, True]
     await held(residents, ids[2])

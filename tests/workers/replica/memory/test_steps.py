@@ -272,10 +272,10 @@ async def test_the_next_step_s_caches_are_read_and_those_far_away_leave_for_them
                 for hint in hints_of(graph, step, "w/"):
                     residents.hint(hint, "default")
                 async with asyncio.timeout(20):
-                    while ("default", ids[at + 1]) not in residents.held:
+                    while ("default", ids[at + 1]) not in residents.caches:
                         await asyncio.sleep(0.01)
             async with residents.using(ids[4], "default"):  # a reader between the steps
                 pass
-            assert {("default", shared), ("default", ids[at + 1])} <= residents.held.keys(), following
+            assert {("default", shared), ("default", ids[at + 1])} <= residents.caches.keys(), following
         reading.cancel()
         residents.close()

@@ -10,7 +10,7 @@ from functools import partial
 
 import uvicorn
 
-from kvshelf.service.http.connections import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
+from kvshelf.service.http.server import MAX_HEADER_BYTES, BoundedConnection, ConnectionLimits
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

@@ -30,9 +30,9 @@ async def keep(id: Annotated[WorkflowId, Path()], request: Request, service: InS
     has the scope write. What was told by the one before stays until the run's next question, or its end in time."""
     body = await read_json(request, Workflow, service)
     models = await off_loop(models_of, service.store, service.identities, body, caller.tenant)
-    kept = KeptWorkflow(id=id, workflow=body, models=models)
-    is_new = await off_loop(service.store.workflows.keep, id, kept, tenant=caller.tenant)
-    response = await service.computing.run(written, _shown(kept))
+    workflow = KeptWorkflow(id=id, workflow=body, models=models)
+    is_new = await off_loop(service.store.workflows.keep, id, workflow, tenant=caller.tenant)
+    response = await service.computing.run(written, _object(workflow))
     response.status_code = 201 if is_new else 200
     return response
 
@@ -40,21 +40,21 @@ async def keep(id: Annotated[WorkflowId, Path()], request: Request, service: InS
 @router.get("", response_model=WorkflowList)
 async def list_workflows(service: InService, caller: Reader) -> Response:
     """The workflows of the caller's tenant, newest first."""
-    kept = service.store.workflows
+    table = service.store.workflows
     return await service.listing.run(
-        lambda: written(WorkflowList(data=[*map(_shown, kept.list(tenant=caller.tenant))]))
+        lambda: written(WorkflowList(data=[*map(_object, table.list(tenant=caller.tenant))]))
     )
 
 
-def _shown(kept: KeptWorkflow) -> WorkflowObject:
-    return WorkflowObject(id=kept.id, steps=kept.workflow.steps)
+def _object(record: KeptWorkflow) -> WorkflowObject:
+    return WorkflowObject(id=record.id, steps=record.workflow.steps)
 
 
 @router.get("/{id}", response_model=WorkflowObject)
 async def get_workflow(id: str, service: InService, caller: Reader) -> Response:
     """One workflow, with its steps."""
-    kept = await off_loop(service.store.workflows.get, id, tenant=caller.tenant)
-    return await service.computing.run(written, _shown(kept))
+    workflow = await off_loop(service.store.workflows.get, id, tenant=caller.tenant)
+    return await service.computing.run(written, _object(workflow))
 
 
 @router.delete("/{id}")

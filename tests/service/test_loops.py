@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from kvshelf.errors import InvalidRequest
-from kvshelf.service.hours import Hours
+from kvshelf.service.loops import Hours
 from kvshelf.service.settings import load_settings
 
 
