@@ -158,7 +158,7 @@ class BatchJob:
 
     def run(self, **settings: Any) -> int:
         """Run the batch here; returns the exit code. Bad options are refused before anything is started."""
-        from kvshelf.corpus.run.output_lines import journal_of
+        from kvshelf.corpus.run.journal import journal_of
         from kvshelf.corpus.run.progress import RunOptions, RunState, WorkHours
         from kvshelf.service.process.standalone import TENANT, run_standalone
         from kvshelf.service.settings import load_settings
@@ -195,7 +195,7 @@ class BatchJob:
         Ctrl-C cancels the batch and writes the finished rows. Caches on the shelf are reused by the next run.
         """
         from kvshelf.client import Client
-        from kvshelf.corpus.run.output_lines import journal_of
+        from kvshelf.corpus.run.journal import journal_of
         from kvshelf.corpus.run.remote import run_at
         from kvshelf.store.private import without_secret
 
@@ -242,12 +242,12 @@ class BatchJob:
     ) -> int:
         """Write the output and the report, and say how the batch ended; returns the exit code."""
         from kvshelf.corpus.output.files import write_output
-        from kvshelf.corpus.output.report import Made, write_report
+        from kvshelf.corpus.output.report import BatchOptions, write_report
         from kvshelf.corpus.run.progress import INTERRUPTED
 
         write_output(self.output, rows(), file=several)
         if self.report is not None:
-            write_report(self.report, Made(about["input"], models, self.fields), summary, rows())
+            write_report(self.report, BatchOptions(about["input"], models, self.fields), summary, rows())
         if self.as_json:
             say_json(asdict(summary) | {"output": told(self.output)}, default=vars)
         else:

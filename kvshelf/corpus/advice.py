@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvshelf.api import Certificate
 from kvshelf.errors import InvalidRequest
@@ -59,32 +59,29 @@ class Option:
         return self.policy if self.selector is None else f"{self.policy} + {self.selector}"
 
 
-Rule = Callable[[Option], str | None]
-"""Why an option does not serve; None if it does."""
+class Rule(NamedTuple):
+    """Refuses options. reason: why they do not serve."""
+
+    refuses: Callable[[Option], bool]
+    reason: str
 
 
-def _nothing_evicted(option: Option) -> str | None:
-    return None if option.removed == 0 else "evicts, and nobody knows what a chain of thought will come back to"
-
-
-def _reads_all(option: Option) -> str | None:
-    return None if option.selector is None else "reads a part, which no other row of a batch shares"
-
-
-def _can_be_stored(option: Option) -> str | None:
-    return None if option.selector is None else "reads a part, and such an answer is not kept as a turn"
-
-
-def _soon_paid(option: Option) -> str | None:
-    return None if option.compress_share <= PAID_AT_ONCE else f"adds more than {PAID_AT_ONCE:.0%} to a prefill"
-
-
-def _hardly_paid(option: Option) -> str | None:
-    return None if option.compress_share <= HARDLY_PAID else f"adds more than {HARDLY_PAID:.0%} to a prefill"
-
-
-def _nothing_trained(option: Option) -> str | None:
-    return "takes gates that are trained for the model" if option.trained else None
+_EVICTS: Final = Rule(
+    lambda option: option.removed != 0, "evicts, and nobody knows what a chain of thought will come back to"
+)
+_READS_A_PART: Final = Rule(
+    lambda option: option.selector is not None, "reads a part, which no other row of a batch shares"
+)
+_KEEPS_NO_TURN: Final = Rule(
+    lambda option: option.selector is not None, "reads a part, and such an answer is not kept as a turn"
+)
+_PAID_LATE: Final = Rule(
+    lambda option: option.compress_share > PAID_AT_ONCE, f"adds more than {PAID_AT_ONCE:.0%} to a prefill"
+)
+_PAID_DEARLY: Final = Rule(
+    lambda option: option.compress_share > HARDLY_PAID, f"adds more than {HARDLY_PAID:.0%} to a prefill"
+)
+_TRAINED: Final = Rule(lambda option: option.trained, "takes gates that are trained for the model")
 
 
 @dataclass(frozen=True)
@@ -107,26 +104,26 @@ class Scenario:
 
 SCENARIOS: Final = {
     "one-long": Scenario(
-        "one long document, asked once", (_soon_paid,), "step_bytes", "a step reads the fewest bytes", tier="memory"
+        "one long document, asked once", (_PAID_LATE,), "step_bytes", "a step reads the fewest bytes", tier="memory"
     ),
     "unmodified": Scenario(
-        "a model as it is, without training", (_nothing_trained,), "held_bytes", "most caches fit in memory"
+        "a model as it is, without training", (_TRAINED,), "held_bytes", "most caches fit in memory"
     ),
     "throughput": Scenario(
-        "many questions at once, on many documents", (_reads_all,), "held_bytes", "most caches fit in memory"
+        "many questions at once, on many documents", (_READS_A_PART,), "held_bytes", "most caches fit in memory"
     ),
     "edge": Scenario(
-        "a small device of its own", (_soon_paid,), "stored_bytes", "the fewest bytes stored", tier="disk"
+        "a small device of its own", (_PAID_LATE,), "stored_bytes", "the fewest bytes stored", tier="disk"
     ),
     "multi-turn": Scenario(
-        "conversations whose turns are stored", (_can_be_stored,), "held_bytes", "most caches fit in memory",
+        "conversations whose turns are stored", (_KEEPS_NO_TURN,), "held_bytes", "most caches fit in memory",
         bounded=False,
     ),
     "prefill": Scenario(
-        "long documents and short answers", (_hardly_paid,), "peak_bytes", "a prefill holds the fewest bytes"
+        "long documents and short answers", (_PAID_DEARLY,), "peak_bytes", "a prefill holds the fewest bytes"
     ),
     "accuracy": Scenario(
-        "long reasoning that must be right", (_nothing_evicted, _reads_all), "held_bytes",
+        "long reasoning that must be right", (_EVICTS, _READS_A_PART), "held_bytes",
         "the most exact answers, then the fewest bytes in memory", exact_first=True, bounded=False,
     ),
 }  # fmt: skip
@@ -185,11 +182,9 @@ def _certified_rows(certificate: Certificate, measured: Sequence[dict[str, Any]]
 
 
 def _option(shape: Dimensions, tokens: int, row: dict[str, Any], policy: MethodInfo) -> Option:
-    kept = (
-        Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
-        if policy.takes_budget
-        else tokens
-    )
+    kept = tokens
+    if policy.takes_budget:
+        kept = Budget.resolve(tokens, compression_ratio=row["removed"], budget_tokens=None).tokens
     stored = shape.policy_bytes(tokens, kept, row["codec"], policy.stored_beside)
     full = shape.full_bytes(tokens)
     plain = round(full * (kept / tokens))
@@ -232,7 +227,7 @@ def advise(
     refused: dict[str, tuple[float, str]] = {}  # of each name the row that comes closest
     for option in sorted(candidates, key=chosen.order):
         line = _line(chosen, option, token_bytes, memory_bytes)
-        reason = next(filter(None, (rule(option) for rule in chosen.rules)), None)
+        reason = next((rule.reason for rule in chosen.rules if rule.refuses(option)), None)
         if reason is not None:
             closeness = 0.0
         elif option.exact < floor:
@@ -250,8 +245,8 @@ def advise(
             f"nearest is {nearest}: {refused[nearest][1]}. Give more --memory, or a lower --quality than {quality:g}",
             param="--memory",
         )
-    left = {name: reason for name, (_, reason) in refused.items() if name not in best}
-    return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), left)
+    reasons = {name: reason for name, (_, reason) in refused.items() if name not in best}
+    return Advice(sorted(best.values(), key=lambda line: chosen.order(line.option)), reasons)
 
 
 def _line(scenario: Scenario, option: Option, token_bytes: int, memory_bytes: int) -> AdviceLine:

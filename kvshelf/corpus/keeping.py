@@ -1,5 +1,4 @@
-"""Whether the documents of a corpus are to be kept on the shelf, or searched for passages at each question: by what
-both cost at their lengths, questions and prices. What a search misses is counted by nothing here."""
+"""Compares the cost of keeping a corpus on the shelf with that of a search for passages at each question."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Documents of one length, each in the currency of the prices. made: to prefill and compress it, stored: to keep it
-    for the days; passages: what one question prefills of it otherwise. pays_from: with so many questions keeping
-    costs no more; None: it never does."""
+    """Costs of each document of one length. made: of its prefill and compression. stored: of the days on the shelf.
+    passages: of what one question prefills of a document that is not kept. pays_from: from so many questions on
+    keeping costs no more; None: never."""
 
     tokens: int
     documents: int
@@ -41,14 +40,11 @@ class LengthCost:
     passages: float
     pays_from: int | None
 
-    def kept_at(self, questions: int) -> bool:
-        return self.pays_from is not None and questions >= self.pays_from
-
 
 @dataclass(frozen=True)
 class KeepingAdvice:
-    """lengths: the shortest first. all_kept, all_retrieved: what the corpus costs one way; cheaper: each length its
-    own. kept: documents that are kept then."""
+    """lengths: the shortest first. all_kept, all_retrieved: the cost of the corpus one way. cheaper: the cost where
+    each length has its cheaper way; kept: the documents that are kept then."""
 
     demand: Demand
     currency: str
@@ -76,16 +72,17 @@ def advise_keeping(
             "cost anything, so that nothing speaks for or against keeping one",
             param="--prices",
         )
-    kept = [cost.documents * (cost.made + cost.stored) for cost in costs]
-    retrieved = [cost.documents * cost.passages * demand.questions for cost in costs]
-    keeps = [cost.kept_at(demand.questions) for cost in costs]
+    prices_kept = [cost.documents * (cost.made + cost.stored) for cost in costs]
+    prices_retrieved = [cost.documents * cost.passages * demand.questions for cost in costs]
+    keeps = [cost.pays_from is not None and demand.questions >= cost.pays_from for cost in costs]
+    pairs = zip(keeps, prices_kept, prices_retrieved, strict=True)
     return KeepingAdvice(
         demand=demand,
         currency=prices.currency,
         lengths=costs,
-        all_kept=sum(kept),
-        all_retrieved=sum(retrieved),
-        cheaper=sum(ours if keep else theirs for keep, ours, theirs in zip(keeps, kept, retrieved, strict=True)),
+        all_kept=sum(prices_kept),
+        all_retrieved=sum(prices_retrieved),
+        cheaper=sum(kept if keep else retrieved for keep, kept, retrieved in pairs),
         kept=sum(cost.documents for keep, cost in zip(keeps, costs, strict=True) if keep),
     )
 

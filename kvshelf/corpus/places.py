@@ -81,18 +81,14 @@ def written(where: Place) -> Iterator[IO[bytes]]:
             with atomic.written(where) as target:
                 yield target
             return
-        with TemporaryFile() as built:
-            yield built
-            built.flush()
+        with TemporaryFile() as target:
+            yield target
+            target.flush()
             system, path = opened(where, param="--output")
-            put(system, path, _content(built))
+            size = target.seek(0, 2)  # no bytes cannot be mapped
+            put(system, path, mmap.mmap(target.fileno(), size, access=mmap.ACCESS_READ) if size else b"")
     except OSError as error:
         raise StorageFull(f"{where} cannot be written: {error.strerror or error}") from error
-
-
-def _content(file: IO[bytes]) -> Any:
-    size = file.seek(0, 2)
-    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""  # nothing cannot be mapped
 
 
 def exists(where: Place) -> bool:

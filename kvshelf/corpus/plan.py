@@ -217,15 +217,15 @@ class Speed:
             return cls(prefill / (1 + share), basis, prefill)
         with _output_of("kvshelf bench speed --parts compression", measured, "--rates") as report:
             rows = [row for length in report["compression"] for row in length["rows"]]
-            taken = [row for row in rows if row["policy"] == policy]
-            seconds = sum(row["plain_s"]["median"] * row["whole"]["median"] for row in taken)
-            plain_s = sum(row["plain_s"]["median"] for row in taken)
+            own_rows = [row for row in rows if row["policy"] == policy]
+            seconds = sum(row["plain_s"]["median"] * row["whole"]["median"] for row in own_rows)
+            plain_s = sum(row["plain_s"]["median"] for row in own_rows)
             gpu = report["machine"]["gpu"] or report["machine"]["processor"]
             basis = f"Measured: {policy} on {report['model']} in {report['dtype']} on {gpu}, {measured.name}."
-        if not taken:
+        if not own_rows:
             others = ", ".join(sorted({row["policy"] for row in rows})) or "none"
             raise InvalidRequest(f"{measured} has no measurement of {policy!r}; it has {others}", param="--rates")
-        tokens = sum(row["tokens"] for row in taken)
+        tokens = sum(row["tokens"] for row in own_rows)
         return cls(tokens / seconds, basis, tokens / plain_s)
 
 
@@ -258,8 +258,8 @@ class Plan:
 
 def shape_of(model: str) -> Dimensions:
     """The shape of a built-in name, a bundled model, a folder or a hub id. Raises `InvalidRequest`."""
-    if (known := BUILT_IN.get(model.lower())) is not None:
-        return known.shape()
+    if (decoder := BUILT_IN.get(model.lower())) is not None:
+        return decoder.shape()
     from kvshelf.model.loading import skeleton  # needs torch, as no built-in name does
 
     return Dimensions.of(skeleton(model))
@@ -290,7 +290,7 @@ def make_plan(
     )
     gpu_hours = all_tokens / speed.tokens_per_s / 3600
     gpus = gpus or (1 if hours is None else max(1, math.ceil(gpu_hours / hours)))
-    in_folder, took = work.home == "disk", gpu_hours / gpus
+    in_folder, hours = work.home == "disk", gpu_hours / gpus
     index = documents * (rates.disk_document_bytes if in_folder else rates.redis_document_bytes)
     assumptions = [
         speed.basis,
@@ -313,15 +313,15 @@ def make_plan(
         tokens=all_tokens,
         tokens_per_s=speed.tokens_per_s,
         gpus=gpus,
-        hours=took,
+        hours=hours,
         gpu_hours=gpu_hours,
-        documents_per_hour=documents / took,
+        documents_per_hour=documents / hours,
         bytes_full=sum(count * shape.full_bytes(tokens) for tokens, count in lengths),
         bytes_full_16bit=sum(count * shape.full_16bit_bytes(tokens) for tokens, count in lengths),
         bytes_stored=stored,
         home_bytes=index,
         redis_memory_bytes={"redis": stored + index, "disk": None, "objects": index}[work.home],
-        network_bytes_per_s=0.0 if in_folder else stored / took / 3600,
+        network_bytes_per_s=0.0 if in_folder else stored / hours / 3600,
         puts=puts,
         gets=gets,
         month_price=None if gb_month_price is None else gb_month_price * stored / 1e9,
@@ -432,7 +432,7 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
     slowest, memory = (
         next(resource for resource in shared if resource.by_rate is by_rate) for by_rate in (True, False)
     )
-    each_h = plan.gpu_hours / plan.documents  # of a GPU
+    document_h = plan.gpu_hours / plan.documents  # of a GPU
     end = plan.documents / max(1.0, memory.used)
     now = done = lost = slowed = 0.0
     nodes = poison = 0
@@ -440,11 +440,11 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
 
     def fail(gpus: int, away_h: float, times: int = 1) -> float:
         heapq.heappush(down, (now + times * away_h, gpus))
-        return times * gpus * (away_h + _IN_FLIGHT * each_h / 2)
+        return times * gpus * (away_h + _IN_FLIGHT * document_h / 2)
 
     while done < end:
         up = max(0, fleet.gpus - sum(gpus for _, gpus in down))
-        alone = up / each_h  # documents an hour if no resource limited them
+        alone = up / document_h  # documents an hour if no resource limited them
         rate = min(alone, plan.documents_per_hour / max(slowest.used, 1e-12))
         per_hour = up / fleet.gpus_per_node / fleet.node_mtbf_h, rate * fleet.poison
         to_node, to_poison = (chance.expovariate(hourly) if hourly > 0 else math.inf for hourly in per_hour)
@@ -462,6 +462,6 @@ def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> 
             lost += fail(1, fleet.restart_s / 3600, ATTEMPTS)
         elif passed == to_back:
             heapq.heappop(down)
-    innocent = plan.documents * (_IN_FLIGHT * each_h / fleet.node_mtbf_h) ** ATTEMPTS  # its node dies each time
+    innocent = plan.documents * (_IN_FLIGHT * document_h / fleet.node_mtbf_h) ** ATTEMPTS  # its node dies each time
     slowed_h, stopped_by = {slowest.name: slowed} if slowed else {}, memory.name if memory.used > 1 else None
     return Outcome(now, round(done), poison, nodes, poison * ATTEMPTS, lost, innocent, slowed_h, stopped_by)

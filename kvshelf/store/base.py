@@ -12,14 +12,13 @@ from kvshelf.store import types
 from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.jobs.batches import BatchTable
-from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.named import CertificateTable, WorkflowTable
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.jobs.workflows import WorkflowTable
 from kvshelf.store.ladder.table import LadderTable
 from kvshelf.store.manifest import Judgement, Manifest, StoredUsage
 

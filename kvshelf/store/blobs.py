@@ -75,7 +75,7 @@ class Blobs(Protocol):
     """The name of this place in a receipt: "disk", "redis" or "objects"."""
 
     walk_every_s: ClassVar[float | None]
-    """Seconds between the sweeps that may call `found`; 0: each may. None: nothing stays there that nobody knows."""
+    """Seconds between the sweeps that may call `walk`; 0: each may. None: nothing stays there that nobody knows."""
 
     read_ahead: ClassVar[bool]
     """Whether it pays to read an opened file on a second thread while the first hashes. If another process sends the
@@ -134,7 +134,7 @@ class Blobs(Protocol):
     def is_read(self, name: str) -> bool:
         """Whether a reader has the bytes open now."""
 
-    def found(self) -> Iterator[tuple[str, float]]:
+    def walk(self) -> Iterator[tuple[str, float]]:
         """Every name, with the seconds since its last change. Slow: it walks the whole place."""
 
     def problems(self) -> list[str]:
@@ -243,7 +243,7 @@ class Leases(Protocol):
     def release(self, name: str, token: str) -> None:
         """End a lease. Ignores an unknown one."""
 
-    def held(self, name: str) -> bool:
+    def has_readers(self, name: str) -> bool:
         """Whether any reader has a lease."""
 
     def take(self, name: str) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final, Literal
 
@@ -11,7 +10,7 @@ from kvshelf.errors import StorageFull
 from kvshelf.store.blobs import Blobs
 from kvshelf.store.index import Entry, Index, Writing
 from kvshelf.store.manifest import SourceRecord
-from kvshelf.store.table import Item, Kind, read
+from kvshelf.store.table import read
 
 ORPHAN_GRACE_S: Final = 3600.0
 """How long bytes without an entry or a registered write stay: a power cut may have lost the registration of a write
@@ -33,9 +32,9 @@ def expire(index: Index, blobs: Blobs, now: float) -> int:
 
 def release(index: Index, now: float) -> None:
     """End the promises whose time is over: their caches may be evicted like others from then on."""
+    no_promise = {"guaranteed_until": None}
     while entries := index.unpromised(now, _BATCH):
-        over = ((entry, entry.manifest().model_copy(update={"guaranteed_until": None})) for entry in entries)
-        if not sum(index.swap(entry, manifest) for entry, manifest in over):
+        if not sum(index.swap(entry, entry.manifest().model_copy(update=no_promise)) for entry in entries):
             break  # another process is doing it
 
 
@@ -89,37 +88,24 @@ def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
     return freed
 
 
-def adopt(index: Index, kind: Kind, owned: Callable[[Item], Item], now: float) -> None:
-    """Give what earlier versions derived from caches to these. owned: the item with its owner, if it has one by now."""
-    for item in index.jobs.unowned(kind):
-        new = owned(item)
-        if new.owner is None:
-            continue
-        if new.after_s is not None and index.find(new.owner, new.tenant) is None:  # its tombstone is forgotten, too
-            new = replace(new, due=now)
-        index.jobs.change(new)
-
-
 def drop_sources(index: Index, blobs: Blobs, most: int) -> int:
-    """Remove up to `most` sources, the oldest first; returns the bytes freed. Their caches are told so.
-
-    The last to go: a source is a thousandth of its cache, and the cache can be made again from it.
-    """
+    """Remove up to `most` sources, the oldest first; returns the bytes freed. Their caches then name no source. Sources
+    go last: one is a thousandth of its cache, and the cache can be made again from it."""
     freed = 0
     for item in index.jobs.open_items("source", most):
-        kept = read(item, SourceRecord)
-        disown(index, kept)
-        freed += kept.body.stored_bytes if index.jobs.remove(item.id) else 0
+        record = read(item, SourceRecord)
+        disown(index, record)
+        freed += record.body.stored_bytes if index.jobs.remove(item.id) else 0
     reclaim(index, blobs)
     return freed
 
 
-def disown(index: Index, kept: SourceRecord) -> None:
-    """Let the cache of a source that is about to be removed say that it has none. Before, because a crash in between
-    would leave a cache that says it can be made again."""
+def disown(index: Index, record: SourceRecord) -> None:
+    """Take a source out of its cache's manifest, before the source is removed: a crash in between would leave a cache
+    that says it can be made again."""
     while True:
-        entry = index.find(kept.manifest.id, kept.manifest.tenant)
-        if entry is None or entry.state != "ready" or entry.manifest().source != kept.manifest.source:
+        entry = index.find(record.manifest.id, record.manifest.tenant)
+        if entry is None or entry.state != "ready" or entry.manifest().source != record.manifest.source:
             return
         if index.swap(entry, entry.manifest().model_copy(update={"source": None})):
             return
@@ -144,7 +130,7 @@ def remove_orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> int:
 
 
 def orphans(index: Index, blobs: Blobs, doubt_s: float = 0.0) -> list[str]:
-    return [name for name, age_s in blobs.found() if age_s > ORPHAN_GRACE_S + doubt_s and not index.knows(name)]
+    return [name for name, age_s in blobs.walk() if age_s > ORPHAN_GRACE_S + doubt_s and not index.knows(name)]
 
 
 def problems(index: Index, blobs: Blobs) -> list[str]:

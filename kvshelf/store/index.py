@@ -145,25 +145,33 @@ class Quota:
         caches, nbytes = self.max_caches, self.max_bytes
         return (caches is not None and usage.caches >= caches) or (nbytes is not None and usage.bytes >= nbytes)
 
-    def exceeded(self, limit: str, taken: int, size: int) -> QuotaExceeded | StorageFull:
+    def require_promisable(self, promised_bytes: Callable[[str | None], int], tenant: str, size: int) -> None:
+        """Raise `QuotaExceeded` unless `size` bytes more may be promised. promised_bytes: of a tenant; None: of all."""
+        for limit, whose in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
+            most = getattr(self, limit)
+            if most is not None and (used := promised_bytes(whose)) + size > most:
+                raise self.exceeded(limit, used, size)
+
+    def exceeded(self, limit: str, used: int, size: int) -> QuotaExceeded | StorageFull:
         """The error for a write of `size` bytes beyond one of the limits.
 
-        limit: the limit's name. taken: caches or bytes that already count. `fits` in the error's details says whether
+        limit: the limit's name. used: caches or bytes that already count. `fits` in the error's details says whether
         the bytes would fit if there were no others; if so, the caller may evict and retry.
         """
         if limit in ("tenant_promised_bytes", "promised_bytes"):
             most = getattr(self, limit)
             return QuotaExceeded(
-                f"{taken} of {most} bytes are promised to stay{'' if limit == 'promised_bytes' else ' by this tenant'} "
-                f"({limit}), {max(0, most - taken)} are free, and this cache has {size}; take a promise or a pin back, "
+                f"{used} of {most} bytes are promised to stay{'' if limit == 'promised_bytes' else ' by this tenant'} "
+                f"({limit}), {max(0, most - used)} are free, and this cache has {size}; take a promise or a pin back, "
                 "or wait for the end of one",
                 param="guaranteed_until",
             )
         if limit == "max_caches":
-            text = f"{taken} caches are on the shelf, as many as may be ({self.max_caches}); delete some first"
-            return QuotaExceeded(text)
+            return QuotaExceeded(
+                f"{used} caches are on the shelf, as many as may be ({self.max_caches}); delete some first"
+            )
         if limit == "max_bytes":
-            text = f"{taken} of {self.max_bytes} bytes are taken and {size} more are needed; delete caches first"
+            text = f"{used} of {self.max_bytes} bytes are taken and {size} more are needed; delete caches first"
             return QuotaExceeded(text, fits=self.max_bytes is None or size <= self.max_bytes)
         text = f"{size} bytes do not fit into the shelf's budget of {self.budget_bytes}"
         return StorageFull(text, fits=self.budget_bytes is None or size <= self.budget_bytes)
@@ -374,6 +382,6 @@ def require_blobs_place(home: str, recorded: str, blobs: MakeBlobs | None) -> No
     every cache would seem to have lost its bytes."""
     if recorded == blobs_place(blobs):
         return
-    said = "has no blobs=" if blobs is None else "has blobs="
-    lie = "in object storage" if recorded == "objects" else "beside its index"
-    raise InvalidRequest(f"the blobs of {home} lie {lie}, and the URL of the store {said}", param="store")
+    parameter = "has no blobs=" if blobs is None else "has blobs="
+    place = "in object storage" if recorded == "objects" else "beside its index"
+    raise InvalidRequest(f"the blobs of {home} lie {place}, and the URL of the store {parameter}", param="store")

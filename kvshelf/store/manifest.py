@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvshelf.api import CertifiedBy, Quality, Timings, Tried
 from kvshelf.api.caches import Recoded
@@ -25,20 +25,9 @@ BY_GUARD: Final = "measured by the guard"
 
 
 class StoredRecord(BaseModel):
-    """`LATER`: fields that earlier versions, which refuse what they do not know, have not: without a value they are not
-    written, so that those versions read what does not use them."""
+    """What a home keeps as JSON. Nothing unknown passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    LATER: ClassVar[tuple[str, ...]] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_later(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        for name in self.LATER:
-            if not fields.get(name):
-                fields.pop(name, None)
-        return fields
 
 
 class StoredUsage(StoredRecord):
@@ -54,8 +43,6 @@ class Judgement(StoredRecord):
     quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
     certificate: by which it was chosen. min_quality: the highest that a creation asked of it.
     """
-
-    LATER = ("certificate", "min_quality")
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
@@ -103,8 +90,6 @@ class Manifest(StoredRecord):
     quality, tried, certificate, min_quality: see `Judgement`. parent_id: the cache that this one extends, None if it
     extends none. codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made.
     """
-
-    LATER = ("certificate", "guaranteed_until", "min_quality", "recoded")
 
     id: str
     parent_id: str | None = None

@@ -26,16 +26,15 @@ from kvshelf.store.erasure.eraser import Eraser, Subject
 from kvshelf.store.index import KEEP_ENDED_S, BasesGone, Entry, Filters, Index
 from kvshelf.store.jobs.batches import BatchTable
 from kvshelf.store.jobs.bodies import Bodies
-from kvshelf.store.jobs.certificates import CertificateTable
 from kvshelf.store.jobs.clock import Doubt
 from kvshelf.store.jobs.files import FileTable
 from kvshelf.store.jobs.links import LinkTable
 from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.named import CertificateTable, WorkflowTable
 from kvshelf.store.jobs.requests import RequestTable
 from kvshelf.store.jobs.responses import Responses
 from kvshelf.store.jobs.sources import Sources
 from kvshelf.store.jobs.transforms import KeptTransforms
-from kvshelf.store.jobs.workflows import WorkflowTable
 from kvshelf.store.ladder.table import LadderTable
 from kvshelf.store.manifest import Judgement, Manifest, SourceRecord, StoredUsage, describe, described_blob
 from kvshelf.store.reader import Reader
@@ -147,14 +146,14 @@ class Shelf(Store):
         entry = self.index.find(cache_id, tenant)
         started, packed = time.perf_counter(), None
         if entry is not None and entry.live(self.clock()) and is_whole(self.blobs, entry):
-            there: Manifest | None = entry.manifest()
+            stored: Manifest | None = entry.manifest()
             if entry.manifest().recoded is not None:
                 packed = cache.encoded(codec).pack()
-                there = self._as_made(entry, packed, judged)
-            if there is not None and source is not None:
+                stored = self._as_made(entry, packed, judged)
+            if stored is not None and source is not None:
                 return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
-            if there is not None:
-                return there
+            if stored is not None:
+                return stored
         packed = packed or cache.encoded(codec).pack()
         described |= {
             "id": cache_id,
@@ -166,11 +165,11 @@ class Shelf(Store):
             put = partial(self._writer.put, sourced, started=started, parent_id=parent_id)
             with ExitStack() as parent:  # open until the cache is published, so that nobody evicts it for the cache
                 try:
-                    made = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
+                    manifest = put(self._blob_content(cache_id, packed, parent_id, tenant, parent))
                 except BasesGone:
-                    made = put(blob_content(cache_id, packed))
-        if self.sources.claim(made) or source is None:
-            return made
+                    manifest = put(blob_content(cache_id, packed))
+        if self.sources.claim(manifest) or source is None:
+            return manifest
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
 
     def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest | None:
@@ -201,10 +200,10 @@ class Shelf(Store):
 
     @contextmanager
     def _holding(self, manifest: Manifest, source: types.Source | None, until: float | None) -> Iterator[Manifest]:
-        """The manifest of a cache that is to be published, with its source: the given one, or one that an earlier cache
-        of this id has left. Nobody but this block needs it if the block raises."""
-        kept = self.sources.find(manifest.id, manifest.tenant)
-        info = None if kept is None else kept.manifest.source
+        """The manifest of a cache that is to be published, with its source: `source`, or one that an earlier cache of
+        this id has left. If the block raises, a source that nobody has claimed is removed."""
+        record = self.sources.find(manifest.id, manifest.tenant)
+        info = None if record is None else record.manifest.source
         if source is not None:
             info = self.sources.hold(manifest, source, until)
         try:
@@ -280,12 +279,7 @@ class Shelf(Store):
         self._require_promisable(tenant, 1)
 
     def _require_promisable(self, tenant: str, nbytes: int) -> None:
-        """Whether so many bytes more may be promised."""
-        quota = self._rules.quota
-        for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
-            most = getattr(quota, limit)
-            if most is not None and (taken := self.index.promised(of).bytes) + nbytes > most:
-                raise quota.exceeded(limit, taken, nbytes)
+        self._rules.quota.require_promisable(lambda whose: self.index.promised(whose).bytes, tenant, nbytes)
 
     def keep_source(
         self, cache_id: str, source: types.Source, *, tenant: str = "default", **end: Unpack[types.EndFields]
@@ -350,7 +344,7 @@ class Shelf(Store):
     def source(self, cache_id: str, *, tenant: str = "default") -> types.Source:
         entry = self.reader.ready(cache_id, tenant)
         try:
-            return self.sources.read(self._kept_source(cache_id, tenant))
+            return self.sources.read(self._source_record(cache_id, tenant))
         except errors.SourceNotKept:
             info = entry.manifest().source
             if info is not None and (info.expires_at is None or info.expires_at <= self._doubt.deadline()):
@@ -364,17 +358,17 @@ class Shelf(Store):
             raise checks.not_found(cache_id)
         if entry is None and self.sources.find(cache_id, tenant) is None:
             raise checks.not_found(cache_id)
-        kept = self._kept_source(cache_id, tenant)
-        there = entry is not None and entry.text is not None
-        return entry.manifest() if entry and there else kept.manifest, self.sources.read(kept)
+        record = self._source_record(cache_id, tenant)
+        manifest = record.manifest if entry is None or entry.text is None else entry.manifest()
+        return manifest, self.sources.read(record)
 
-    def _kept_source(self, cache_id: str, tenant: str) -> SourceRecord:
-        kept = self.sources.find(cache_id, tenant)
-        if kept is None:
+    def _source_record(self, cache_id: str, tenant: str) -> SourceRecord:
+        record = self.sources.find(cache_id, tenant)
+        if record is None:
             raise errors.SourceNotKept(
                 f"the source of cache {cache_id} is not kept; create it with keep_source to have it", param="cache_id"
             )
-        return kept
+        return record
 
     def stat(self, cache_id: str, *, tenant: str = "default") -> Manifest:
         return self.reader.ready(cache_id, tenant).manifest()
@@ -398,8 +392,8 @@ class Shelf(Store):
         **filters: Unpack[types.FilterFields],
     ) -> types.Page:
         checks.require_limit(limit)
-        wanted: dict[str, Any] = {**filters, "labels": checks.require_labels(filters.get("labels") or {})}
-        query = Filters(tenant, **wanted)
+        columns: dict[str, Any] = {**filters, "labels": checks.require_labels(filters.get("labels") or {})}
+        query = Filters(tenant, **columns)
         for param in ("document_id", "model", "policy", "name", "parent_id"):
             checks.require_text(getattr(query, param) or "", param)
         if query.id_prefix is not None:
@@ -432,7 +426,7 @@ class Shelf(Store):
 
     def _ended(self, query: Filters, limit: int, after: str | None) -> types.Page:
         manifests: list[Manifest] = []
-        for manifest in self.sources.left(query.tenant, after):
+        for manifest in self.sources.manifests(query.tenant, after):
             entry = self.index.find(manifest.id, query.tenant)
             if query.takes(manifest) and (entry is None or not entry.live(self.clock())):
                 manifests.append(manifest)
@@ -466,9 +460,9 @@ class Shelf(Store):
         """The manifest after a change of some fields."""
         while True:
             entry = self.reader.ready(cache_id, tenant)
-            seen = entry.manifest()
-            checks.require_revision(seen, if_revision)
-            manifest = seen.model_copy(update=changes)
+            manifest = entry.manifest()
+            checks.require_revision(manifest, if_revision)
+            manifest = manifest.model_copy(update=changes)
             if {"expires_at", "guaranteed_until"} & changes.keys() and manifest.guaranteed_until is not None:
                 checks.require_promise(manifest.guaranteed_until, manifest.expires_at, 0.0)
             if self._swapped(entry, manifest):  # else it was changed since it was looked up
@@ -565,13 +559,13 @@ class Shelf(Store):
         Raises `CacheHasChildren` for live and corrupt ones without `cascade`.
         """
         children: dict[str, Entry] = {}
-        left = [entry]
+        parents = [entry]
         now = min(now, self._doubt.deadline())
-        for parent in left:  # which grows meanwhile
+        for parent in parents:  # which grows meanwhile
             for child in self.index.children(parent.id, parent.tenant):
                 if child.id not in children:
                     children[child.id] = child
-                    left.append(child)
+                    parents.append(child)
         stored = [child for child in reversed(children.values()) if child.stored]
         expired = {
             child.id
@@ -594,8 +588,6 @@ class Shelf(Store):
             orphans += housekeeping.remove_orphans(self.index, self.blobs, doubt_s)
         jobs = self.index.jobs
         self._settle_sources(now)
-        housekeeping.adopt(self.index, "source", self.sources.owned, now)
-        housekeeping.adopt(self.index, "response", self.responses.owned, now)
         housekeeping.release(self.index, now)
         expired = housekeeping.expire(self.index, self.blobs, now)  # and what they own is due, for the next lines
         swept = types.Swept(
@@ -618,19 +610,19 @@ class Shelf(Store):
         """What is due for removal is either a source whose cache names it, and whose writer died before it claimed it,
         or one whose time is over, as its cache must say."""
         for item in self.index.jobs.due_items("source", now):
-            kept = read(item, SourceRecord)
-            entry = self.index.find(kept.manifest.id, item.tenant)
-            if kept.claimed:
-                housekeeping.disown(self.index, kept)
-            elif entry is not None and entry.state == "ready" and entry.manifest().source == kept.manifest.source:
+            record = read(item, SourceRecord)
+            entry = self.index.find(record.manifest.id, item.tenant)
+            if record.claimed:
+                housekeeping.disown(self.index, record)
+            elif entry is not None and entry.state == "ready" and entry.manifest().source == record.manifest.source:
                 self.sources.claim(entry.manifest())
 
     def drop_lone_sources(self) -> None:
         """Remove the sources whose caches are not here, as a tier must: nothing would tell it of their deletion."""
-        for kept in self.sources.all():
-            entry = self.index.find(kept.manifest.id, kept.manifest.tenant)
+        for manifest in (record.manifest for record in self.sources.all()):
+            entry = self.index.find(manifest.id, manifest.tenant)
             if entry is None or not entry.live(self.clock()):
-                self.sources.remove(kept.manifest.id, kept.manifest.tenant)
+                self.sources.remove(manifest.id, manifest.tenant)
         self.index.purge(at_once=True)
 
     def compact(self) -> int:
@@ -664,10 +656,10 @@ class Shelf(Store):
             problem = entry.problem if entry.state == "corrupt" else self._read_through(entry)
             if problem != _GONE:
                 yield _scrubbed(entry, problem)
-        for kept in self.sources.all():
-            problem = _problem(partial(self.sources.read, kept))
+        for record in self.sources.all():
+            problem = _problem(partial(self.sources.read, record))
             if problem is not None:
-                yield _scrubbed(kept, problem)
+                yield _scrubbed(record, problem)
 
     def _read_through(self, entry: Entry) -> str | None:
         """The problem of a cache, None if it is sound, `_GONE` if it ended meanwhile."""
@@ -686,11 +678,10 @@ class Shelf(Store):
         """
         for entry in self.index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(*entry.needed()):
-                problem = self._seal_anew(entry)
-                yield _scrubbed(entry, problem)
-        for kept in self.sources.all():
-            if not self._writer.would_seal_alike((kept.body.name, kept.body.stored_bytes)):
-                yield _scrubbed(kept, _problem(partial(self.sources.seal_anew, kept)))
+                yield _scrubbed(entry, self._seal_anew(entry))
+        for record in self.sources.all():
+            if not self._writer.would_seal_alike((record.body.name, record.body.stored_bytes)):
+                yield _scrubbed(record, _problem(partial(self.sources.seal_anew, record)))
 
     def _seal_anew(self, entry: Entry) -> str | None:
         """Returns the problem, None if there was none or the cache ended meanwhile."""
@@ -725,10 +716,11 @@ _COMPACT_BATCH = 1000
 _GONE = "gone"
 
 
-def _scrubbed(of: Entry | SourceRecord, problem: str | None) -> types.Scrubbed:
-    if isinstance(of, SourceRecord):
-        return types.Scrubbed(id=of.manifest.id, tenant=of.manifest.tenant, bytes=of.body.stored_bytes, problem=problem)
-    return types.Scrubbed(id=of.id, tenant=of.tenant, bytes=of.nbytes, problem=problem)
+def _scrubbed(what: Entry | SourceRecord, problem: str | None) -> types.Scrubbed:
+    if isinstance(what, SourceRecord):
+        manifest, nbytes = what.manifest, what.body.stored_bytes
+        return types.Scrubbed(id=manifest.id, tenant=manifest.tenant, bytes=nbytes, problem=problem)
+    return types.Scrubbed(id=what.id, tenant=what.tenant, bytes=what.nbytes, problem=problem)
 
 
 def _problem(act: Callable[[], object]) -> str | None:

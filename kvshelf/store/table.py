@@ -93,10 +93,6 @@ class JobTable(Protocol):
     def owned(self, owner: str, tenant: str) -> list[Item]:
         """The items of an owner."""
 
-    def unowned(self, kind: Kind) -> list[Item]:
-        """The sources or responses without an owner, of all tenants: held for a cache that is being written, or stored
-        by a version of kvshelf that knew no owners."""
-
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         """A tenant's items, newest first, starting after the item `after`; empty if there is no such item."""
 

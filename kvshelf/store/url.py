@@ -38,8 +38,8 @@ from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
-from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.tiers.tiers import Tier
 
 if TYPE_CHECKING:
     from kvshelf.store.bundles.signed import SignedCaches

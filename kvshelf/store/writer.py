@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
-from typing import Any, Final
+from typing import Final
 
 from kvshelf.artifact import blob
 from kvshelf.errors import BlobError, CacheNotFound, QuotaExceeded, StorageFull, StoreError, StoreUnavailable
@@ -98,12 +98,11 @@ class Writer:
         """
         with self.writing(manifest.id, manifest.tenant, content, parent_id=parent_id) as writing:
             self.keep_until(writing, manifest.expires_at)
-        made = manifest
         if started is not None:
             timings = manifest.timings.model_copy(update={"store_s": time.perf_counter() - started})
-            made = manifest.model_copy(update={"timings": timings})
+            manifest = manifest.model_copy(update={"timings": timings})
         try:
-            return self._publish(writing, made)
+            return self._publish(writing, manifest)
         except (StorageFull, QuotaExceeded, CacheNotFound, BasesGone):
             self.discard(writing)
             raise
@@ -140,8 +139,13 @@ class Writer:
 
     def would_seal_alike(self, *names: Name) -> bool:
         """Whether all are sealed with the current sealing key; without a key, whether they are plain."""
-        wanted = None if self._rules.keyring is None else self._rules.keyring.sealing_id
-        return all(self._is_sealed_with(wanted, name, nbytes) for name, nbytes in names)
+        key_id = None if self._rules.keyring is None else self._rules.keyring.sealing_id
+        headers = (self._blobs.beginning(name, nbytes, sealing.HEADER_BYTES) for name, nbytes in names)
+        return all(
+            header is None  # missing bytes cannot be sealed again
+            or (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
+            for header in headers
+        )
 
     @contextmanager
     def writing(
@@ -160,7 +164,11 @@ class Writer:
         cache_id: of the cache, or another key of its form. of_cache: see `Writing`. quota: used in place of that of the
         rules. parent_id, evict: see `put` and `swap`.
         """
-        buffers, nbytes = self._sealed(tenant, content)
+        buffers: Iterable[memoryview] = (buffer for part in content.parts for buffer in part)
+        nbytes = content.nbytes
+        if self._rules.keyring is not None:
+            sealed = sealing.seal(self._rules.keyring, tenant, content.subject, content.parts)
+            buffers, nbytes = sealed.buffers, sealed.nbytes
         writing = Writing(new_name(cache_id), cache_id, tenant, nbytes, of_cache, content.bases, parent_id)
         self._begin(writing, self._rules.quota if quota is None else quota, evict)
         try:
@@ -205,17 +213,6 @@ class Writer:
             # Go on: an outage may be shorter than the lease, and `publish` notices a lease that was lost.
             log.warning("the lease of a write was not renewed: %s", error)
 
-    def _is_sealed_with(self, key_id: str | None, name: str, nbytes: int) -> bool:
-        """True also for missing bytes, which cannot be sealed again."""
-        header = self._blobs.beginning(name, nbytes, sealing.HEADER_BYTES)
-        return header is None or (sealing.key_id_of(header) if sealing.is_sealed(header) else None) == key_id
-
-    def _sealed(self, tenant: str, content: Content) -> tuple[Iterable[memoryview], int]:
-        if self._rules.keyring is None:
-            return (buffer for part in content.parts for buffer in part), content.nbytes
-        sealed = sealing.seal(self._rules.keyring, tenant, content.subject, content.parts)
-        return sealed.buffers, sealed.nbytes
-
     def _read_back(self, name: str, nbytes: int, tenant: str, content: Content) -> None:
         try:
             files = open_all(self._blobs, [(name, nbytes), *content.bases])
@@ -250,8 +247,8 @@ class Writer:
         cost_s = eviction.cost_s(manifest.timings.prefill_s, manifest.timings.compress_s)
         over: Entry | None = None
         while True:
-            how: dict[str, Any] = {"over": over, "cost_s": cost_s, "now": self._now(), "quota": self._rules.quota}
-            published, other = self._index.publish(writing, manifest, **how)
+            now, quota = self._now(), self._rules.quota
+            published, other = self._index.publish(writing, manifest, over=over, cost_s=cost_s, now=now, quota=quota)
             if published:
                 self._on_step("published")
                 if other is not None:
@@ -310,9 +307,8 @@ def joined(
         for file in files:
             opening.enter_context(file)
         subjects = [subject, *(cache_of(name) for name, _ in names[1:])]
-        parts = [
-            plain(file, rules, nbytes, tenant, of) for file, (_, nbytes), of in zip(files, names, subjects, strict=True)
-        ]
+        triples = zip(files, names, subjects, strict=True)
+        parts = [plain(file, rules, nbytes, tenant, subject) for file, (_, nbytes), subject in triples]
         file, size = parts[0]
         if len(parts) > 1:
             splice, table = read_splice(file, size, names[1:])

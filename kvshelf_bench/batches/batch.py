@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kvshelf.corpus.run.journal import OutputJournal
-from kvshelf.corpus.run.output_lines import FileLines
+from kvshelf.corpus.run.journal import FileLines, OutputJournal
 from kvshelf.corpus.run.progress import RunOptions, RunState
 from kvshelf.errors import InternalError
 from kvshelf.store.url import StoreConfig

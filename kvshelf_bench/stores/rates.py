@@ -14,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.identity import digest
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.journal import OutputJournal
-from kvshelf.corpus.run.output_lines import FileLines
+from kvshelf.corpus.run.journal import FileLines, OutputJournal
 from kvshelf.store.disk.database import FILE_NAME
 from kvshelf.store.redis.address import parse
 from kvshelf.store.redis.link import RedisLink

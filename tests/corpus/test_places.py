@@ -18,8 +18,7 @@ import pytest
 from kvshelf.corpus.input.files import FileCorpus
 from kvshelf.corpus.output.files import require_format, write_output
 from kvshelf.corpus.places import beside, opened, place, put, written
-from kvshelf.corpus.run import output_lines
-from kvshelf.corpus.run.output_lines import journal_of
+from kvshelf.corpus.run.journal import journal_of
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull, StoreUnavailable
 from tests.corpus.objects import objects, s3_server
 from tests.corpus.results import failure, success
@@ -137,7 +136,7 @@ def test_a_bucket_that_is_not_there_is_told(server: str) -> None:
 
 
 def test_a_journal_has_the_last_result_of_each_row(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_lines, "PART_BYTES", 500)
+    monkeypatch.setattr("kvshelf.corpus.run.journal.PART_BYTES", 500)
     output = f"s3://{prefix}/out.jsonl"
     with journal_of(output, ABOUT) as journal:
         for line in range(1, 10):

@@ -25,7 +25,7 @@ from kvshelf.service.questions import AskedCache, CacheQuestion
 from kvshelf.service.settings import Settings
 from kvshelf.service.workflows import hints_for, models_of
 from kvshelf.store.disk import DiskStore
-from kvshelf.store.jobs.workflows import KeptWorkflow
+from kvshelf.store.jobs.named import KeptWorkflow
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.cluster.remote import RemoteEngine
 from kvshelf.workers.replica.calls import Caller

@@ -8,8 +8,7 @@ import textwrap
 
 import pytest
 
-from kvshelf.corpus.run.journal import Lines
-from kvshelf.corpus.run.output_lines import FileLines, ObjectLines
+from kvshelf.corpus.run.journal import FileLines, Lines, ObjectLines
 from kvshelf.corpus.run.stored import TableLines
 from kvshelf.store.base import Store
 from kvshelf.store.blobs import Blobs, Leases
@@ -27,8 +26,8 @@ from kvshelf.store.shelf import Shelf
 from kvshelf.store.table import JobTable
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import RamTier
-from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.tiers.tiers import Tier
 
 
 def promised(contract: type) -> set[str]:

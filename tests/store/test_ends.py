@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from kvshelf.store.tiers.ram import RamTier
 from kvshelf.store.tiers.tiered import TieredStore
 from tests.amounts import few
 from tests.store.caches import extended, make_cache
-from tests.store.places import Clock, DiskPlace, ObjectsPlace, Place, RedisPlace, flip, remove_late_arrivals
+from tests.store.places import Clock, DiskPlace, Place, flip, remove_late_arrivals
 
 DAY_S: Final = 86_400.0
 TTL_S: Final = 7 * DAY_S
@@ -388,60 +387,3 @@ def test_a_kill_of_a_sweep_of_tiers_leaves_no_copy(place: Place, clock: Clock, t
             assert [*home.check(), *store.check()] == []
         count += 1 if soak or place.kind == "disk" else 3
     assert count > 4
-
-
-# Homes of earlier versions
-
-
-def without_owners(place: Place) -> None:
-    """Make a home what an earlier version has left: nothing in it says whose an item is, and SQLite kept what was
-    deleted in free pages."""
-    if isinstance(place, RedisPlace):
-        client = place.server.client()
-        for key in client.keys(f"{{{place.prefix}}}:jo:*"):
-            client.delete(key)
-        for key in client.keys(f"{{{place.prefix}}}:j:*"):
-            client.hdel(key, "owner", "after_s")
-        return
-    folder = (place.index if isinstance(place, ObjectsPlace) else place).folder  # type: ignore[union-attr, attr-defined]
-    with closing(sqlite3.connect(folder / "shelf.sqlite3")) as connection:
-        connection.execute("PRAGMA secure_delete = OFF")
-        for kind, name in connection.execute("SELECT type, name FROM sqlite_schema").fetchall():
-            if name in _LATER:
-                connection.execute(f"DROP {kind} {name}")
-        for column in ("owner", "after_s"):
-            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        connection.execute("DELETE FROM meta WHERE name = 'secure_delete'")
-        words = [("heliotrope-deleted before-heliotrope" * 9,)] * 99
-        connection.execute("CREATE TABLE earlier (text TEXT)")
-        connection.executemany("INSERT INTO earlier VALUES (?)", words)
-        connection.execute("DROP TABLE earlier")
-        connection.commit()
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-_LATER: Final = {
-    *("jobs_of_owner", "jobs_unowned", "results_removed"),
-    *("owner_ended", "owner_has_ended_before", "owner_has_ended_meanwhile"),
-}
-
-
-@pytest.mark.parametrize("ended", few(1, [True, False]), ids=["ended before", "ended afterwards"])
-def test_a_home_of_an_earlier_version_is_cleaned(place: Place, clock: Clock, ended: bool) -> None:
-    with place.open(now=clock) as shelf:
-        things = fill(shelf)
-    without_owners(place)
-    if place.kind != "redis":
-        things.word("deleted before")
-        assert "deleted before" in things.left(place)
-    with place.open(now=clock) as shelf:
-        if not ended:
-            shelf.sweep()
-        clock.time += TTL_S + 1
-        shelf.sweep()
-        assert things.left(place) == KEPT | {"journal and results"}, "that journal stays until its batch is forgotten"
-        for _ in range(8):
-            clock.time += 5 * DAY_S
-            shelf.sweep()
-        assert things.left(place) == set()
-        assert shelf.check() == []

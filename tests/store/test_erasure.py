@@ -23,8 +23,7 @@ from kvshelf.errors import FileNotFound, InvalidRequest, StateConflict
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.erasure.eraser import RECORD_S, Subject
 from kvshelf.store.erasure.signing import Signer, sealed, verify
-from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.jobs.metering import ModelUsed
+from kvshelf.store.jobs.metering import Meter, ModelUsed
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.tiered import TieredStore

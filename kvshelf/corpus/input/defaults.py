@@ -34,13 +34,13 @@ def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
     for name in DOCUMENTS:
         if defaults.get(name) is not None:
             raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
-    return parse_request(CreateCache, _given(defaults) | {"document": "any"})
+    return parse_request(CreateCache, _without_nulls(defaults) | {"document": "any"})
 
 
 def with_defaults(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """A row's fields, and the batch's defaults that go with what the row chose. Labels of both are joined."""
-    kept = _given(defaults)
-    chosen = _given(fields)
+    kept = _without_nulls(defaults)
+    chosen = _without_nulls(fields)
     for group in _ALTERNATIVES:
         if not chosen.keys().isdisjoint(group):
             _drop(kept, group)
@@ -49,7 +49,10 @@ def with_defaults(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     elif not chosen.keys().isdisjoint(_BY_CERTIFICATE):
         _drop(kept, ("certificate",))
     _settle_policy(kept, chosen)
-    _settle_source(kept, chosen)
+    if "token_ids" in chosen and kept.get("keep_source") is True:
+        kept["keep_source"] = "tokens"  # of token ids the ids are the source
+    if chosen.get("keep_source") is False:
+        _drop(kept, ("source_ttl_s",))
     if any(name in chosen and kept.get("layout") != layout for name, layout in _LAYOUTS.items()):
         _drop(kept, ("layout",))
     labels = fields.get("labels")
@@ -89,18 +92,10 @@ def _untaken(policy: str, base: str | None) -> frozenset[str]:
     )
 
 
-def _settle_source(kept: dict[str, Any], chosen: Mapping[str, Any]) -> None:
-    """Of token ids the ids are the source, and a source that is not kept has no lifetime."""
-    if "token_ids" in chosen and kept.get("keep_source") is True:
-        kept["keep_source"] = "tokens"
-    if chosen.get("keep_source") is False:
-        _drop(kept, ("source_ttl_s",))
-
-
 def _drop(fields: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         fields.pop(name, None)
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}

@@ -36,11 +36,11 @@ async def run(command: list[str], data: bytes | bytearray, most: int) -> tuple[i
     assert process.stdin is not None
     assert process.stdout is not None
     feeding = asyncio.create_task(_feed(process.stdin, data))
-    said = bytearray()
+    output = bytearray()
     try:
-        while len(said) <= most and (piece := await process.stdout.read(_PIECE_BYTES)):
-            said += piece
-        if len(said) <= most:
+        while len(output) <= most and (piece := await process.stdout.read(_PIECE_BYTES)):
+            output += piece
+        if len(output) <= most:
             await process.wait()
     finally:
         feeding.cancel()
@@ -51,7 +51,7 @@ async def run(command: list[str], data: bytes | bytearray, most: int) -> tuple[i
             pass
         await asyncio.gather(feeding, process.wait(), return_exceptions=True)
     assert process.returncode is not None
-    return process.returncode, said
+    return process.returncode, output
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes | bytearray) -> None:

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kvshelf._extras import install_command
 from kvshelf.api.options import MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_PIXELS
@@ -68,14 +68,13 @@ class Upload:
     charset: str = ""
 
     @cached_property
-    def found(self) -> str | None:
-        """What the first bytes say that the file is, with an article; None if it may be text, as one is that merely
-        begins with such characters."""
+    def file_type(self) -> str | None:
+        """The type by the first bytes, with an article, such as "a PDF"; None if the file may be text."""
         magic = next((magic for magic in _MAGIC if self.data.startswith(magic)), None)
         return None if magic is None or self._is_text_about(magic) else _MAGIC[magic]
 
     def _is_text_about(self, magic: bytes) -> bool:
-        """Whether these first bytes are characters, as all others are, and nothing says that they are more."""
+        """Whether the file is a text that merely begins with the characters of `magic`."""
         inside = _INSIDE.get(magic)
         if not magic.isascii() or (inside is not None and inside.search(self.data, len(magic))):
             return False
@@ -90,14 +89,16 @@ class Upload:
     @property
     def kind(self) -> Kind:
         """The kind by media type and first bytes. Raises `UnsupportedMediaType` if they disagree or are unsupported."""
-        magic = self.found
+        magic = self.file_type
         if self.media_type in _PDF_TYPES and self.data.startswith(_PDF):
             return "pdf"
         if magic == _MAGIC[_PDF] and self.media_type in _ANY_TYPE:
             return "pdf"
         if magic is not None or self.media_type in _PDF_TYPES:
             raise _not_taken(f"the file is {magic or 'no PDF'}, and was sent as {self.media_type or 'no type'!r:.80}")
-        if self.media_type in _HTML_TYPES or (self.media_type in _ANY_TYPE and _begins_as_html(self.data)):
+        begin = self.data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+        begins_as_html = begin.startswith((b"<!doctype html", b"<html"))
+        if self.media_type in _HTML_TYPES or (self.media_type in _ANY_TYPE and begins_as_html):
             return "html"
         if self.media_type.startswith("text/") or self.media_type in _TEXT_TYPES + _ANY_TYPE:
             return "text"
@@ -121,11 +122,6 @@ def plain_text(data: bytes, name: str, param: str | None = None) -> str:
     if not text.strip():
         raise InvalidRequest(f"{name} is empty; a document has at least one character", param=param)
     return text
-
-
-def _begins_as_html(data: bytes) -> bool:
-    begin = data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    return begin.startswith((b"<!doctype html", b"<html"))
 
 
 def _not_taken(what: str) -> UnsupportedMediaType:
@@ -153,7 +149,7 @@ async def extract(upload: Upload, kind: Literal["pdf", "html"], limits: ExtractL
     Raises `InvalidRequest` (with a one-word `reason`) or `BodyTooLarge` for bad files, `NoWorker` if no process starts.
     The process ends with this call.
     """
-    return await _said(kind, upload.charset, upload.data, limits, name)
+    return await _read_in_child(kind, upload.charset, upload.data, limits, name)
 
 
 async def page_images(data: bytes, limits: ExtractLimits, name: str, dots: int) -> list[str]:
@@ -166,30 +162,28 @@ async def page_images(data: bytes, limits: ExtractLimits, name: str, dots: int) 
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(f"{name}: pages as images need {library}; run: {install_command('pages')}")
     bounds = f"{dots} {MAX_IMAGES} {MAX_IMAGE_PIXELS} {MAX_PIXELS}"
-    return (await _said("pages", bounds, data, limits, name)).split()
+    return (await _read_in_child("pages", bounds, data, limits, name)).split()
 
 
-async def _said(kind: str, how: str, data: bytes, limits: ExtractLimits, name: str) -> str:
-    """What the process says of a file."""
+async def _read_in_child(kind: str, how: str, data: bytes, limits: ExtractLimits, name: str) -> str:
+    """The text that a process of `extract_child` makes of a file. kind, how: its first arguments."""
     bounds = (limits.max_body_bytes, limits.extract_memory_bytes, math.ceil(limits.extract_cpu_s))
     command = [sys.executable, "-PB", str(_CHILD), kind, how, *map(str, bounds)]
     try:
-        code, said = await run(command, data, limits.max_body_bytes + 1024)
+        code, output = await run(command, data, limits.max_body_bytes + 1024)
     except OSError as exc:
         raise NoWorker(f"no process could be started to read the file: {exc.strerror}; try again later") from exc
-    word, _, behind = said.partition(b"\n")
+    word, _, text = output.partition(b"\n")
     if code == 0 and word == b"text":
-        return behind.decode()
-    raise _refusal(name, limits, word.decode() if code == 0 else ended_by(code), behind.decode(errors="replace"))
+        return text.decode()
+    raise _refusal(name, limits, word.decode() if code == 0 else ended_by(code), text.decode(errors="replace"))
 
 
 def _refusal(name: str, limits: ExtractLimits, reason: str, detail: str) -> InvalidRequest | BodyTooLarge:
     if reason == "long":
         most = limits.max_body_bytes
-        details: dict[str, Any] = {"max_body_bytes": most}
-        return BodyTooLarge(
-            f"{name} has {detail} bytes of text or images, more than {most}; send less", param="file", **details
-        )
+        message = f"{name} has {detail} bytes of text or images, more than {most}; send less"
+        return BodyTooLarge(message, param="file", max_body_bytes=most)
     because = {
         "encrypted": "is encrypted with a password; save it without one",
         "empty": "has no text, perhaps only scanned pages; run text recognition (OCR) on it first",

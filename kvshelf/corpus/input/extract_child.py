@@ -53,7 +53,7 @@ def pdf_text(data: bytes, charset: str) -> Iterable[str]:  # noqa: ARG001 - a `R
         raise Refused("expands", str(error)) from error
 
 
-def pdf_pages(data: bytes, bounds: str) -> Iterable[str]:
+def pdf_pages(data: bytes, bounds: str) -> Iterator[str]:
     """Each page as a PNG file in base64. bounds: dots an inch, most pages, most pixels of a page and of all."""
     from pypdfium2 import PdfDocument, PdfiumError
 
@@ -72,12 +72,9 @@ def pdf_pages(data: bytes, bounds: str) -> Iterable[str]:
             raise Refused("pixels", f"a page {number + 1} of {width} x {height} pixels, and {most_of_page} are taken")
     if total > most_of_all:
         raise Refused("pixels", f"pages of {total} pixels together, and {most_of_all} are taken")
-    return map(_as_png, (page.render(scale=scale).to_pil() for page in pdf))
-
-
-def _as_png(image: Any) -> str:
-    image.convert("RGB").save(file := BytesIO(), "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    for page in pdf:
+        page.render(scale=scale).to_pil().convert("RGB").save(file := BytesIO(), "PNG")
+        yield base64.b64encode(file.getvalue()).decode()
 
 
 def html_text(data: bytes, charset: str) -> Iterable[str]:
@@ -101,21 +98,21 @@ def hide(document: Any) -> None:
     """
     from resiliparse.parse.html import NodeType
 
-    left: list[tuple[Any, tuple[str, ...]]] = [(document, ())]
-    gone = []
-    while left:
-        parent, by = left.pop()
+    parents: list[tuple[Any, tuple[str, ...]]] = [(document, ())]
+    hidden_texts = []
+    while parents:
+        parent, by = parents.pop()
         child = parent.first_child
         while child is not None:
             if child.type == NodeType.TEXT:
-                gone += [child] if by else []
+                hidden_texts += [child] if by else []
             elif child.type == NodeType.ELEMENT:
                 style = child.getattr("style")
                 if style is not None and is_hidden(style):
                     child.setattr("hidden", "")
-                left.append((child, by if style is None else inherited(style, by)))
+                parents.append((child, by if style is None else inherited(style, by)))
             child = child.next
-    for text in gone:
+    for text in hidden_texts:
         text.decompose()
 
 
@@ -267,5 +264,5 @@ def bound(memory_bytes: int, cpu_s: int) -> None:
 if __name__ == "__main__":
     kind, how, max_bytes, memory_bytes, cpu_s = sys.argv[1:]
     bound(int(memory_bytes), int(cpu_s))
-    word, behind = extracted(kind, how, int(max_bytes))
-    sys.stdout.buffer.write(word.encode() + b"\n" + behind)
+    word, text = extracted(kind, how, int(max_bytes))
+    sys.stdout.buffer.write(word.encode() + b"\n" + text)

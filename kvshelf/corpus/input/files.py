@@ -120,7 +120,7 @@ class FileCorpus:
         self._defaults = dict(defaults)
         self._limits = limits
         with _named_errors(where):
-            matches = tuple(_found(self._system, path, pattern))
+            matches = tuple(_files_at(self._system, path, pattern))
         local = isinstance(self._system, LocalFiles)
         self.files = tuple(_besides(without, matches) if local else _besides_remote(without, matches))
         if not self.files:
@@ -194,7 +194,7 @@ class DocumentShard(_FileShard):
             kind = upload.kind
         except UnsupportedMediaType as error:
             raise UnsupportedMediaType(
-                f"{file.name} is {upload.found or 'no PDF'}; give UTF-8 text, PDF or HTML, or leave it out"
+                f"{file.name} is {upload.file_type or 'no PDF'}; give UTF-8 text, PDF or HTML, or leave it out"
             ) from error
         if kind == "text":
             return plain_text(data, file.name)
@@ -246,15 +246,15 @@ class ParquetShard(_FileShard):
 
     def _rows(self) -> Iterator[Row]:
         with self._system.open_input_file(self._file.path) as file, pq.ParquetFile(file) as table:
-            there = set(table.schema_arrow.names)
-            if not there & set(DOCUMENTS):
+            columns = set(table.schema_arrow.names)
+            if not columns & set(DOCUMENTS):
                 raise InvalidRequest(
                     f"{self._file.name} has no column {', '.join(DOCUMENTS[:-1])} or {DOCUMENTS[-1]}; it has "
-                    f"{', '.join(sorted(there)):.200}"
+                    f"{', '.join(sorted(columns)):.200}"
                 )
             share = self._file.nbytes // max(1, table.metadata.num_rows)
             line = 0
-            for batch in table.iter_batches(_PARQUET_ROWS, columns=sorted(there & _FIELDS)):
+            for batch in table.iter_batches(_PARQUET_ROWS, columns=sorted(columns & _FIELDS)):
                 for at in range(batch.num_rows):
                     line += 1
                     yield self._row(batch, at, line, share)
@@ -310,7 +310,7 @@ def _opened(where: str) -> tuple[Any, str, str | None]:
     return LocalFiles() if isinstance(system, pafs.LocalFileSystem) else system, path, pattern
 
 
-def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
+def _files_at(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
     """The files at a path, sorted by name, without hidden ones."""
     here = system.get_file_info(path)
     if here.type is pafs.FileType.File and pattern is None:
@@ -319,9 +319,9 @@ def _found(system: Any, path: str, pattern: str | None) -> Iterator[InputFile]:
     if here.type is not pafs.FileType.Directory:
         raise InvalidRequest(f"there is no file or folder {told(path)!r}", param="input")
     walk = _walk_local if isinstance(system, LocalFiles) else _walk_remote
-    wanted = re.compile(glob_translate(pattern or "**"))
+    glob = re.compile(glob_translate(pattern or "**"))
     for file in sorted(walk(system, path.rstrip("/")), key=lambda file: file.name):
-        if wanted.fullmatch(file.name) and not any(part.startswith(".") for part in file.name.split("/")):
+        if glob.fullmatch(file.name) and not any(part.startswith(".") for part in file.name.split("/")):
             yield file
 
 

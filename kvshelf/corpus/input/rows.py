@@ -81,17 +81,16 @@ def parse_jsonl(
 
 def without_duplicates(rows: Iterable[Row]) -> Iterator[Row]:
     """The rows of one input in order; a row that repeats a custom id becomes an error row."""
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()  # a custom id may be long, and an input may have millions of them
     for row in rows:
         if row.custom_id is None or row.error is not None:
             yield row
             continue
-        # Digests, because a custom id may be long and an input may have millions of them.
-        key = blake2b(row.custom_id.encode(), digest_size=16).digest()
-        if key in seen:
+        digest = blake2b(row.custom_id.encode(), digest_size=16).digest()
+        if digest in digests:
             repeated = InvalidRequest(f"custom_id: {row.custom_id!r:.80} stands in an earlier row of this input, too")
             row = row.failed(repeated)
-        seen.add(key)
+        digests.add(digest)
         yield row
 
 

@@ -27,16 +27,13 @@ def write_output(where: Place, rows: Iterable[Row], *, file: bool) -> int:
 
     The file appears under its name only when it is complete. Memory does not grow with the number of rows.
     """
-    lines = (row.output(file=file) for row in rows)
+    lines, count = (row.output(file=file) for row in rows), 0
     with written(where) as target:
-        return _write_parquet(target, lines) if ending(where) in PARQUET else _write_jsonl(target, lines)
-
-
-def _write_jsonl(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> int:
-    count = 0
-    for line in lines:
-        target.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        count += 1
+        if ending(where) in PARQUET:
+            return _write_parquet(target, lines)
+        for line in lines:
+            target.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            count += 1
     return count
 
 

@@ -46,15 +46,15 @@ def require_report(where: Place) -> None:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a batch was made from, and how. fields: of `CreateCache`, as given for all rows."""
+class BatchOptions:
+    """The input, the models and the defaults of a batch. fields: of `CreateCache`, for all rows."""
 
     input: str
     models: Sequence[str]
     fields: Mapping[str, Any]
 
 
-def write_report(where: Place, made: Made, summary: Summary, results: Iterable[Row]) -> None:
+def write_report(where: Place, options: BatchOptions, summary: Summary, results: Iterable[Row]) -> None:
     """Write the report. `results` are read once, in any order; memory does not grow with their number.
 
     The page runs no script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does,
@@ -67,7 +67,7 @@ def write_report(where: Place, made: Made, summary: Summary, results: Iterable[R
     title = f"Batch {summary.state}"
     parts = [
         f"<h1>{_text(title)}</h1>",
-        *_made(made, sums),
+        *_options(options, sums),
         *_totals(summary),
         *_failures(sums),
         *_throughput(summary),
@@ -118,10 +118,10 @@ class Histogram:
 
     def quantile(self, share: float) -> float:
         """The number at or below which this share lies: the middle of its bin, clamped to the extremes."""
-        seen = 0
+        below = 0
         for number in sorted(self._counts):
-            seen += self._counts[number]
-            if seen >= share * self.count:
+            below += self._counts[number]
+            if below >= share * self.count:
                 middle = (self._edge(number) + self._edge(number + 1)) / 2
                 return min(max(middle, self.low), self.high)
         return 0.0
@@ -188,30 +188,29 @@ def _keep(extremes: list[tuple[float, Row]], rank: float, result: Row) -> None:
     del extremes[_EXTREMES:]
 
 
-def _made(made: Made, sums: _Findings) -> list[str]:
+def _options(options: BatchOptions, sums: _Findings) -> list[str]:
     """The options of the batch, with the defaults of a creation."""
-    spec = require_defaults(made.fields)
+    spec = require_defaults(options.fields)
     ratio = "the policy's default" if spec.compression_ratio is None else f"{spec.compression_ratio:g}"
     if sums.tokens.total:
         ratio += f"; {_share(1 - sums.kept / sums.tokens.total)} of the entries were removed"
     rows = [
-        ("input", made.input),
-        ("model", ", ".join(made.models)),
+        ("input", options.input),
+        ("model", ", ".join(options.models)),
         ("policy", spec.policy),
         ("compression ratio", ratio),
         ("codec", spec.codec),
     ]
     named = {"model", "policy", "compression_ratio", "codec"}
-    rows += [(name.replace("_", " "), _plain(value)) for name, value in made.fields.items() if name not in named]
+    for name, value in options.fields.items():
+        if name not in named:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            rows.append((name.replace("_", " "), text))
     others = {policy: count for policy, count in sums.policies.items() if policy not in ("", spec.policy)}
-    own = ", ".join(f"{policy} ({count:,})" for policy, count in sorted(others.items()))
-    sentences = [f"Some rows have a policy of their own: {own}."] if own and spec.policy != "auto" else []
-    chosen = [f"Chosen for the documents: {own}."] if own and spec.policy == "auto" else []
-    return [*_section("Made with", [*sentences, *chosen]), _table(("", ""), rows, texts=2)]
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    policies = ", ".join(f"{policy} ({count:,})" for policy, count in sorted(others.items()))
+    about = "Chosen for the documents" if spec.policy == "auto" else "Some rows have a policy of their own"
+    sentences = [f"{about}: {policies}."] if policies else []
+    return [*_section("Made with", sentences), _table(("", ""), rows, texts=2)]
 
 
 def _totals(summary: Summary) -> list[str]:

@@ -47,12 +47,12 @@ class Shares:
         """replicas: that work on these calls; a part of them, if others call them too."""
         self._replicas = replicas
         self._open = 0
-        self._each_s = 0.0  # what a call would have that is open all the time
+        self._call_s = 0.0  # of a call that is open all the time
         self._since = 0.0
 
     @contextmanager
     def part(self) -> Iterator[Callable[[], float]]:
-        """A call at work. Gives what tells its seconds so far."""
+        """A call at work. Gives a function that returns its seconds so far."""
         began_s = self._advance(1)
         try:
             yield lambda: self._advance(0) - began_s
@@ -62,10 +62,10 @@ class Shares:
     def _advance(self, opened: int) -> float:
         now = time.monotonic()
         if self._open:
-            self._each_s += (now - self._since) * min(1.0, self._replicas / self._open)
+            self._call_s += (now - self._since) * min(1.0, self._replicas / self._open)
         self._since = now
         self._open += opened
-        return self._each_s
+        return self._call_s
 
 
 def request_id(batch_id: str, line: int) -> str:
@@ -201,11 +201,9 @@ class RowCaller:
         """Bring a row to its end. Raises nothing but its own cancellation."""
         work: Callable[[], Awaitable[Row]]
         if row.question is not None:
-            model_name = row.question.adapter or row.question.model or ""
-            model, work = (
-                model_name if model_name in self.engines else next(iter(self.engines)),
-                partial(self._ask, row),
-            )
+            model, work = row.question.adapter or row.question.model or "", partial(self._ask, row)
+            if model not in self.engines:
+                model = next(iter(self.engines))
         elif row.spec is not None:
             try:
                 job = self.job(row, row.spec)
@@ -228,17 +226,17 @@ class RowCaller:
 
     async def _create(self, job: RowJob) -> Row:
         try:
-            done = self._ended(job, await self._runner.run(job))
+            row = self._ended(job, await self._runner.run(job))
             if job.row.spec is not None and _may_be_sampled(job.row.spec):
-                probe_s = 0.0 if done.quality is None else done.quality["probe_s"]
-                worked_s = 0.0 if done.error is not None else max(done.seconds - probe_s, 0.0)
+                probe_s = 0.0 if row.quality is None else row.quality["probe_s"]
+                worked_s = 0.0 if row.error is not None else max(row.seconds - probe_s, 0.0)
                 self._sample.ended(job.row.length / CHARS_PER_TOKEN, worked_s, probe_s if worked_s else 0.0)
-            return done
+            return row
         except asyncio.CancelledError:
-            ended = await asyncio.shield(_dropped(job))
-            if ended is None:
+            record = await asyncio.shield(_drop(job))
+            if record is None:
                 raise
-            return self._ended(job, ended)
+            return self._ended(job, record)
 
     async def _ask(self, row: Row) -> Row:
         assert row.question is not None
@@ -258,21 +256,21 @@ class RowCaller:
             end, attempts = await self._runner.tried(ask, options.max_attempts)
         if isinstance(end, errors.KvshelfError):
             return row.failed(end, attempts=attempts, seconds=sum(seconds))
-        done = replace(row, question=None, answer=end.body, tokens=end.tokens)
-        return replace(done, attempts=attempts, seconds=seconds[-1])
+        row = replace(row, question=None, answer=end.body, tokens=end.tokens)
+        return replace(row, attempts=attempts, seconds=seconds[-1])
 
     def _ended(self, job: RowJob, end: Created | RequestRecord) -> Row:
         if isinstance(end, Created):
             worked_s = sum(phase.seconds for phase in end.phases if phase.name != "queue")
-            done = _made(job.row, [cache.manifest for cache in end.caches])
-            return replace(done, attempts=job.attempts, seconds=worked_s, reused=end.existing, worker=end.worker)
+            row = _with_caches(job.row, [cache.manifest for cache in end.caches])
+            return replace(row, attempts=job.attempts, seconds=worked_s, reused=end.existing, worker=end.worker)
         if end.error is not None:
             return job.row.failed(RowError(end.error.code, end.error.message), attempts=end.tries, seconds=job.spent_s)
         assert job.manifests  # else `record` would have reopened the request
-        done = _made(job.row, job.manifests)
+        row = replace(_with_caches(job.row, job.manifests), attempts=end.tries)
         if any(manifest.created_at >= self.began for manifest in job.manifests):
-            return replace(done, attempts=end.tries)
-        return replace(done, attempts=end.tries, seconds=0.0, reused=True)
+            return row
+        return replace(row, seconds=0.0, reused=True)
 
 
 def _may_be_sampled(spec: CreateCache) -> bool:
@@ -280,7 +278,7 @@ def _may_be_sampled(spec: CreateCache) -> bool:
     return spec.quality is None and not spec.chooses
 
 
-async def _dropped(job: RowJob) -> RequestRecord | None:
+async def _drop(job: RowJob) -> RequestRecord | None:
     """End a cancelled row in the store; its replica stops the work within a layer.
 
     Returns the record if the row was already done, so that this run counts it: the next run would count it as reused.
@@ -302,7 +300,7 @@ async def _dropped(job: RowJob) -> RequestRecord | None:
     return None
 
 
-def _made(row: Row, manifests: Sequence[Manifest]) -> Row:
+def _with_caches(row: Row, manifests: Sequence[Manifest]) -> Row:
     """The row with these caches on the shelf. Its seconds are those of the manifests."""
     first = manifests[0]
     return replace(

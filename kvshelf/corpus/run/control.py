@@ -38,10 +38,10 @@ class Control:
         """Set the order; returns the recent reports of all callers, added up."""
         self._order = order
         now = time.monotonic()
-        self._reports = {name: (at, said) for name, (at, said) in self._reports.items() if now - at < STALE_S}
-        reports = [said for _, said in self._reports.values()]
-        trouble = next((said.trouble for said in reports if said.trouble), "")
-        return Report(sum(said.at_work for said in reports), trouble)
+        self._reports = {name: (at, report) for name, (at, report) in self._reports.items() if now - at < STALE_S}
+        reports = [report for _, report in self._reports.values()]
+        trouble = next((report.trouble for report in reports if report.trouble), "")
+        return Report(sum(report.at_work for report in reports), trouble)
 
     def take(self, caller: str, report: Report) -> Order:
         """Take a caller's report; returns the current order."""

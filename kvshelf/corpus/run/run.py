@@ -20,8 +20,7 @@ from kvshelf.corpus.run.caller import Asks
 from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.journal import Journal
 from kvshelf.corpus.run.pipeline import CallerSetup, stream
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary
-from kvshelf.corpus.run.tally import Tally
+from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.url import StoreConfig
 from kvshelf.workers.cluster.remote import RemoteEngine, called
@@ -124,14 +123,14 @@ class BatchRun:
             if drained and trouble is None:
                 return
             order, state, reason = self._orders(trouble)
-            said = give_order(control, order)
-            if state is RunState.RUNNING and said.trouble:
-                state, reason = RunState.WAITING, said.trouble
+            report = give_order(control, order)
+            if state is RunState.RUNNING and report.trouble:
+                state, reason = RunState.WAITING, report.trouble
             self._enter(state, reason)
             if order is Order.STOP:
                 stopped = stopped or time.monotonic()
                 since_s = time.monotonic() - stopped
-                if since_s > _LET_GO_S and not said.at_work:
+                if since_s > _LET_GO_S and not report.at_work:
                     self._leave.set()
                 if since_s > _STOP_S:
                     return
@@ -212,12 +211,12 @@ class BatchRun:
 
 def give_order(control: Any, order: Order) -> Report:
     try:
-        said: Report = ray.get(called(control, Control.give, order), timeout=5)
+        report: Report = ray.get(called(control, Control.give, order), timeout=5)
     except ray_errors.RayTaskError:
         raise  # a bug in `Control`, which would hold the run for ever
     except ray_errors.RayError:
         return Report()  # the control restarts, and gets the order in the next round
-    return said
+    return report
 
 
 def _named(exc: Exception) -> KvshelfError:

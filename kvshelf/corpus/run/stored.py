@@ -88,10 +88,10 @@ class StoredJournal(Journal):
     def append(self, rows: Sequence[Row]) -> None:
         if self._ends is None:
             self._ends = {row.key: _end_of(row) for row in self._recorded()}
-        known = self._ends
-        new = [row for row in rows if not _is_known(row, known.get(row.key))]
+        ends = self._ends
+        new = [row for row in rows if not _is_recorded(row, ends.get(row.key))]
         super().append(new)
-        known.update((row.key, _end_of(row)) for row in new)
+        ends.update((row.key, _end_of(row)) for row in new)
 
 
 _End = tuple[str | None, RowError | None, int]
@@ -101,10 +101,10 @@ def _end_of(row: Row) -> _End:
     return row.cache_id, row.error, row.attempts
 
 
-def _is_known(row: Row, known: _End | None) -> bool:
-    if known is None:
+def _is_recorded(row: Row, end: _End | None) -> bool:
+    if end is None:
         return False
-    return known[0] == row.cache_id if row.reused else row.error is not None and known == _end_of(row)
+    return end[0] == row.cache_id if row.reused else row.error is not None and end == _end_of(row)
 
 
 def last_results(batches: BatchTable, batch_id: str) -> Iterator[Row]:

@@ -15,10 +15,9 @@ import structlog
 from kvshelf.api.batches import BatchError, RequestCounts
 from kvshelf.backoff import backoff_s
 from kvshelf.corpus.row import Shard
-from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, WorkHours
+from kvshelf.corpus.run.progress import SUMMED, Progress, RunOptions, RunState, Summary, WorkHours
 from kvshelf.corpus.run.run import BatchRun
 from kvshelf.corpus.run.stored import QuestionShard, StoredJournal, StoredShard
-from kvshelf.corpus.run.tally import SUMMED
 from kvshelf.errors import FileNotFound, StateConflict, StoreError
 from kvshelf.service.jobs.batch_files import BadInput, count_rows, outcome, write_results
 from kvshelf.service.jobs.batch_questions import BatchAsker

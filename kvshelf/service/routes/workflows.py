@@ -13,7 +13,7 @@ from kvshelf.service.http import openapi
 from kvshelf.service.http.waiting import off_loop
 from kvshelf.service.service import InService, written
 from kvshelf.service.workflows import models_of
-from kvshelf.store.jobs.workflows import KeptWorkflow
+from kvshelf.store.jobs.named import KeptWorkflow
 
 router = APIRouter(prefix="/v1/workflows", tags=["workflows"], responses=openapi.ERRORS)
 

@@ -17,11 +17,11 @@ from kvshelf.store.about import about_of
 from kvshelf.store.bundles import layout
 from kvshelf.store.bundles.layout import (
     BundleAbout,
+    CacheAbout,
     Descriptor,
     ImageIndex,
     ImageManifest,
     IndexEntry,
-    Said,
     Signed,
     refused,
 )
@@ -51,28 +51,29 @@ def push(
             param="--name",
         )
     index = _index(place)
-    layers, said, models = list[Descriptor](), list[Said](), list[ModelHeader]()
+    layers, caches, models = list[Descriptor](), list[CacheAbout](), list[ModelHeader]()
     ids: Iterable[str | None] = repeat(None) if signed_ids is None else signed_ids
     for export, id in zip(exports, ids):  # noqa: B905 one of them may have no end
         if len(layers) == layout.MOST_CACHES:
             raise InvalidRequest(f"a bundle has at most {layout.MOST_CACHES} caches; make several", param="CACHE")
-        about, model = _said(export, id)
+        about, model = _described(export, id)
         models = layout.models_of([*models, model])
-        said.append(about.model_copy(update={"model": models.index(model)}))
+        caches.append(about.model_copy(update={"model": models.index(model)}))
         digest = _keep(place, export) if id is None else layout.digest_of(export)
         layers.append(_descriptor(export, digest, layout.EXPORT_TYPE))
     if not layers:
         raise InvalidRequest("no cache was named; a bundle has one at least", param="CACHE")
-    described = BundleAbout(
+    about_bundle = BundleAbout(
         name=name,
         sequence=_next_sequence(place, index, name),
         made_at=time.time(),
         producer=producer,
         software=software,
         models=models,
-        caches=said,
+        caches=caches,
     )
-    config = _descriptor(about_file := layout.written(described), _keep(place, about_file), layout.ABOUT_TYPE)
+    about_file = layout.written(about_bundle)
+    config = _descriptor(about_file, _keep(place, about_file), layout.ABOUT_TYPE)
     manifest = layout.written(ImageManifest(config=config, layers=layers))
     digest = _keep(place, manifest)
     signature = signer.signature(layout.signed_text(digest))
@@ -99,19 +100,19 @@ class Bundle:
     trust: Trust
 
     def exports(self) -> Iterator[bytes]:
-        """Each cache, for an import, once its digest and all digests in it have been checked against what is said of
-        it. Raises `InvalidRequest`."""
-        for number, (layer, said) in enumerate(zip(self.layers, self.about.caches, strict=True)):
+        """Each cache, for an import, after its digest and all digests in it were checked against the bundle's
+        description of it. Raises `InvalidRequest`."""
+        for number, (layer, signed) in enumerate(zip(self.layers, self.about.caches, strict=True)):
             what = f"cache {number}"
             export = _blob(self.place, layer, what)
             try:
-                about, model = _said(export)
+                about, model = _described(export)
                 CompressedCache.from_bytes(export)
             except KvshelfError as error:
                 raise refused("malformed", f"{what} is no sound export ({error.message})") from error
-            if said.model >= len(self.about.models) or model != self.about.models[said.model]:
+            if signed.model >= len(self.about.models) or model != self.about.models[signed.model]:
                 raise refused("other_model", f"{what} was made under another model than the bundle says")
-            if about.model_copy(update={"model": said.model}) != said:
+            if about.model_copy(update={"model": signed.model}) != signed:
                 raise refused("malformed", f"the bundle says of {what} what its export does not")
             yield export
 
@@ -170,8 +171,8 @@ def _opened(place: BundlePlace, trust: Trust, entry: IndexEntry) -> Bundle:
     producer = trust.require(signed.key)
     if not signed_by(signed.key, signed.signature, layout.signed_text(entry.digest)):
         raise refused("bad_signature", f"the signature is not that of {producer}")
-    manifest = layout.read(ImageManifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
-    about = layout.read(BundleAbout, _blob(place, manifest.config, "what is said"), "what is said of it")
+    manifest = _manifest(place, entry)
+    about = _about(place, manifest)
     if about.name != signed.name:
         raise refused("malformed", f"it is called {signed.name!r}, and signed as {about.name!r}")
     if len(about.caches) != len(manifest.layers):
@@ -191,21 +192,24 @@ def _next_sequence(place: BundlePlace, index: ImageIndex, name: str) -> int:
     before = 0
     for entry in index.manifests:
         if entry.annotations.name == name:
-            manifest = layout.read(
-                ImageManifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest"
-            )
-            before = layout.read(
-                BundleAbout, _blob(place, manifest.config, "what is said"), "what is said of it"
-            ).sequence
+            before = _about(place, _manifest(place, entry)).sequence
     return max(before + 1, int(time.time()))
 
 
-def _said(export: bytes, id: str | None = None) -> tuple[Said, ModelHeader]:
-    """What is said of a cache, by its export alone, and by its id on a shelf. Raises `BlobError`, `InvalidRequest`."""
+def _manifest(place: BundlePlace, entry: IndexEntry) -> ImageManifest:
+    return layout.read(ImageManifest, _checked(place, entry.digest, entry.size, "the manifest"), "the manifest")
+
+
+def _about(place: BundlePlace, manifest: ImageManifest) -> BundleAbout:
+    return layout.read(BundleAbout, _blob(place, manifest.config, "what is said"), "what is said of it")
+
+
+def _described(export: bytes, id: str | None = None) -> tuple[CacheAbout, ModelHeader]:
+    """The description of a cache, by its export and its id on a shelf. Raises `BlobError`, `InvalidRequest`."""
     exported = split(export)
     summary, about = inspect(exported.blob), about_of(exported)
     identity = summary.header.identity
-    said = Said(
+    described = CacheAbout(
         root=summary.root.hex(),
         model=0,
         policy=identity.policy,
@@ -218,7 +222,7 @@ def _said(export: bytes, id: str | None = None) -> tuple[Said, ModelHeader]:
         id=id,
         content=None if id is None else _content(export, id),
     )
-    return said, identity.model
+    return described, identity.model
 
 
 def _content(export: bytes, id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -89,7 +89,7 @@ class ImageIndex(_Part):
     manifests: Annotated[list[IndexEntry], Field(max_length=MOST_CACHES)]
 
 
-class Said(_Part):
+class CacheAbout(_Part):
     """One cache. root: the root digest of its blob, in hex. model: its place among `BundleAbout.models`. quality: as
     measured when it was made, None if it was not. id, content: of a bundle that is signatures alone, the cache's id on
     the shelf, which is of its tenant, too, and `Manifest.content_digest`; not written in others."""
@@ -124,7 +124,7 @@ class BundleAbout(_Part):
     producer: Annotated[str, Field(max_length=256)]
     software: Annotated[str, Field(max_length=256)]
     models: list[ModelHeader]
-    caches: Annotated[list[Said], Field(min_length=1, max_length=MOST_CACHES)]
+    caches: Annotated[list[CacheAbout], Field(min_length=1, max_length=MOST_CACHES)]
 
 
 PartT = TypeVar("PartT", bound=_Part)
@@ -155,7 +155,10 @@ def read(kind: type[PartT], data: bytes, what: str) -> PartT:
 
 def _require_known(values: Any, what: str) -> None:
     """Before anything else in it: fields of a later version are unknown here."""
-    for part in _with_versions(values):
+    manifests = values.get("manifests") if isinstance(values, dict) else None
+    for part in [values, *(manifests if isinstance(manifests, list) else ())]:
+        if not isinstance(part, dict):
+            continue
         newer = _NEWER.fullmatch(str(part.get("artifactType", "")))
         version = int(newer[1]) if newer else part.get("format", FORMAT)
         if isinstance(version, int) and version > FORMAT:
@@ -163,13 +166,6 @@ def _require_known(values: Any, what: str) -> None:
                 "newer_format",
                 f"{what} has format {version}; this version of kvshelf reads {FORMAT}. Upgrade kvshelf",
             )
-
-
-def _with_versions(values: Any) -> Iterable[dict[str, Any]]:
-    if isinstance(values, dict):
-        yield values
-        listed = values.get("manifests")
-        yield from (entry for entry in listed if isinstance(entry, dict)) if isinstance(listed, list) else ()
 
 
 def digest_of(data: bytes | memoryview) -> str:

@@ -10,50 +10,50 @@ from pathlib import Path
 from kvshelf.errors import InvalidRequest
 from kvshelf.store.bundles import layout
 from kvshelf.store.bundles.bundle import bundles_at
-from kvshelf.store.bundles.layout import Said
+from kvshelf.store.bundles.layout import CacheAbout
 from kvshelf.store.bundles.places import BundleFolder
 from kvshelf.store.bundles.trust import Trust
 from kvshelf.store.manifest import Manifest
 
 
 class SignedCaches:
-    """What all bundles in a folder say. Read again once they or the trusted keys have changed. Thread-safe."""
+    """The descriptions in all bundles of a folder, read again when these or the trusted keys change. Thread-safe."""
 
     def __init__(self, folder: Path, trust: Path) -> None:
         """Raises `InvalidRequest` as `opened`, for the first bundle that is not as it was signed."""
         self._folder, self._keys, self._trust = folder, trust, Trust(trust)
         self._lock = threading.Lock()
         self._problem: str | None = None
-        self._seen = self._state()  # before it is read: what changes meanwhile is read again
-        self._said = self._read()
+        self._state_read = self._state()  # before it is read: what changes meanwhile is read again
+        self._statements = self._read()
 
     def problem(self, manifest: Manifest) -> str | None:
         """Why a cache is not as it was signed; None: it is. The blob's root digest covers all its bytes, and readers
         compare it with the manifest's. That the id is of its tenant is for the caller to see."""
         with self._lock:
-            if (state := self._state()) != self._seen:
-                self._said, self._problem = {}, None
+            if (state := self._state()) != self._state_read:
+                self._statements, self._problem = {}, None
                 try:
-                    self._said = self._read()
+                    self._statements = self._read()
                 except InvalidRequest as error:
                     self._problem = error.message
-                self._seen = state
-            statements, problem = self._said.get(manifest.id, []), self._problem
+                self._state_read = state
+            statements, problem = self._statements.get(manifest.id, []), self._problem
         if problem is not None:
             return problem
-        statements = [said for said in statements if said.root == manifest.blob_digest]
+        statements = [statement for statement in statements if statement.root == manifest.blob_digest]
         if not statements:
             return "no bundle that a trusted key has signed has these bytes"
-        changed = [_changed(said, manifest) for said in statements]
+        changed = [_changed(statement, manifest) for statement in statements]
         return None if None in changed else f"its {changed[0]} is not what was signed"
 
-    def _read(self) -> dict[str, list[Said]]:
-        """What is said of each cache, by its id. Bundles of different names may say different things: each holds."""
-        statements: dict[str, list[Said]] = {}
+    def _read(self) -> dict[str, list[CacheAbout]]:
+        """The descriptions by cache id. Bundles of different names may describe a cache differently: each holds."""
+        statements: dict[str, list[CacheAbout]] = {}
         for bundle in bundles_at(BundleFolder(self._folder), self._trust):
-            for said in bundle.about.caches:
-                if said.id is not None:
-                    statements.setdefault(said.id, []).append(said)
+            for statement in bundle.about.caches:
+                if statement.id is not None:
+                    statements.setdefault(statement.id, []).append(statement)
             bundle.taken()
         return statements
 
@@ -66,10 +66,10 @@ class SignedCaches:
         return states
 
 
-def _changed(said: Said, manifest: Manifest) -> str | None:
+def _changed(statement: CacheAbout, manifest: Manifest) -> str | None:
     """The first field that is not as it was signed. The model is of the content."""
-    ours = {"root": manifest.blob_digest, "model": said.model, "content": manifest.content_digest}
-    for name in Said.model_fields:
-        if (ours[name] if name in ours else getattr(manifest, name)) != getattr(said, name):
+    fields = {"root": manifest.blob_digest, "model": statement.model, "content": manifest.content_digest}
+    for name in CacheAbout.model_fields:
+        if (fields[name] if name in fields else getattr(manifest, name)) != getattr(statement, name):
             return name
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import math
 import os
 import queue
@@ -20,8 +19,6 @@ from typing import Final
 from kvshelf.errors import StoreUnavailable
 from kvshelf.store.disk.faults import translated
 
-log = logging.getLogger("kvshelf.store")
-
 FILE_NAME = "shelf.sqlite3"
 
 HOME_FORMAT: Final = 6
@@ -33,13 +30,7 @@ _PURGE_S: Final = 10.0
 _WAIT_MS: Final = 500
 """How long a purge may hold up writers. One that finds the database busy leaves the rest to the next."""
 
-_VACUUM_BYTES: Final = 256 << 20
-"""Most bytes of a database that is written anew while others wait for it: some seconds."""
-
-_TABLES, _OWNERS, _CHANGES = (
-    files(__package__).joinpath(f"{name}.sql").read_text("utf-8") for name in ("schema", "owners", "changes")
-)
-_SECURE: Final = "INSERT OR REPLACE INTO meta VALUES ('secure_delete', x'31')"
+_TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
 
 
 def known_key(home: Path) -> bytes | None:
@@ -124,19 +115,7 @@ class Database:
         self._purged_at = time.monotonic()
         with translated(self._home), closing(self._connect()) as connection:
             connection.execute(f"PRAGMA busy_timeout = {_WAIT_MS}")
-            self._forget_earlier(connection)
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _forget_earlier(self, connection: sqlite3.Connection) -> None:
-        """Once: write a database anew that was used without secure_delete, and has what was deleted in free pages."""
-        if connection.execute("SELECT 1 FROM meta WHERE name = 'secure_delete'").fetchone():
-            return
-        if self._path.stat().st_size > _VACUUM_BYTES:
-            log.warning("%s has free pages with deleted text; stop the service once and VACUUM it", self._path)
-            return
-        with suppress(sqlite3.OperationalError):  # it is busy, or the disk is full: the next sweep tries again
-            connection.execute("VACUUM")
-            connection.execute(_SECURE)
 
     def close(self) -> None:
         while True:
@@ -189,10 +168,7 @@ class Database:
                 connection.execute("INSERT INTO meta VALUES ('format', ?)", (str(HOME_FORMAT).encode(),))
                 connection.execute("INSERT INTO meta VALUES ('key', ?)", (key,))
                 connection.execute("INSERT INTO meta VALUES ('blobs', ?)", (blobs.encode(),))
-                connection.execute(_SECURE)
                 connection.execute("COMMIT")
-            if not connection.execute("SELECT 1 FROM pragma_table_info('jobs') WHERE name = 'owner'").fetchone():
-                connection.executescript(f"BEGIN IMMEDIATE;{_OWNERS};COMMIT;")
             meta = {name: bytes(value) for name, value in connection.execute("SELECT name, value FROM meta")}
             home_format = meta.get("format", b"?").decode(errors="replace")
             if home_format != str(HOME_FORMAT):
@@ -200,5 +176,4 @@ class Database:
                     f"the shelf at {self._home} has home format {home_format}, this version of kvshelf works with "
                     f"{HOME_FORMAT}: use the version that made it, or another folder"
                 )
-            connection.executescript(f"BEGIN IMMEDIATE;{_CHANGES}COMMIT;")
             return meta["key"], meta["blobs"].decode()

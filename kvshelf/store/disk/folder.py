@@ -102,7 +102,8 @@ class Folder(Blobs):
     def remove(self, name: str, nbytes: int) -> bool:  # noqa: ARG002
         with translated(self.path):
             for folder in (self._blobs, self._quarantine):
-                _unlink(_file_name(name), folder)
+                with suppress(FileNotFoundError, IsADirectoryError):  # `problems` reports a folder in a blob's place
+                    os.unlink(_file_name(name), dir_fd=folder)
         return True
 
     def set_aside(self, name: str, nbytes: int) -> None:  # noqa: ARG002
@@ -118,7 +119,7 @@ class Folder(Blobs):
                 return True
         return False
 
-    def found(self) -> Iterator[tuple[str, float]]:
+    def walk(self) -> Iterator[tuple[str, float]]:
         with translated(self.path):
             for name, changed in self._entries():
                 if name.endswith(_SUFFIX) and is_name(name.removesuffix(_SUFFIX)):
@@ -173,12 +174,6 @@ def _file_name(name: str) -> str:
     if not is_name(name):
         raise OSError(f"{name!r:.80} is not the name of a blob file")
     return name + _SUFFIX
-
-
-def _unlink(file: str, folder: int) -> None:
-    # A folder in a blob's place is not ours; `problems` reports it.
-    with suppress(FileNotFoundError, IsADirectoryError):
-        os.unlink(file, dir_fd=folder)
 
 
 LEAST_BYTES: Final = 256 << 20

@@ -43,12 +43,12 @@ class SqliteIndex(Index):
         size = writing.nbytes
         replaced = writing.cache_id if writing.of_cache else ""
         with self.database.write(durable=False) as tx:
-            caches, nbytes = _taken(tx, replaced, writing.tenant)
+            caches, nbytes = _used_beside(tx, replaced, writing.tenant)
             if quota.max_caches is not None and replaced and caches + 1 > quota.max_caches:
                 raise quota.exceeded("max_caches", caches, size)
             if quota.max_bytes is not None and nbytes + size > quota.max_bytes:
                 raise quota.exceeded("max_bytes", nbytes, size)
-            if quota.budget_bytes is not None and _taken(tx, replaced, None)[1] + size > quota.budget_bytes:
+            if quota.budget_bytes is not None and _used_beside(tx, replaced, None)[1] + size > quota.budget_bytes:
                 raise quota.exceeded("budget_bytes", 0, size)
             _register(tx, writing, self._now() + self.write_lease_s)
 
@@ -240,7 +240,8 @@ class SqliteIndex(Index):
                 _set_refs(tx, entry.seq, ())
                 _retire(tx, due[0].retired())
             if state == "evicted":
-                _raise_clock(tx, entry.priority)
+                clock = max(_clock(tx), entry.priority)
+                tx.execute("INSERT OR REPLACE INTO meta VALUES ('clock', ?)", (repr(clock).encode(),))
         return True
 
     def expired(self, now: float, limit: int) -> list[Entry]:
@@ -296,11 +297,8 @@ def _entries(
 
 
 def _entry(row: Mapping[str, Any] | sqlite3.Row) -> Entry:
-    return Entry(**{**row, "pinned": bool(row["pinned"]), "bases": _bases(row["bases"])})
-
-
-def _bases(text: str) -> tuple[Name, ...]:
-    return tuple((name, nbytes) for name, nbytes in json.loads(text)) if text != "[]" else ()
+    bases = map(tuple, json.loads(row["bases"])) if row["bases"] != "[]" else ()  # most have none
+    return Entry(**{**row, "pinned": bool(row["pinned"]), "bases": tuple(bases)})
 
 
 def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry | None:
@@ -308,9 +306,8 @@ def _find(connection: sqlite3.Connection, cache_id: str, tenant: str) -> Entry |
     return entries[0] if entries else None
 
 
-def _taken(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:
-    """Caches and bytes, ready, kept or being written, of one tenant or all, except those that a write of one cache id
-    replaces."""
+def _used_beside(connection: sqlite3.Connection, cache_id: str, tenant: str | None) -> tuple[int, int]:
+    """Caches and bytes of one tenant or all that are ready, kept or being written, without those of one cache id."""
     mine, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
     row = connection.execute(
         f"SELECT coalesce(sum(caches), 0) AS caches, coalesce(sum(bytes), 0) AS bytes FROM ("
@@ -333,11 +330,7 @@ def _promised(connection: sqlite3.Connection, tenant: str | None) -> StoredUsage
 
 
 def _require_promisable(connection: sqlite3.Connection, tenant: str, nbytes: int, quota: Quota) -> None:
-    """Whether so many bytes more may be pinned."""
-    for limit, of in (("tenant_promised_bytes", tenant), ("promised_bytes", None)):
-        most = getattr(quota, limit)
-        if most is not None and (taken := _promised(connection, of).bytes) + nbytes > most:
-            raise quota.exceeded(limit, taken, nbytes)
+    quota.require_promisable(lambda whose: _promised(connection, whose).bytes, tenant, nbytes)
 
 
 def _require_lease(connection: sqlite3.Connection, name: str, now: float) -> None:
@@ -450,8 +443,3 @@ def _clock(connection: sqlite3.Connection) -> float:
     """The eviction clock: the highest priority that was ever evicted."""
     row = connection.execute("SELECT value FROM meta WHERE name = 'clock'").fetchone()
     return 0.0 if row is None else float(row["value"])
-
-
-def _raise_clock(connection: sqlite3.Connection, priority: float) -> None:
-    clock = max(_clock(connection), priority)
-    connection.execute("INSERT OR REPLACE INTO meta VALUES ('clock', ?)", (repr(clock).encode(),))

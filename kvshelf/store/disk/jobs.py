@@ -53,11 +53,6 @@ class SqliteJobs(JobTable):
         with self._database.read() as connection:
             return _items(connection, "owner = ? AND tenant = ? ORDER BY seq", (owner, tenant))
 
-    def unowned(self, kind: Kind) -> list[Item]:
-        with self._database.read() as connection:
-            where = "kind = ? AND owner IS NULL AND kind IN ('source', 'response')"  # as the index has it
-            return _items(connection, where, (kind,))
-
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         where, values = "kind = ? AND tenant = ?", [kind, tenant]
         if after is not None:
@@ -68,8 +63,7 @@ class SqliteJobs(JobTable):
 
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
         with self._database.write() as tx:
-            seen = (item.id, item.version, term)
-            items = _items(tx, "id = ? AND version = ? AND term = coalesce(?, term)", seen)
+            items = _items(tx, "id = ? AND version = ? AND term = coalesce(?, term)", (item.id, item.version, term))
             if not items:
                 return None
             if items[0].held != item.held:

@@ -9,7 +9,7 @@ from typing import Final
 from kvshelf.store.blobs import READ_LEASE_S, TAKEN, TAKEN_S, Leases
 from kvshelf.store.disk.database import Database
 
-_FOUND: Final = "SELECT 1 FROM readers WHERE name = ? AND (token = ?) = ? AND lease_until > ? LIMIT 1"
+_READERS: Final = "SELECT 1 FROM readers WHERE name = ? AND (token = ?) = ? AND lease_until > ? LIMIT 1"
 
 
 class SqliteLeases(Leases):
@@ -26,7 +26,7 @@ class SqliteLeases(Leases):
         with self._database.write(durable=False) as tx:
             tx.execute("DELETE FROM readers WHERE name = ? AND token = ?", (name, token))
 
-    def held(self, name: str) -> bool:
+    def has_readers(self, name: str) -> bool:
         with self._database.read() as connection:
             return self._has(connection, name, taken=False)
 
@@ -45,4 +45,4 @@ class SqliteLeases(Leases):
 
     def _has(self, connection: sqlite3.Connection, name: str, *, taken: bool) -> bool:
         """Whether a name is taken, or whether it has readers."""
-        return connection.execute(_FOUND, (name, TAKEN, taken, self._now())).fetchone() is not None
+        return connection.execute(_READERS, (name, TAKEN, taken, self._now())).fetchone() is not None

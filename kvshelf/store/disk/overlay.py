@@ -107,11 +107,11 @@ class _SignedIndex(SqliteIndex):
             manifest = entry.manifest().model_copy(update={**_UNSIGNED, "id": entry.id, "tenant": entry.tenant})
             problem = self.signed.problem(manifest)
             if problem is None:  # then its identity is what was signed, and its id must be of its tenant
-                made, key, tenant = manifest.made_identity, self.key, entry.tenant
-                document = made.document_id(key=key, tenant=tenant)
+                identity, key, tenant = manifest.made_identity, self.key, entry.tenant
+                document = identity.document_id(key=key, tenant=tenant)
                 manifest = manifest.model_copy(update={"document_id": document})
                 codec = manifest.made_codec
-                if made.cache_id(key=key, tenant=tenant, codec=codec, format_major=FORMAT_MAJOR) != entry.id:
+                if identity.cache_id(key=key, tenant=tenant, codec=codec, format_major=FORMAT_MAJOR) != entry.id:
                     problem = "its tenant or the codec that it was made under is not what was signed"
         except ValueError:  # of pydantic
             problem = "its row in the index cannot be read"
@@ -223,14 +223,14 @@ class Overlay(DiskStore):
                 f"{home} cannot lie over itself; name another folder for your own shelf", param="store"
             )
         under = Below(below, rules, signed)
-        theirs = under.shelf().key
+        key_below = under.shelf().key
         try:
-            if key not in (None, theirs) or known_key(home) not in (None, theirs):
+            if key not in (None, key_below) or known_key(home) not in (None, key_below):
                 raise InvalidRequest(
                     f"the shelf at {home} was not made over {below}: its caches have other ids; name an empty folder",
                     param="store",
                 )
-            shelf = cls.open(home, rules=rules, key=theirs)
+            shelf = cls.open(home, rules=rules, key=key_below)
         except BaseException:
             under.close()
             raise
@@ -365,8 +365,8 @@ class Overlay(DiskStore):
             return
         below = self.below.shelf()
         manifest = below.stat(cache_id, tenant=tenant)
-        kept = {"source": None, "pinned": False, "guaranteed_until": None}
-        self.adopt(below.get(cache_id, tenant=tenant), manifest.model_copy(update=kept), parent_id=manifest.parent_id)
+        plain = manifest.model_copy(update={"source": None, "pinned": False, "guaranteed_until": None})
+        self.adopt(below.get(cache_id, tenant=tenant), plain, parent_id=manifest.parent_id)
         if manifest.source is not None:
             with suppress(SourceNotKept):
                 source, until = below.source(cache_id, tenant=tenant), manifest.source.expires_at

@@ -36,6 +36,10 @@ CREATE INDEX caches_by_name ON caches (tenant, json_extract(manifest, '$.name'),
 CREATE INDEX tombstones ON caches (ended_at) WHERE ended_at IS NOT NULL;
 CREATE INDEX caches_by_expiry ON caches (expires_at) WHERE state IN ('ready', 'corrupt') AND expires_at IS NOT NULL;
 CREATE INDEX caches_by_priority ON caches (priority) WHERE state = 'ready' AND pinned = 0;
+-- What is pinned, for the budgets of promises, and the promises that end.
+CREATE INDEX caches_by_pin ON caches (tenant, nbytes) WHERE state = 'ready' AND pinned = 1;
+CREATE INDEX caches_by_promise ON caches (json_extract(manifest, '$.guaranteed_until'))
+    WHERE state = 'ready' AND pinned = 1;
 
 CREATE INDEX caches_of_parent ON caches (parent_id, tenant, seq) WHERE parent_id IS NOT NULL;
 CREATE INDEX caches_by_bases ON caches (json_array_length(bases)) WHERE state = 'ready' AND bases != '[]';
@@ -98,6 +102,24 @@ CREATE TRIGGER usage_of_changed AFTER UPDATE OF state, nbytes ON caches BEGIN
     WHERE tenant = new.tenant;
 END;
 
+-- In which order the entries of tenants changed last, uses aside. The database records them itself, so that no path can
+-- forget to.
+CREATE TABLE changes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant TEXT NOT NULL,
+    seq INTEGER NOT NULL UNIQUE
+) STRICT;
+CREATE INDEX changes_of_tenant ON changes (tenant, number);
+CREATE TRIGGER change_of_new AFTER INSERT ON caches BEGIN
+    INSERT OR REPLACE INTO changes (tenant, seq) VALUES (new.tenant, new.seq);
+END;
+CREATE TRIGGER change_of_changed AFTER UPDATE OF state, version, name ON caches BEGIN
+    INSERT OR REPLACE INTO changes (tenant, seq) VALUES (new.tenant, new.seq);
+END;
+CREATE TRIGGER change_of_old AFTER DELETE ON caches BEGIN
+    DELETE FROM changes WHERE seq = old.seq;
+END;
+
 -- Files, batches, requests and sources: the fields of kvshelf.store.table.Item. `seq` orders listings.
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -113,15 +135,38 @@ CREATE TABLE jobs (
     holder TEXT NOT NULL DEFAULT '',
     lease_until REAL NOT NULL DEFAULT 0,
     created_at REAL NOT NULL,
-    updated_at REAL NOT NULL
+    updated_at REAL NOT NULL,
+    owner TEXT,
+    after_s REAL
 ) STRICT;
 CREATE UNIQUE INDEX jobs_by_tenant_and_id ON jobs (tenant, id);  -- as for caches
 CREATE INDEX jobs_of_tenant ON jobs (kind, tenant, seq);
 CREATE INDEX jobs_open ON jobs (kind, seq) WHERE open = 1;
 CREATE INDEX jobs_due ON jobs (kind, due) WHERE due IS NOT NULL;
+CREATE INDEX jobs_of_owner ON jobs (owner) WHERE owner IS NOT NULL;
 CREATE TABLE journals (
     item TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     number INTEGER NOT NULL,
     line BLOB NOT NULL,
     PRIMARY KEY (item, number)
 ) STRICT, WITHOUT ROWID;
+
+-- What is derived from a cache ends with it. Triggers, so that no path can forget it. 9e15: never.
+CREATE TRIGGER owner_ended AFTER UPDATE OF ended_at ON caches WHEN new.ended_at IS NOT NULL BEGIN
+    UPDATE jobs SET due = nullif(
+        min(coalesce(due, 9e15), new.ended_at + iif(new.state = 'deleted', 0, coalesce(after_s, 9e15))), 9e15
+    ) WHERE owner = new.id AND tenant = new.tenant;
+END;
+CREATE TRIGGER owner_has_ended_before AFTER INSERT ON jobs WHEN new.owner IS NOT NULL BEGIN
+    UPDATE jobs SET due = nullif(min(coalesce(jobs.due, 9e15), ended_at + iif(state = 'deleted', 0, coalesce(after_s, 9e15))), 9e15)
+    FROM caches WHERE jobs.seq = new.seq AND caches.id = new.owner AND caches.tenant = new.tenant AND ended_at IS NOT NULL;
+END;
+CREATE TRIGGER owner_has_ended_meanwhile AFTER UPDATE OF text ON jobs WHEN new.owner IS NOT NULL BEGIN
+    UPDATE jobs SET due = nullif(min(coalesce(jobs.due, 9e15), ended_at + iif(state = 'deleted', 0, coalesce(after_s, 9e15))), 9e15)
+    FROM caches WHERE jobs.seq = new.seq AND caches.id = new.owner AND caches.tenant = new.tenant AND ended_at IS NOT NULL;
+END;
+
+-- A journal has the text of the result files that were written from it.
+CREATE TRIGGER results_removed AFTER DELETE ON jobs WHEN old.kind = 'file' AND old.owner IS NOT NULL BEGIN
+    DELETE FROM journals WHERE item = (SELECT id FROM jobs WHERE id = old.owner AND open = 0);
+END;

@@ -25,13 +25,12 @@ from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.errors import BlobError, CacheNotFound, FileNotFound, StateConflict
 from kvshelf.store.index import Entry, Index
 from kvshelf.store.jobs.batches import BatchRecord, BatchTable
-from kvshelf.store.jobs.bodies import Bodies
+from kvshelf.store.jobs.bodies import Bodies, body_of
 from kvshelf.store.jobs.files import FileRecord, FileTable
-from kvshelf.store.jobs.meter import NAMED_DAYS
-from kvshelf.store.jobs.metering import DayUsed, Metering
+from kvshelf.store.jobs.metering import NAMED_DAYS, DayUsed, Metering
+from kvshelf.store.jobs.named import KeptWorkflow
 from kvshelf.store.jobs.requests import REQUEST_PREFIX
-from kvshelf.store.jobs.workflows import KeptWorkflow
-from kvshelf.store.manifest import SourceRecord, StoredBody, StoredRecord
+from kvshelf.store.manifest import SourceRecord, StoredRecord
 from kvshelf.store.table import Item, Kind, read
 
 RECORD_S: Final = 86_400.0
@@ -60,11 +59,11 @@ class Subject(StoredRecord):
 
     def has(self, labels: Any, name: Any) -> bool:
         """Whether a thing with these labels and this name is the subject's."""
-        own = labels if isinstance(labels, dict) else {}
-        return self.labels.items() <= own.items() and self.name in (None, name)
+        labels = labels if isinstance(labels, dict) else {}
+        return self.labels.items() <= labels.items() and self.name in (None, name)
 
     def named(self, used: DayUsed) -> set[str]:
-        """What a day tells apart by a value of these labels; for a whole tenant all that it tells apart."""
+        """The names of a day's parts that are values of these labels; for a whole tenant all of them."""
         return used.names if self.all else used.names & set(self.labels.values())
 
 
@@ -103,9 +102,13 @@ class Eraser:
             things = list(look.things())
             return self._receipt(subject, _Recorded(created_at=self.now()).with_stays(look.stays), things, "dry_run")
         self.sweep()
-        item, term, record = self._begun(subject)
+        item, term, record = self._begin(subject)
         try:
-            self._bar_names(subject)
+            # Before anything goes, so that what a replica has counted and not sent yet brings no name of it back. With
+            # tomorrow: a clock may be ahead.
+            today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
+            days = [today + datetime.timedelta(days=number) for number in range(-NAMED_DAYS, 2)]
+            self.metering.bar_names(subject.tenant, days, None if subject.all else subject.labels.values())
             stays, ended = self._work(subject, item.id, term, limit_s)
             record = record.with_stays(stays)
             if ended and not record.completed_at:
@@ -118,15 +121,8 @@ class Eraser:
         finally:
             self.index.jobs.release(item.id, term)
 
-    def _bar_names(self, subject: Subject) -> None:
-        """Before anything goes, so that what a replica has counted and not sent yet brings no name of it back."""
-        today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
-        # With tomorrow: a clock may be ahead.
-        days = [today + datetime.timedelta(days=number) for number in range(-NAMED_DAYS, 2)]
-        self.metering.bar_names(subject.tenant, days, None if subject.all else subject.labels.values())
-
-    def _begun(self, subject: Subject) -> tuple[Item, int, _Recorded]:
-        """The record of the erasure, leased: a new one, or that of an earlier call."""
+    def _begin(self, subject: Subject) -> tuple[Item, int, _Recorded]:
+        """The item of the erasure, its lease and its record: new ones, or those of an earlier call."""
         jobs, id = self.index.jobs, self._id(subject)
         while True:
             item = jobs.find(id, subject.tenant)
@@ -195,10 +191,14 @@ class Eraser:
         things: list[ErasedThing],
         status: Literal["dry_run", "in_progress", "completed"],
     ) -> Erasure:
-        usage = self.index.jobs.listing("usage", subject.tenant, None, 1000)
-        days = [(item.id, used) for item in usage if (used := read(item, DayUsed)).by_model]
-        kept = [StayingThing(kind="usage", id=id, why=_why_usage(subject, used)) for id, used in days]
-        kept += [
+        stays = list(record.stays)
+        for item in self.index.jobs.listing("usage", subject.tenant, None, 1000):
+            if (used := read(item, DayUsed)).by_model:
+                why = "numbers of a day, without text"
+                if used.names - subject.named(used):
+                    why += " but ids of conversations and values of the guard's label, none of them of these labels"
+                stays.append(StayingThing(kind="usage", id=item.id, why=why))
+        stays += [
             StayingThing(kind="tombstone", id=thing.id, why="id and tenant, for 30 days")
             for thing in things
             if thing.kind == "cache" and thing.erased_at
@@ -211,7 +211,7 @@ class Eraser:
             completed_at=record.completed_at,
             homes=[self.home],
             erased=things,
-            stays=[*record.stays, *kept],
+            stays=stays,
             counts=dict(Counter(thing.kind for thing in things)),
             bytes=sum(thing.bytes for thing in things),
         )
@@ -221,77 +221,72 @@ class _Look:
     """One look through the home for a subject. known: ids that an earlier look has found, whose caches may be gone."""
 
     def __init__(self, eraser: Eraser, subject: Subject, known: Container[str]) -> None:
-        self._of = eraser
+        self._eraser = eraser
         self._subject = subject
         self._known = known
         self._ids: set[str] = set()
         self._lines: dict[str, set[int]] = {}  # by file or batch; numbers from 0
-        self._told_apart: dict[str, tuple[datetime.date, set[str]]] = {}  # by the id of a day's usage
+        self._names_of_day: dict[str, tuple[datetime.date, set[str]]] = {}  # by the id of a day's usage
         self.stays: list[StayingThing] = []
 
     def things(self) -> Iterator[ErasedThing]:
         """What is the subject's, in the order in which it can go."""
         caches = self._caches()
-        lone = [read(item, SourceRecord) for item in self._items("source")]
-        lone = [kept for kept in lone if self._subject.has(kept.manifest.labels, kept.manifest.name)]
-        derived = [item for id in caches for item in self._of.index.jobs.owned(id, self._subject.tenant)]
-        self._ids = {*caches, *(item.id for item in derived), *(kept.manifest.id for kept in lone)}
+        sources = [read(item, SourceRecord).manifest for item in self._items("source")]
+        lone = {manifest.id for manifest in sources if self._subject.has(manifest.labels, manifest.name)}
+        derived = [item for id in caches for item in self._eraser.index.jobs.owned(id, self._subject.tenant)]
+        self._ids = {*caches, *(item.id for item in derived), *lone}
         yield from self._of_batches()
         yield from self._of_requests()
         if self._subject.all:
             for kind in ("certificate", "workflow"):
                 yield from (ErasedThing(kind=kind, id=item.id) for item in self._items(kind))
         else:
-            self._look_at_workflows()
-        yield from self._derived(derived, {kept.manifest.id: kept for kept in lone})
-        yield from self._of_usage()
+            workflows = (read(item, KeptWorkflow) for item in self._items("workflow"))
+            why = "its steps name ids of erased caches; keep it without them, or delete it"
+            self.stays += [
+                StayingThing(kind="workflow", id=workflow.id, why=why)
+                for workflow in workflows
+                if any(map(self._has, workflow.models))
+            ]
+        yield from self._derived(derived, lone)
+        for item in self._items("usage"):
+            used = read(item, DayUsed)
+            if names := self._subject.named(used):
+                self._names_of_day[item.id] = used.day, names
+                yield ErasedThing(kind="lines", id=item.id, lines=len(names))
         for entry in caches.values():
             blob = None if entry.text is None else entry.manifest().blob_digest
             yield ErasedThing(kind="cache", id=entry.id, digest=blob, bytes=entry.nbytes)
 
     def end(self, thing: ErasedThing) -> None:
-        jobs, tenant = self._of.index.jobs, self._subject.tenant
+        jobs, tenant = self._eraser.index.jobs, self._subject.tenant
         if thing.kind == "cache":
             with suppress(CacheNotFound):  # it went with one that it extends
-                self._of.delete(thing.id, tenant=tenant, cascade=True)
+                self._eraser.delete(thing.id, tenant=tenant, cascade=True)
         elif thing.kind == "lines":
             numbers = self._lines.get(thing.id, set())
-            if thing.id in self._told_apart:
-                self._of.metering.forget_names(tenant, *self._told_apart[thing.id])
+            if thing.id in self._names_of_day:
+                self._eraser.metering.forget_names(tenant, *self._names_of_day[thing.id])
             elif thing.id.startswith("file_"):
-                self._of.files.erase_lines(thing.id, numbers, tenant=tenant)
+                self._eraser.files.erase_lines(thing.id, numbers, tenant=tenant)
             else:
                 jobs.erase_lines(thing.id, sorted(numbers))
         elif (item := jobs.find(thing.id, tenant)) is not None:
-            self._of.bodies.end(item)
-
-    def _of_usage(self) -> Iterator[ErasedThing]:
-        """The rows of days that are told apart by a name of the subject's."""
-        for item in self._items("usage"):
-            used = read(item, DayUsed)
-            if names := self._subject.named(used):
-                self._told_apart[item.id] = used.day, names
-                yield ErasedThing(kind="lines", id=item.id, lines=len(names))
-
-    def _look_at_workflows(self) -> None:
-        for item in self._items("workflow"):
-            kept = read(item, KeptWorkflow)
-            if any(map(self._has, kept.models)):
-                why = "its steps name ids of erased caches; keep it without them, or delete it"
-                self.stays.append(StayingThing(kind="workflow", id=kept.id, why=why))
+            self._eraser.bodies.end(item)
 
     def _has(self, id: str) -> bool:
         return id in self._ids or id in self._known
 
     def _caches(self) -> dict[str, Entry]:
         """The stored caches of the subject, and those that extend them, which come first."""
-        tenant, index = self._subject.tenant, self._of.index
+        tenant, index = self._subject.tenant, self._eraser.index
         entries: dict[str, Entry] = {}
-        left = [entry for entry in index.stored() if entry.tenant == tenant and self._is_subjects(entry)]
-        for entry in left:  # which grows meanwhile
+        pending = [entry for entry in index.stored() if entry.tenant == tenant and self._is_subjects(entry)]
+        for entry in pending:  # which grows meanwhile
             if entry.id not in entries:
                 entries[entry.id] = entry
-                left.extend(index.children(entry.id, tenant))
+                pending.extend(index.children(entry.id, tenant))
         return {id: entry for id, entry in reversed(entries.items()) if entry.stored}
 
     def _is_subjects(self, entry: Entry) -> bool:
@@ -300,13 +295,14 @@ class _Look:
         manifest = entry.manifest()
         return self._subject.has(manifest.labels, manifest.name)
 
-    def _derived(self, items: list[Item], lone: Mapping[str, SourceRecord]) -> Iterator[ErasedThing]:
-        seen: set[str] = set()
+    def _derived(self, items: list[Item], lone: Container[str]) -> Iterator[ErasedThing]:
+        """What is derived from caches. lone: ids of the caches whose sources go, although the caches may be gone."""
+        ids: set[str] = set()
         for item in [*items, *self._items("source"), *(self._items("response") if self._subject.all else ())]:
             of_lone = item.kind == "source" and json.loads(item.text)["manifest"]["id"] in lone
-            if item.id not in seen and (of_lone or self._subject.all or item.id in self._ids):
-                seen.add(item.id)
-                body = _body(item)
+            if item.id not in ids and (of_lone or self._subject.all or item.id in self._ids):
+                ids.add(item.id)
+                body = body_of(item)
                 assert body is not None, "neither a source nor a response is empty"
                 kind = "source" if item.kind == "source" else "response"
                 yield ErasedThing(kind=kind, id=item.id, digest=body.digest, bytes=body.stored_bytes)
@@ -316,7 +312,7 @@ class _Look:
             if self._subject.all or self._names(item) or (item.held and self._asks_for(item)):
                 if item.open:
                     self.stays.append(StayingThing(kind="request", id=item.id, why=_UNDER_WAY))
-                body = _body(item)
+                body = body_of(item)
                 size = 0 if body is None else body.stored_bytes
                 yield ErasedThing(kind="request", id=item.id, digest=body and body.digest, bytes=size)
 
@@ -324,10 +320,10 @@ class _Look:
         return any(map(self._has, json.loads(item.text)["cache_ids"]))
 
     def _asks_for(self, item: Item) -> bool:
-        body = _body(item)
+        body = body_of(item)
         assert body is not None, "it is held"
         try:
-            body_fields = msgpack.unpackb(self._of.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
+            body_fields = msgpack.unpackb(self._eraser.bodies.read(body, item.tenant, REQUEST_PREFIX + item.id))
         except (BlobError, ValueError):
             return False  # it cannot be worked on, either
         return isinstance(body_fields, dict) and self._subject.has(body_fields.get("labels"), body_fields.get("name"))
@@ -337,8 +333,9 @@ class _Look:
         rows: dict[str, _BatchRows] = {}  # by file
         for item in self._items("batch"):
             record = read(item, BatchRecord, version=item.version)
-            options = record.body.get("options", {})
-            if self._subject.has(options.get("labels"), options.get("name")) or self._has_metadata(record):
+            options, subject = record.body.get("options", {}), self._subject
+            by_metadata = bool(subject.labels) and subject.has(record.body.get("metadata"), None)
+            if subject.has(options.get("labels"), options.get("name")) or by_metadata:
                 whole.append(record)
             elif rows_of_batch := self._rows_of(record):
                 for id in _files_of(record):
@@ -355,18 +352,17 @@ class _Look:
         for record in whole:
             yield ErasedThing(kind="batch", id=record.id)
 
-    def _has_metadata(self, record: BatchRecord) -> bool:
-        subject = self._subject
-        return bool(subject.labels) and subject.name is None and subject.has(record.body.get("metadata"), None)
-
     def _rows_of(self, record: BatchRecord) -> _BatchRows:
         """The rows of a batch that are the subject's: by their line of the input, or by what became of them."""
         rows = _BatchRows()
-        with suppress(FileNotFound), self._of.files.open(record.body["input_file_id"], tenant=record.tenant) as opened:
+        with (
+            suppress(FileNotFound),
+            self._eraser.files.open(record.body["input_file_id"], tenant=record.tenant) as opened,
+        ):
             for number, line in enumerate(opened.file, 1):
                 if self._is_named(line) or self._has_labels(line):
                     rows.add(number, _parsed(line).get("custom_id"))
-        journal = list(self._of.batches.numbered_journal(record.id))
+        journal = list(self._eraser.batches.numbered_journal(record.id))
         for _, line in journal:
             if self._is_named(line):
                 row = json.loads(line)
@@ -384,15 +380,15 @@ class _Look:
                 yield ErasedThing(kind="file", id=file.id, digest=file.digest, bytes=file.nbytes)
                 continue
             try:
-                with self._of.files.open(file.id, tenant=file.tenant) as opened:
-                    numbers, said, total = self._matching(opened.file, rows.get(file.id, _BatchRows()))
+                with self._eraser.files.open(file.id, tenant=file.tenant) as opened:
+                    numbers, digest_of_lines, total = self._matching(opened.file, rows.get(file.id, _BatchRows()))
             except FileNotFound:
                 continue  # it has expired, or is damaged
             if numbers and len(numbers) == total:
                 yield ErasedThing(kind="file", id=file.id, digest=file.digest, bytes=file.nbytes)
             elif numbers:
                 self._lines[file.id] = numbers
-                yield ErasedThing(kind="lines", id=file.id, digest=said, lines=len(numbers))
+                yield ErasedThing(kind="lines", id=file.id, digest=digest_of_lines, lines=len(numbers))
 
     def _matching(self, file: BinaryIO, rows: _BatchRows) -> tuple[set[int], str, int]:
         """The numbers of a file's lines that are the subject's, their digest, and how many lines have anything. rows:
@@ -421,7 +417,7 @@ class _Look:
     def _items(self, kind: Kind) -> Iterator[Item]:
         after = None
         while True:
-            items = self._of.index.jobs.listing(kind, self._subject.tenant, after, _BATCH)
+            items = self._eraser.index.jobs.listing(kind, self._subject.tenant, after, _BATCH)
             yield from items
             if len(items) < _BATCH:
                 return
@@ -455,11 +451,6 @@ class _BatchRows:
         return custom_id in self.custom_ids if isinstance(custom_id, str) else row.get("line") in self.lines
 
 
-def _why_usage(subject: Subject, used: DayUsed) -> str:
-    named = " but ids of conversations and values of the guard's label, none of them of these labels"
-    return "numbers of a day, without text" + (named if used.names - subject.named(used) else "")
-
-
 def _files_of(record: BatchRecord) -> Iterator[str]:
     ids = (record.body["input_file_id"], record.output_file_id, record.error_file_id)
     return (id for id in ids if id is not None)
@@ -472,10 +463,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
-
-
-def _body(item: Item) -> StoredBody | None:
-    return None if item.held is None else StoredBody.model_validate(json.loads(item.text)["body"])
 
 
 def _key(thing: ErasedThing) -> str:

@@ -48,7 +48,7 @@ class BatchRecord(StoredRecord):
 
     @property
     def priority(self) -> int:
-        """Among the tenant's batches. Records of earlier versions have none."""
+        """Among the tenant's batches."""
         return int(self.body.get("priority", 0))
 
     @property

@@ -93,9 +93,8 @@ class Bodies:
     def end(self, item: Item) -> int:
         """Remove an item with its bytes; returns how many bytes."""
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
-        if not self._index.jobs.remove(item.id) or item.held is None:
+        if not self._index.jobs.remove(item.id) or (body := body_of(item)) is None:
             return 0
-        body = StoredBody.model_validate(json.loads(item.text)["body"])
         self.remove(body)
         return body.stored_bytes
 
@@ -104,6 +103,11 @@ class Bodies:
         with suppress(StoreError):
             if self._blobs.remove(body.name, body.stored_bytes):
                 self._index.abandon(body.name)
+
+
+def body_of(item: Item) -> StoredBody | None:
+    """The body that an item holds."""
+    return None if item.held is None else StoredBody.model_validate(json.loads(item.text)["body"])
 
 
 def digest_of(file: RawIOBase | BinaryIO) -> str:

@@ -52,8 +52,8 @@ def _boot() -> str:
 
 
 class _Sight(StoredRecord):
-    """The clocks at a sweep. doubt_s: how much of `now` is doubted, negative after a jump back. left_s: for how long
-    it is doubted still."""
+    """The clocks at a sweep. doubt_s: how much of `now` is doubted, negative after a jump back; left_s: for how long
+    still."""
 
     now: float
     uptime_s: float
@@ -87,58 +87,55 @@ class Doubt:
         if self._elapsed is self._now:
             return self._now()
         with self._lock:
-            seen = _Sight(now=self._now(), uptime_s=self._elapsed(), boot=self._boot)
-            last = self._last or self._kept()
-            self._last = seen if last is None else _after(last, seen)
+            sight = _Sight(now=self._now(), uptime_s=self._elapsed(), boot=self._boot)
+            item = None if self._last else self._table.find(_ITEM, None)
+            last = self._last if item is None else read(item, _Sight)
+            self._last = sight if last is None else _after(last, sight)
             if self._is_news(self._last):
                 with suppress(StoreError):  # a full home: the sweep goes on, and makes room
                     self._note(self._last)
-            return seen.now - self.seconds
+            return sight.now - self.seconds
 
     @property
     def seconds(self) -> float:
         """By how much the clock may be ahead."""
         return 0.0 if self._last is None else max(0.0, self._last.doubt_s)
 
-    def _is_news(self, seen: _Sight) -> bool:
+    def _is_news(self, sight: _Sight) -> bool:
         noted = self._noted
         return (
             noted is None
-            or noted.boot != seen.boot
-            or noted.doubt_s != seen.doubt_s
-            or seen.uptime_s - noted.uptime_s >= _NOTED_EVERY_S
+            or noted.boot != sight.boot
+            or noted.doubt_s != sight.doubt_s
+            or sight.uptime_s - noted.uptime_s >= _NOTED_EVERY_S
         )
 
-    def _kept(self) -> _Sight | None:
+    def _note(self, sight: _Sight) -> None:
         item = self._table.find(_ITEM, None)
-        return None if item is None else read(item, _Sight)
-
-    def _note(self, seen: _Sight) -> None:
-        item = self._table.find(_ITEM, None)
-        text = seen.model_dump_json()
+        text = sight.model_dump_json()
         if item is None:
             self._table.add(Item("clock", _ITEM, "", text))
         else:
             self._table.change(replace(item, text=text))  # if another process was faster, its note is as good
-        self._noted = seen
+        self._noted = sight
 
 
-def _after(last: _Sight, seen: _Sight) -> _Sight:
-    """What is seen now, with the doubt that is left of the last sight and that about a jump since."""
-    same = last.boot == seen.boot != ""
-    passed = max(0.0, seen.uptime_s - last.uptime_s) if same else 0.0
-    jump = seen.now - last.now - passed
-    left = max(0.0, last.left_s - passed)
-    doubt = last.doubt_s if left else 0.0
+def _after(last: _Sight, now: _Sight) -> _Sight:
+    """The sight `now`, with what is left of the doubt at the last one, and the doubt about a jump since."""
+    same = last.boot == now.boot != ""
+    passed = max(0.0, now.uptime_s - last.uptime_s) if same else 0.0
+    jump = now.now - last.now - passed
+    left_s = max(0.0, last.left_s - passed)
+    doubt = last.doubt_s if left_s else 0.0
     if abs(jump) > (_STEP_S if same else _UNKNOWN_S):
         doubt += jump
         doubt = 0.0 if math.isclose(doubt, 0.0, abs_tol=_STEP_S) else doubt  # it was set right again
-        left = min(abs(doubt), _MOST_S)
+        left_s = min(abs(doubt), _MOST_S)
         if doubt > 0:
             log.warning(
                 "the clock went %.0f s further than time did: what expired in these is hidden, and deleted in %.0f s "
                 "unless the clock is set right",
                 jump,
-                left,
+                left_s,
             )
-    return seen.model_copy(update={"doubt_s": doubt, "left_s": left})
+    return now.model_copy(update={"doubt_s": doubt, "left_s": left_s})

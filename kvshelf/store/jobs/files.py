@@ -84,14 +84,14 @@ class FileTable:
         subject = FILE_PREFIX + record.id
         stored = self.bodies.write(tenant, subject, memoryview(content), keep, beyond_quota=beyond_quota)
         assert stored is not None, "no other file has this id"
-        return _record(stored)
+        return read(stored, FileRecord)
 
     def get(self, file_id: str, *, tenant: str) -> FileRecord:
         """Raises `FileNotFound` for an unknown id, an expired one, and another tenant's, with the same message."""
         item = self.table.find(file_id, tenant)
         if item is None or item.kind != "file" or (item.due is not None and item.due <= self._now()):
             raise FileNotFound(f"there is no file {file_id[:80]!r}", param="file_id")
-        return _record(item)
+        return read(item, FileRecord)
 
     def list(
         self, *, tenant: str, limit: int, after: str | None = None, purpose: str | None = None
@@ -102,7 +102,7 @@ class FileTable:
         while True:
             items = self.table.listing("file", tenant, after, _BATCH)
             now = self._now()
-            live = (_record(item) for item in items if item.due is None or item.due > now)
+            live = (read(item, FileRecord) for item in items if item.due is None or item.due > now)
             records += (record for record in live if purpose in (None, record.purpose))
             if len(records) > limit or len(items) < _BATCH:
                 return records[:limit], len(records) > limit
@@ -158,7 +158,3 @@ class FileTable:
 def _item(record: FileRecord) -> Item:
     body_name = record.body.name if record.body else None
     return Item("file", record.id, record.tenant, record.model_dump_json(), due=record.expires_at, held=body_name)
-
-
-def _record(item: Item) -> FileRecord:
-    return read(item, FileRecord)

@@ -66,8 +66,8 @@ class LinkTable:
         earlier = self._table.find(item.id, _NOBODY)
         if earlier is None and len(self.list()) >= MOST_LINKS:
             raise StateConflict(f"there are {MOST_LINKS} links between models, as many as may be; remove one")
-        kept = self._table.add(item) if earlier is None else self._table.change(replace(earlier, text=item.text))
-        if kept is None:
+        stored = self._table.add(item) if earlier is None else self._table.change(replace(earlier, text=item.text))
+        if stored is None:
             raise StateConflict(f"the link of {link.maker.name!r} and {link.asker.name!r} was changed meanwhile")
 
     def list(self) -> list[ModelLink]:
@@ -77,11 +77,11 @@ class LinkTable:
     def makers(self, asker: str, engine: str, *, engine_version: str, quality_version: int) -> dict[str, float]:
         """The agreement with each model of whose caches a model may be asked, by its fingerprint. asker: the model's.
         engine: that runs it. A link that was measured with other versions says nothing of these."""
-        wanted = (asker, engine, engine_version, quality_version)
+        key = (asker, engine, engine_version, quality_version)
         return {
             link.maker.fingerprint: link.agreement
             for link in self.list()
-            if (link.asker.fingerprint, link.engine, link.engine_version, link.quality_version) == wanted
+            if (link.asker.fingerprint, link.engine, link.engine_version, link.quality_version) == key
         }
 
     def remove(self, link: ModelLink) -> None:

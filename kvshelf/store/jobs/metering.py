@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 from pydantic import Field
 
 from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered
 from kvshelf.artifact.identity import digest
+from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.table import Item, JobTable, read
 
+log = logging.getLogger("kvshelf.store")
+
+FLUSH_S: Final = 2.0
+"""Seconds between two additions of a process to the store: what a killed replica loses at most."""
+
+NAMED_DAYS: Final = 1
+"""Age in days of the oldest counts that are sent with the names of their parts, which an erasure bars for that long."""
+
+_STOP_S: Final = 2.0
 _DIGITS: Final = 40
 _ALL: Final = "*"
 
@@ -20,9 +36,8 @@ PartT = TypeVar("PartT")
 
 
 class ModelUsed(Metered):
-    """Of one model; and what of it was of a group of the guard, by the value of its label, the first `MOST_PARTS` of
-    them. It stands here, and not beside `conversations`, as earlier versions ignore what they do not know of a
-    `Metered`, and cannot read a `DayUsed` with more."""
+    """Use of one model. guard_groups: what of it was of a group of the guard, by the value of its label, the first
+    `MOST_PARTS` of them."""
 
     guard_groups: dict[str, Metered] = Field(default_factory=dict)
 
@@ -37,8 +52,6 @@ class DayUsed(StoredRecord):
     first `MOST_PARTS` of them. writers: the number of the last addition of each, so that one whose answer was lost is
     not added twice. erased: digests, under the home's key, of names that an erasure has ended and no addition brings
     back; with `_ALL`, which takes their place where they are more than `MOST_PARTS`, none grows."""
-
-    LATER = ("conversations", "erased")
 
     tenant: str
     day: datetime.date
@@ -81,15 +94,15 @@ class Metering:
     ) -> None:
         """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
         when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
-        by_model = {model: ModelUsed() + own for model, own in used.items()}
+        by_model = {model: ModelUsed() + metered for model, metered in used.items()}
         counted = DayUsed(tenant=tenant, day=day, by_model=by_model, conversations=dict(conversations or {}))
         names = {name: self._digest(name) for name in counted.names}
 
         def with_more(known: DayUsed) -> DayUsed:
             if known.writers.get(writer, 0) >= number:
                 return known
-            more = counted.without({name for name, own in names.items() if known.erased & {_ALL, own}})
-            models = {model: known.by_model.get(model, ModelUsed()) + own for model, own in more.by_model.items()}
+            more = counted.without({name for name, hashed in names.items() if known.erased & {_ALL, hashed}})
+            models = {model: known.by_model.get(model, ModelUsed()) + used for model, used in more.by_model.items()}
             parts = _first(known.conversations, more.conversations)
             sums = {name: _sums(known.conversations.get(name, {}), part) for name, part in parts.items()}
             new = {"by_model": known.by_model | models, "conversations": known.conversations | sums}
@@ -107,7 +120,7 @@ class Metering:
         return sorted(records, key=lambda used: (used.day, used.tenant))
 
     def bar_names(self, tenant: str, days: Iterable[datetime.date], names: Iterable[str] | None) -> None:
-        """Let no later addition to these days tell anything apart by these names, or (None) by any."""
+        """Let no later addition to these days tell anything apart by these names; None: by any name."""
         digests = frozenset([_ALL] if names is None else map(self._digest, names))
 
         def barred(known: DayUsed) -> DayUsed:
@@ -122,7 +135,7 @@ class Metering:
         self._change(tenant, day, lambda known: known.without(names))
 
     def _change(self, tenant: str, day: datetime.date, change: Callable[[DayUsed], DayUsed]) -> None:
-        """Store what becomes of a day; tried again where another writer was faster."""
+        """Change the record of a day; tries again where another writer was faster."""
         while True:
             item = self._table.find(_id(tenant, day), tenant)
             known = DayUsed(tenant=tenant, day=day) if item is None else read(item, DayUsed)
@@ -137,6 +150,97 @@ class Metering:
 
     def _digest(self, name: str) -> str:
         return digest("kvshelf.usage.erased", name, key=self._key)
+
+
+@dataclass
+class _Counts:
+    """whole: with what is of no conversation and no group of the guard."""
+
+    whole: Counter[str] = field(default_factory=Counter)
+    conversations: dict[str, Counter[str]] = field(default_factory=dict)
+    guard_groups: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, amounts: Mapping[str, Any], conversation: str | None, guard_group: str | None) -> None:
+        self.whole.update(amounts)
+        for parts, name in ((self.conversations, conversation), (self.guard_groups, guard_group)):
+            if name is not None and (name in parts or len(parts) < MOST_PARTS):
+                parts.setdefault(name, Counter()).update(amounts)
+
+
+class Meter:
+    """The use of one model in this process, by tenant and day. `add` may be called from any thread."""
+
+    def __init__(self, metering: Metering, model: str, *, now: Callable[[], float] = time.time) -> None:
+        """now: the wall clock, Unix seconds."""
+        self._metering = metering
+        self._model = model
+        self._now = now
+        self._writer = secrets.token_hex(4)
+        self._number = 0
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._pending: dict[tuple[str, datetime.date], _Counts] = {}
+        self._unsent: list[tuple[str, datetime.date, _Counts]] = []  # of one number, until the store has all of it
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"meter-{model}", daemon=True)
+
+    def add(
+        self, tenant: str, conversation: str | None = None, *, guard_group: str | None = None, **amounts: float
+    ) -> None:
+        """Count fields of `Metered` for a tenant, today. conversation, guard_group: that they are of, one at most."""
+        with self._lock:
+            self._pending.setdefault((tenant, self._today), _Counts()).add(amounts, conversation, guard_group)
+
+    @property
+    def _today(self) -> datetime.date:
+        return datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
+
+    def spent(self, tenant: str, seconds: float) -> None:
+        """Count seconds of the model for a tenant."""
+        self.add(tenant, worker_s=seconds)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Add the rest to the store, if it takes that at once."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def flush(self) -> None:
+        """Add what was counted to the store. After an error the same is tried again, before anything newer."""
+        with self._sending:
+            self._send()
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            self._number += 1
+            self._unsent = [(*key, counts) for key, counts in pending.items()]
+            self._send()
+
+    def _send(self) -> None:
+        while self._unsent:
+            tenant, day, counts = self._unsent[-1]
+            if (self._today - day).days > NAMED_DAYS:
+                counts = _Counts(counts.whole)
+            groups = {name: Metered(**amounts) for name, amounts in counts.guard_groups.items()}
+            used = {self._model: ModelUsed(**counts.whole, guard_groups=groups)}
+            parts = {name: {self._model: Metered(**amounts)} for name, amounts in counts.conversations.items()}
+            self._metering.add(tenant, day, used, writer=self._writer, number=self._number, conversations=parts)
+            self._unsent.pop()
+
+    def _run(self) -> None:
+        failing = False
+        while True:
+            ended = self._ended.wait(FLUSH_S)
+            try:
+                self.flush()
+                failing = False
+            except KvshelfError as error:
+                if not failing:
+                    log.warning("the use of tenants could not be stored and is kept for later: %s", error)
+                failing = True
+            if ended:
+                return
 
 
 def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str, Metered]:

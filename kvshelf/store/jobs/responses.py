@@ -6,7 +6,6 @@ A response is owned by the cache of its turn (`Item.owner`), with which it ends,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from kvshelf.errors import BlobError, ResponseNotFound
@@ -38,15 +37,16 @@ class Responses:
         self._keep_s = min(KEEP_ENDED_S, rules.max_ttl_s or KEEP_ENDED_S)
         self._now = now
 
-    def keep(self, response_id: str, said: bytes, *, tenant: str, cache_id: str) -> None:
-        """Keep what a response said. It counts for the tenant's quota. Raises `QuotaExceeded`, `StorageFull`."""
+    def keep(self, response_id: str, content: bytes, *, tenant: str, cache_id: str) -> None:
+        """Keep the content of a response. It counts for the tenant's quota. Raises `QuotaExceeded`, `StorageFull`."""
 
         def store(body: StoredBody | None) -> Item | None:
             assert body is not None, "a response says something"
             record = ResponseRecord(id=response_id, tenant=tenant, cache_id=cache_id, body=body)
-            return self._table.add(_item(record, self._now() + self._keep_s))
+            place, due = (response_id, tenant, record.model_dump_json()), self._now() + self._keep_s
+            return self._table.add(Item("response", *place, due=due, held=body.name, owner=cache_id, after_s=0.0))
 
-        stored = self._bodies.write(tenant, RESPONSE_PREFIX + response_id, memoryview(said), store)
+        stored = self._bodies.write(tenant, RESPONSE_PREFIX + response_id, memoryview(content), store)
         assert stored is not None, "no other response has this id"
 
     def get(self, response_id: str, *, tenant: str, param: str = "response_id") -> ResponseRecord:
@@ -58,7 +58,7 @@ class Responses:
         return read(item, ResponseRecord)
 
     def read(self, record: ResponseRecord) -> bytes:
-        """What it said. Raises `ResponseNotFound` where that is lost or damaged."""
+        """The content. Raises `ResponseNotFound` if it is lost or damaged."""
         try:
             return self._bodies.read(record.body, record.tenant, RESPONSE_PREFIX + record.id)
         except BlobError as error:
@@ -74,15 +74,6 @@ class Responses:
         """The responses whose turn is in a cache: equal answers share one."""
         items = self._table.owned(cache_id, tenant)
         return [read(item, ResponseRecord) for item in items if item.kind == "response"]
-
-    def owned(self, item: Item) -> Item:
-        """The item of an earlier version, with its owner."""
-        return replace(_item(read(item, ResponseRecord), item.due), version=item.version)
-
-
-def _item(record: ResponseRecord, due: float | None) -> Item:
-    place = (record.id, record.tenant, record.model_dump_json())
-    return Item("response", *place, due=due, held=record.body.name, owner=record.cache_id, after_s=0.0)
 
 
 def not_found(response_id: str, param: str = "response_id") -> ResponseNotFound:

@@ -66,47 +66,47 @@ class Sources:
         """
         while True:
             item = self._item(manifest.id, manifest.tenant)
-            kept = None if item is None or self._over(item) else read(item, SourceRecord)
-            there = None if kept is None else _info(kept)
-            until = there.expires_at if there and not _later(expires_at, there.expires_at) else expires_at
-            if item is None or kept is None or there is None:
+            record = None if item is None or self._over(item) else read(item, SourceRecord)
+            info = None if record is None else _info(record)
+            until = info.expires_at if info and not _later(expires_at, info.expires_at) else expires_at
+            if item is None or record is None or info is None:
                 stored = self._write_new(item, manifest, source, until)
-            elif there.form == "tokens" and isinstance(source, str):
-                stored = self._write_new(item, manifest, source, until, claimed=kept.claimed)
-            elif until != there.expires_at:
-                prolonged = there.model_copy(update={"expires_at": until})
-                stored = self._change(item, kept, {"manifest": _with(kept.manifest, prolonged)})
+            elif info.form == "tokens" and isinstance(source, str):
+                stored = self._write_new(item, manifest, source, until, claimed=record.claimed)
+            elif until != info.expires_at:
+                prolonged = info.model_copy(update={"expires_at": until})
+                stored = self._change(item, record, {"manifest": _with(record.manifest, prolonged)})
             else:
-                return there
+                return info
             if stored is not None:  # else another caller was faster
                 return _info(read(stored, SourceRecord))
 
     def claim(self, manifest: Manifest) -> bool:
         """Note that a visible cache has this source, and what its manifest is now. False: the source is gone."""
         while (item := self._item(manifest.id, manifest.tenant)) is not None:
-            kept = read(item, SourceRecord)
-            if kept.manifest.source != manifest.source:
+            record = read(item, SourceRecord)
+            if record.manifest.source != manifest.source:
                 return False
-            if kept.claimed and kept.manifest.revision == manifest.revision:
+            if record.claimed and record.manifest.revision == manifest.revision:
                 return True
-            if self._change(item, kept, {"claimed": True, "manifest": manifest}) is not None:
+            if self._change(item, record, {"claimed": True, "manifest": manifest}) is not None:
                 return True
         return False
 
     def find(self, cache_id: str, tenant: str) -> SourceRecord | None:
         """The claimed source of a cache, which need not exist any more."""
         item = self._item(cache_id, tenant)
-        kept = None if item is None or self._over(item) else read(item, SourceRecord)
-        return kept if kept is not None and kept.claimed else None
+        record = None if item is None or self._over(item) else read(item, SourceRecord)
+        return record if record is not None and record.claimed else None
 
-    def read(self, kept: SourceRecord) -> Source:
+    def read(self, record: SourceRecord) -> Source:
         """The source itself, verified. A damaged one is removed, and is `SourceNotKept`."""
-        manifest = kept.manifest
+        manifest = record.manifest
         try:
-            return _unpacked(self._bodies.read(kept.body, manifest.tenant, SOURCE_PREFIX + manifest.id), kept)
+            return _unpacked(self._bodies.read(record.body, manifest.tenant, SOURCE_PREFIX + manifest.id), record)
         except BlobError as error:
-            if self.find(manifest.id, manifest.tenant) == kept:  # else it was replaced meanwhile
-                self._disown(kept)
+            if self.find(manifest.id, manifest.tenant) == record:  # else it was replaced meanwhile
+                self._disown(record)
                 self.remove(manifest.id, manifest.tenant)
             raise SourceNotKept(
                 f"the source of cache {manifest.id} is damaged or gone ({error.message}); send the document again",
@@ -119,41 +119,36 @@ class Sources:
         item = self._item(cache_id, tenant)
         if item is None:
             return 0
-        kept = read(item, SourceRecord)
+        record = read(item, SourceRecord)
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
-        if (unclaimed and kept.claimed) or not self._table.remove(item.id):
+        if (unclaimed and record.claimed) or not self._table.remove(item.id):
             return 0
-        self._bodies.remove(kept.body)
-        return kept.body.stored_bytes
+        self._bodies.remove(record.body)
+        return record.body.stored_bytes
 
-    def left(self, tenant: str, after: str | None) -> Iterator[Manifest]:
-        """The manifests of the claimed sources of a tenant, those that were kept last first, with the time until which
-        they stay. after: the cache id that was the last one before. Raises `InvalidRequest` for an unknown one."""
+    def manifests(self, tenant: str, after: str | None) -> Iterator[Manifest]:
+        """The manifests of a tenant's claimed sources, the newest source first, with the time until which each stays.
+        after: the last cache id of the page before. Raises `InvalidRequest` for an unknown one."""
         place = None if after is None else source_id(after)
         require_after(self._table, tenant, place)
         while items := self._table.listing("source", tenant, place, _BATCH):
             for item in items:
-                kept = read(item, SourceRecord)
-                if kept.claimed and not self._over(item):
-                    yield _with(kept.manifest, _info(kept).model_copy(update={"expires_at": item.due}))
+                record = read(item, SourceRecord)
+                if record.claimed and not self._over(item):
+                    yield _with(record.manifest, _info(record).model_copy(update={"expires_at": item.due}))
             place = items[-1].id
-
-    def owned(self, item: Item) -> Item:
-        """The item of an earlier version, with its owner if it is claimed."""
-        kept = read(item, SourceRecord)
-        return self._stored(kept, item) if kept.claimed else item
 
     def all(self) -> Iterator[SourceRecord]:
         """Every source of every tenant, the oldest first."""
         return (read(item, SourceRecord) for item in self._table.open_items("source"))
 
-    def seal_anew(self, kept: SourceRecord) -> None:
+    def seal_anew(self, record: SourceRecord) -> None:
         """Write a source with the current sealing key. Nothing happens if it was changed meanwhile."""
-        manifest = kept.manifest
+        manifest = record.manifest
         item = self._item(manifest.id, manifest.tenant)
-        if item is not None and read(item, SourceRecord) == kept:
-            data = self._bodies.read(kept.body, manifest.tenant, SOURCE_PREFIX + manifest.id)
-            self._write(item, manifest, data, kept.model_dump(exclude={"manifest", "body"}))
+        if item is not None and read(item, SourceRecord) == record:
+            data = self._bodies.read(record.body, manifest.tenant, SOURCE_PREFIX + manifest.id)
+            self._write(item, manifest, data, record.model_dump(exclude={"manifest", "body"}))
 
     def _write_new(
         self, item: Item | None, manifest: Manifest, source: Source, until: float | None, *, claimed: bool = False
@@ -176,14 +171,14 @@ class Sources:
             self._bodies.remove(read(item, SourceRecord).body)
         return stored
 
-    def _change(self, item: Item, kept: SourceRecord, changes: Mapping[str, Any]) -> Item | None:
-        return self._table.change(self._stored(kept.model_copy(update=changes), item))
+    def _change(self, item: Item, record: SourceRecord, changes: Mapping[str, Any]) -> Item | None:
+        return self._table.change(self._stored(record.model_copy(update=changes), item))
 
-    def _stored(self, kept: SourceRecord, before: Item | None = None) -> Item:
-        manifest, version, until = kept.manifest, before.version if before else 0, _info(kept).expires_at
-        place = (source_id(manifest.id), manifest.tenant, kept.model_dump_json(), version)
-        item = Item("source", *place, open=True, due=self._now() + UNCLAIMED_S, held=kept.body.name)
-        if not kept.claimed:
+    def _stored(self, record: SourceRecord, before: Item | None = None) -> Item:
+        manifest, version, until = record.manifest, before.version if before else 0, _info(record).expires_at
+        place = (source_id(manifest.id), manifest.tenant, record.model_dump_json(), version)
+        item = Item("source", *place, open=True, due=self._now() + UNCLAIMED_S, held=record.body.name)
+        if not record.claimed:
             return item
         after_s = 0.0 if _is_part(manifest) else LEFT_S if until is None else None
         return replace(item, due=until, owner=manifest.id, after_s=after_s)
@@ -204,9 +199,9 @@ def source_id(cache_id: str) -> str:
     return cache_id.replace("kvs_", "src_", 1)
 
 
-def _info(kept: SourceRecord) -> SourceInfo:
-    assert kept.manifest.source is not None, "the manifest of a source names it"
-    return kept.manifest.source
+def _info(record: SourceRecord) -> SourceInfo:
+    assert record.manifest.source is not None, "the manifest of a source names it"
+    return record.manifest.source
 
 
 def _with(manifest: Manifest, info: SourceInfo) -> Manifest:
@@ -236,17 +231,17 @@ def packed_source(source: Source, num_tokens: int) -> tuple[bytes, dict[str, Any
     return frame if compressed else plain, how
 
 
-def _unpacked(data: bytes, kept: SourceRecord) -> Source:
+def _unpacked(data: bytes, record: SourceRecord) -> Source:
     """The inverse of `packed_source`. Raises `BlobError` for anything else."""
-    if not kept.width:
+    if not record.width:
         return data.decode()
-    size = kept.width * kept.manifest.num_tokens
+    size = record.width * record.manifest.num_tokens
     try:
-        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size) if kept.compressed else data
+        plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size) if record.compressed else data
     except zstandard.ZstdError as error:
         raise BlobError(f"its token ids are no Zstandard frame: {error}", reason="source_malformed") from error
-    if kept.width not in _WIDTHS or len(plain) != size:
+    if record.width not in _WIDTHS or len(plain) != size:
         raise BlobError(f"{len(plain)} bytes of token ids, not {size}", reason="source_malformed")
-    wide = np.zeros((kept.manifest.num_tokens, 4), "u1")  # [N, 4], little-endian
-    wide[:, : kept.width] = np.frombuffer(plain, "u1").reshape(-1, kept.width)
-    return TokenIds(tuple(wide.view("<u4").ravel().tolist()), kept.protected_prefix)
+    wide = np.zeros((record.manifest.num_tokens, 4), "u1")  # [N, 4], little-endian
+    wide[:, : record.width] = np.frombuffer(plain, "u1").reshape(-1, record.width)
+    return TokenIds(tuple(wide.view("<u4").ravel().tolist()), record.protected_prefix)

@@ -43,8 +43,13 @@ class Ladder:
             codec, _, age = item.rpartition(":")
             if (match := _AGE.fullmatch(age)) is None:
                 codec = item
-            _require_codec(codec, text)
-            rungs.append(Rung(str(Codec.parse(codec)), after_s))
+            try:
+                parsed = Codec.parse(codec)
+            except InvalidRequest as error:
+                raise _refused(error.message, text) from error
+            if parsed.splits:
+                raise _refused(f"codec {parsed} chooses by an importance that a stored cache does not have", text)
+            rungs.append(Rung(str(parsed), after_s))
             last = number == len(items) - 1
             if last != (match is None):
                 which = "the last rung has none" if last else "write 12h or 7d behind it"
@@ -81,15 +86,6 @@ def _items(text: str) -> Iterator[str]:
             yield item
         item = piece
     yield item
-
-
-def _require_codec(text: str, ladder: str) -> None:
-    try:
-        codec = Codec.parse(text)
-    except InvalidRequest as error:
-        raise _refused(error.message, ladder) from error
-    if codec.splits:
-        raise _refused(f"codec {codec} chooses by an importance that a stored cache does not have", ladder)
 
 
 def _refused(why: str, ladder: str) -> InvalidRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from kvshelf.api.caches import Quality, Recoded
@@ -31,7 +32,7 @@ _LOOKS: Final = 1000
 
 @dataclass(frozen=True)
 class ColdCache:
-    """A cache that has cooled, as it was seen. codecs: that it may have now, the smallest first."""
+    """A cache that has cooled, with its entry at that time. codecs: that it may have now, the smallest first."""
 
     entry: Entry
     manifest: Manifest
@@ -74,7 +75,7 @@ class LadderTable:
 
         Left alone are promised caches (pinned or guaranteed), those that extend others or that others extend, because
         they share bytes, and those of whose codec something is said: a certificate, the guard's finding, or a choice
-        among levels whose floor no manifest has, as that of an earlier version.
+        among levels without a floor.
         """
         for number, entry in enumerate(self._index.stored()):
             if number % _LOOKS == 0:
@@ -95,43 +96,34 @@ class LadderTable:
             return None
         if ModelIdentity(**manifest.identity["model"]).fingerprint() != model:
             return None
-        if _is_judged(manifest) or self._is_extended(entry):
+        # What is said of the cache would not be true of it under another codec, or nobody could tell.
+        chosen = bool(manifest.tried) and manifest.min_quality is None
+        if chosen or manifest.certificate is not None or manifest.found_by_guard or self._is_extended(entry):
             return None
         return ColdCache(entry, manifest, tuple(codecs))
 
     def replace(self, cold: ColdCache, packed: PackedBlob, quality: Quality | None) -> bool:
         """Put a smaller blob of the same cache in the place of its blob, with its quality. False, and the cache is as
-        before, if it has ended, changed, been asked or been extended since it was seen. Raises as `Store.put`."""
-        seen = cold.manifest
-        assert packed.header.identity.document == seen.identity["document"]
-        changes = described_blob(packed) | {
-            "quality": quality,
-            "recoded": Recoded(codec=seen.made_codec, at=self._now()),
-        }
-        manifest = seen.model_copy(update=changes)
-        content = blob_content(seen.id, packed)
-        swapped = self._writer.swap(
-            cold.entry, content, evict=False, manifest=manifest, still=lambda: self.is_cold(cold)
-        )
+        before, if it has ended, changed, been asked or been extended since. Raises as `Store.put`."""
+        assert packed.header.identity.document == cold.manifest.identity["document"]
+        recoded = Recoded(codec=cold.manifest.made_codec, at=self._now())
+        changes = described_blob(packed) | {"quality": quality, "recoded": recoded}
+        manifest, content = cold.manifest.model_copy(update=changes), blob_content(cold.manifest.id, packed)
+        is_cold = partial(self.is_cold, cold)
+        swapped = self._writer.swap(cold.entry, content, evict=False, manifest=manifest, still=is_cold)
         if swapped and manifest.has_source:
             self._sources.claim(manifest)
         return swapped
 
     def is_cold(self, cold: ColdCache) -> bool:
-        """Whether a cache is as it was seen."""
-        seen = cold.entry
-        entry = self._index.find(seen.id, seen.tenant)
-        same = entry is not None and replace(entry, priority=seen.priority) == seen and entry.live(self._now())
-        return same and not self._is_extended(seen)
+        """Whether a cache is as it was when `cold` gave it."""
+        before = cold.entry
+        entry = self._index.find(before.id, before.tenant)
+        same = entry is not None and replace(entry, priority=before.priority) == before and entry.live(self._now())
+        return same and not self._is_extended(before)
 
     def _is_extended(self, entry: Entry) -> bool:
         return any(child.stored for child in self._index.children(entry.id, entry.tenant))
-
-
-def _is_judged(manifest: Manifest) -> bool:
-    """Whether what is said of a cache would not be true of it under another codec, or nobody could tell."""
-    chosen = bool(manifest.tried) and manifest.min_quality is None
-    return chosen or manifest.certificate is not None or manifest.found_by_guard
 
 
 def _item_id(model: str) -> str:

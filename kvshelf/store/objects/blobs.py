@@ -147,9 +147,9 @@ class ObjectBlobs(Blobs):
         """The bytes stay where they are: to move an object is to copy it."""
 
     def is_read(self, name: str) -> bool:
-        return self.leases.held(name)
+        return self.leases.has_readers(name)
 
-    def found(self) -> Iterator[tuple[str, float]]:
+    def walk(self) -> Iterator[tuple[str, float]]:
         with suppress(FileNotFoundError):
             now = self._now()
             for path, changed in self._objects():
@@ -260,8 +260,8 @@ class ObjectBlobs(Blobs):
             usage = self._index.usage(None)  # a Redis that was out of reach tells its incarnation with the first answer
             incarnation = self._index.incarnation
             namespace = blake3(f"objects:{incarnation}".encode(), key=self._index.key).hexdigest()[:16]
-            kept = usage.caches or len(self._index.jobs.open_items("source", 1))  # a source outlives its cache
-            self._require_marker(f"{namespace}/{_MARKER}", kept)
+            count = usage.caches or len(self._index.jobs.open_items("source", 1))  # a source outlives its cache
+            self._require_marker(f"{namespace}/{_MARKER}", count)
             self._known = (incarnation, namespace)
         return self._known[1]
 

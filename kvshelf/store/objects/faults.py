@@ -64,9 +64,9 @@ def translated(place: ObjectPlace) -> Iterator[None]:
 
 
 def _short(text: str) -> str:
-    """What a server or a connection said, without the library's nested descriptions."""
+    """The message of a server or a connection, without the library's nested descriptions."""
     if match := _CODE.search(text) or _STATUS.search(text):
         return match[1]
-    said = text.partition("\n\nDebug source")[0].strip().rpartition(" - ")[2][:200]
+    message = text.partition("\n\nDebug source")[0].strip().rpartition(" - ")[2][:200]
     cause = _CAUSE.search(text)
-    return f"{said} ({cause[1]})" if cause else said
+    return f"{message} ({cause[1]})" if cause else message

@@ -86,14 +86,14 @@ class ObjectFile(SeekableFile):
 
     def _whole(self, start: int, stop: int) -> Future[memoryview]:
         """A range, requested unless it came with the opening."""
-        came: Future[memoryview] = Future()
+        data: Future[memoryview] = Future()
         if stop <= len(self._ends.head):
-            came.set_result(self._ends.head[start:stop])
+            data.set_result(self._ends.head[start:stop])
         elif start >= self._stop:
-            came.set_result(self._ends.tail[start - self._stop : stop - self._stop])
+            data.set_result(self._ends.tail[start - self._stop : stop - self._stop])
         else:
-            return self._fetch(start, stop)
-        return came
+            data = self._fetch(start, stop)
+        return data
 
     def _keep_lease(self) -> None:
         if time.monotonic() >= self._renew_at:

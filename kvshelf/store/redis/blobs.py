@@ -123,16 +123,16 @@ class RedisBlobs(Blobs):
     def is_read(self, name: str) -> bool:
         return bool(self._run("readers", [self._key(name, "readers")]))
 
-    def found(self) -> Iterator[tuple[str, float]]:
+    def walk(self) -> Iterator[tuple[str, float]]:
         """Times are seconds since a chunk was last written or read: Redis records no other time."""
-        seen: set[str] = set()
+        names: set[str] = set()
         for keys in self.link.scan(f"{{{self._prefix}/*}}:*"):
             fresh: dict[str, bytes] = {}
             for key in keys:
                 name = self._name(key)
-                if name is not None and name not in seen:
+                if name is not None and name not in names:
                     fresh[name] = key
-            seen.update(fresh)
+            names.update(fresh)
             idle = self.link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
             for name, seconds in zip(fresh, idle, strict=True):
                 if seconds is not None:  # None: the key is gone since the scan

@@ -54,7 +54,12 @@ def translated(address: RedisAddress) -> Iterator[None]:
 
 def _translate(error: Exception, shown: str) -> StoreError:
     if isinstance(error, RedisRefusal):
-        return _of_server(error, shown)
+        # Redis 6.2 wraps the refusal of a command in a script: "ERR Error running script ...: -OOM command ..."
+        code = next((code for code in _FULL if error.code == code or f"-{code} " in str(error)), None)
+        if code is not None:
+            return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[code]}. It says: {error!s:.200}")
+        advice = _ADVICE.get(error.code, "Try again")
+        return StoreUnavailable(f"the shelf at {shown} refused a command: {error!s:.200}. {advice}.")
     if isinstance(error, Garbled):
         return StoreUnavailable(f"the server at {shown} does not speak the Redis protocol: {error}. Check the address.")
     if isinstance(error, NoServer):
@@ -72,12 +77,3 @@ def _translate(error: Exception, shown: str) -> StoreError:
         f"the shelf at {shown} cannot be reached: {reason}. Start its Redis server, or correct the URL of the store; a "
         "running service goes on once the server answers."
     )
-
-
-def _of_server(error: RedisRefusal, shown: str) -> StoreError:
-    # Redis 6.2 wraps the refusal of a command in a script: "ERR Error running script ...: -OOM command ..."
-    code = next((code for code in _FULL if error.code == code or f"-{code} " in str(error)), None)
-    if code is not None:
-        return StorageFull(f"the shelf at {shown} takes nothing more: {_FULL[code]}. It says: {error!s:.200}")
-    advice = _ADVICE.get(error.code, "Try again")
-    return StoreUnavailable(f"the shelf at {shown} refused a command: {error!s:.200}. {advice}.")

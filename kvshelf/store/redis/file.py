@@ -64,7 +64,11 @@ class RedisFile(SeekableFile):
         self._renew_at = time.monotonic() + lease_s / 3
         self.nbytes = self._ends[-1]
         self._last_end = 0  # where the last read ended; a read at the beginning counts as a continuation
-        self._head, self._tail = (_sound(span, data) for span, data in zip(ends_of(pieces), ends, strict=True))
+        # An end of the wrong length counts as empty: the next read of its span reports it.
+        self._head, self._tail = (
+            data if isinstance(data, bytes) and len(data) == span.nbytes else b""
+            for span, data in zip(ends_of(pieces), ends, strict=True)
+        )
         self._stream: _RedisStream | None = None
 
     def close(self) -> None:
@@ -116,12 +120,17 @@ class RedisFile(SeekableFile):
         index = bisect_right(self._ends, self._position)
         view = view[: self._ends[index] - self._position]
         if self._position < len(self._head):
-            self._start_after_head()
+            if self._stream is None and len(self._head) < self.nbytes:  # a reader of the head usually reads on
+                self._begin_stream(len(self._head))
             view = _copy(self._head, self._position, view)
         elif self._position >= self.nbytes - len(self._tail):
             view = _copy(self._tail, self._position - (self.nbytes - len(self._tail)), view)
         elif len(view) < _SMALL and self._position != self._last_end:
-            self._fetch(index, view)
+            start = self._offset(index, self._position)
+            data = self._link.call("GETRANGE", self._pieces[index].key, start, start + len(view) - 1)
+            if not isinstance(data, bytes) or len(data) != len(view):
+                raise missing(self._pieces[index])
+            view[:] = data
         else:
             view = view[: self._stream_into(view, self._position)]
         self._last_end = self._position + len(view)
@@ -130,18 +139,6 @@ class RedisFile(SeekableFile):
     def _offset(self, index: int, position: int) -> int:
         """The offset within a piece of a position in the file."""
         return position - self._ends[index] + self._pieces[index].nbytes
-
-    def _start_after_head(self) -> None:
-        """A reader of the head usually reads on, so request the rest now."""
-        if self._stream is None and len(self._head) < self.nbytes:
-            self._begin_stream(len(self._head))
-
-    def _fetch(self, index: int, view: memoryview) -> None:
-        start = self._offset(index, self._position)
-        data = self._link.call("GETRANGE", self._pieces[index].key, start, start + len(view) - 1)
-        if not isinstance(data, bytes) or len(data) != len(view):
-            raise missing(self._pieces[index])
-        view[:] = data
 
     def _stream_into(self, view: memoryview, position: int) -> int:
         """Read from the stream, or from a new one if it is not at `position`. Returns how many bytes came."""
@@ -181,7 +178,7 @@ class _RedisStream:
         self._last = last
         self._link = link
         self._spans = deque(_spans(pieces, skip))  # not requested yet
-        self._asked: deque[ChunkSpan] = deque()  # requested, not received
+        self._requested: deque[ChunkSpan] = deque()  # requested, not received
         self._left = 0  # bytes to come of the first requested span; 0: it has not begun
         self._loan: Loan = link.borrow(pieces[0].key)
         with link.talking(self._loan) as wire:
@@ -198,13 +195,13 @@ class _RedisStream:
             self.position += len(view)
             if not self._left:
                 wire.end_bulk()
-                self._asked.popleft()
+                self._requested.popleft()
         return len(view)
 
     def close(self) -> None:
         """Give the connection back if little is left to come on it, else close it."""
-        to_come = self._left or sum(span.nbytes for span in self._asked)
-        if len(self._asked) > 1 or to_come > _DRAIN:
+        to_come = self._left or sum(span.nbytes for span in self._requested)
+        if len(self._requested) > 1 or to_come > _DRAIN:
             self._loan.drop()
         elif self._loan.is_whole:
             with suppress(BlobError, StoreError):  # the loan is dropped then
@@ -220,22 +217,22 @@ class _RedisStream:
 
         Several are requested at once: sending a command takes as long as receiving 400 kB.
         """
-        span = self._asked[0]
+        span = self._requested[0]
         if wire.bulk() != span.nbytes:
             raise missing(span.piece)
         self._left = span.nbytes
-        if len(self._asked) <= _AHEAD // 2:
+        if len(self._requested) <= _AHEAD // 2:
             self._ask(wire, _AHEAD)
-        if len(self._asked) == 1 and self._last is not None:
+        if len(self._requested) == 1 and self._last is not None:
             wire.send(self._last)
             self.has_said_last = True
 
     def _ask(self, wire: Wire, count: int) -> None:
         """Request spans until `count` are outstanding."""
         commands: list[Command] = []
-        while self._spans and len(self._asked) < count:
-            self._asked.append(self._spans.popleft())
-            commands.append(self._asked[-1].command)
+        while self._spans and len(self._requested) < count:
+            self._requested.append(self._spans.popleft())
+            commands.append(self._requested[-1].command)
         if commands:
             wire.send(*commands)
 
@@ -280,11 +277,6 @@ def _spans(pieces: Sequence[ChunkPiece], skip: int) -> Iterator[ChunkSpan]:
     if cut < first.nbytes:
         yield ChunkSpan(first, cut, first.nbytes)
     yield from (ChunkSpan(piece, 0, piece.nbytes) for piece in others)
-
-
-def _sound(span: ChunkSpan, data: Reply) -> bytes:
-    """The answer for a span; empty if it has the wrong length, which the next read of the span reports."""
-    return data if isinstance(data, bytes) and len(data) == span.nbytes else b""
 
 
 def _copy(data: bytes, offset: int, view: memoryview) -> memoryview:

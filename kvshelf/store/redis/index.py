@@ -182,10 +182,8 @@ class RedisIndex(Index):
         entries = map(read_entry, self._run("children", id=cache_id)[1])
         return sorted((entry for entry in entries if entry.tenant == tenant), key=lambda entry: entry.seq)
 
-    def usage(self, tenant: str | None) -> StoredUsage:
-        return self._usage(tenant)
-
-    def _usage(self, tenant: str | None, kind: str = "") -> StoredUsage:
+    def usage(self, tenant: str | None, kind: str = "") -> StoredUsage:
+        """kind: the beginning of the fields that count, such as "pinned_"."""
         key = "u" if tenant is None else f"u:{tenant}"
         caches, nbytes = self._counts([f"{kind}caches@{key}", f"{kind}bytes@{key}"]).values()
         return StoredUsage(caches=caches, bytes=nbytes)
@@ -241,7 +239,7 @@ class RedisIndex(Index):
         return [read_entry(shown, as_kept=True) for shown in self._run("unpromised", now=now, limit=limit)[1]]
 
     def promised(self, tenant: str | None) -> StoredUsage:
-        return self._usage(tenant, "pinned_")
+        return self.usage(tenant, "pinned_")
 
     def victims(self, limit: int) -> list[Entry]:
         return [read_entry(shown, as_kept=True) for shown in self._run("victims", limit=limit)[1]]
@@ -252,10 +250,10 @@ class RedisIndex(Index):
     def forget(self, before: float) -> int:
         count = kept = 0
         while True:
-            forgotten, seen = map(int, self._run("forget", before=before, offset=kept, limit=_STEPS)[1:])
+            forgotten, looked_at = map(int, self._run("forget", before=before, offset=kept, limit=_STEPS)[1:])
             count += forgotten
-            kept += seen - forgotten
-            if seen < _STEPS:
+            kept += looked_at - forgotten
+            if looked_at < _STEPS:
                 return count
 
     # Care
@@ -279,7 +277,10 @@ class RedisIndex(Index):
             reply = self._script.run(operation, self.incarnation, **values)
             if reply[0] != "lost":
                 return reply
-            self._enter_again()
+            key, incarnation = self._enter(self.key)
+            if key != self.key:
+                raise StoreUnavailable("the shelf in Redis was replaced by another one; open it again")
+            self.incarnation = incarnation
         raise StoreUnavailable("the shelf in Redis is emptied again and again; see who else uses this server")
 
     def _enter(self, key: bytes) -> tuple[bytes, str]:
@@ -295,12 +296,6 @@ class RedisIndex(Index):
             raise StoreUnavailable(f"{self._home} in Redis is not what kvshelf wrote there; use another prefix")
         require_blobs_place("the shelf in Redis", place.decode(errors="replace"), self._blobs)
         return key, incarnation.decode()
-
-    def _enter_again(self) -> None:
-        key, incarnation = self._enter(self.key)
-        if key != self.key:
-            raise StoreUnavailable("the shelf in Redis was replaced by another one; open it again")
-        self.incarnation = incarnation
 
     def _walk(self, operation: str) -> Iterator[list[Any]]:
         """Batches of all stored entries, by seq."""
@@ -404,14 +399,14 @@ def writing_fields(writing: Writing) -> dict[str, Value]:
 def manifest_fields(manifest: Manifest) -> dict[str, Value]:
     """A manifest as the script stores and lists it."""
     columns = (manifest.tenant, manifest.document_id, manifest.model, manifest.policy, manifest.name, manifest.id)
-    own = Filters(*columns, manifest.labels, manifest.parent_id)
+    query = Filters(*columns, manifest.labels, manifest.parent_id)
     return {
         "id": manifest.id,
         "text": manifest.model_dump_json(),
         "expires_at": manifest.expires_at,
         "pinned": manifest.promised,
         "pinned_until": manifest.guaranteed_until,
-        "listings": ",".join([_listing(manifest.tenant), *listings_of(own)]),
+        "listings": ",".join([_listing(manifest.tenant), *listings_of(query)]),
         "keep_ended_s": KEEP_ENDED_S,
     }
 

@@ -162,17 +162,6 @@ end
 
 function operations.owned() return show_all(call('SMEMBERS', owned_key(a.owner))) end
 
--- The third part of the reply is how many items were looked at.
-function operations.unowned()
-  local from = a.kind == 'response' and due_key(a.kind) or open_key(a.kind)
-  local ids = call('ZRANGE', from, a.offset, a.offset + a.limit - 1)
-  local without = {}
-  for _, id in ipairs(ids) do
-    if call('HEXISTS', item_key(id), 'owner') == 0 then without[#without + 1] = id end
-  end
-  return {'unowned', show_all(without)[2], tostring(#ids)}
-end
-
 function operations.listing()
   local listing, first = listing_key(a.kind, a.tenant), '+inf'
   if a.after then

@@ -21,7 +21,7 @@ _FIELDS: Final = (
 _REPLIES: Final = {
     **dict.fromkeys(("none", "too_many", "too_slow", "leased", "appended", "erased"), 0),
     **dict.fromkeys(("item", "items", "ids", "removed", "taken", "lines"), 1),
-    **dict.fromkeys(("forgotten", "unowned"), 2),
+    "forgotten": 2,
 }
 """The first word of each kind of reply, and how many parts follow it."""
 
@@ -53,15 +53,6 @@ class RedisJobs(JobTable):
     def owned(self, owner: str, tenant: str) -> list[Item]:
         items = map(_item, self._run("owned", owner=owner)[1])
         return [item for item in items if item.tenant == tenant]
-
-    def unowned(self, kind: Kind) -> list[Item]:
-        items: list[Item] = []
-        offset, looked_at = 0, _BATCH
-        while looked_at == _BATCH:
-            _, shown, seen = self._run("unowned", kind=kind, offset=offset, limit=_BATCH)
-            items += map(_item, shown)
-            offset, looked_at = offset + _BATCH, int(seen)
-        return items
 
     def listing(self, kind: Kind, tenant: str, after: str | None, limit: int) -> list[Item]:
         return [_item(shown) for shown in self._run("listing", kind=kind, tenant=tenant, after=after, limit=limit)[1]]

@@ -40,7 +40,7 @@ class RedisLeases(Leases):
     def release(self, name: str, token: str) -> None:
         self._run("release", name, token)
 
-    def held(self, name: str) -> bool:
+    def has_readers(self, name: str) -> bool:
         return self._run("held", name)
 
     def take(self, name: str) -> bool:

@@ -177,7 +177,10 @@ class RedisLink:
         for _ in range(_REDIRECTS):
             if not isinstance(reply, RedisRefusal) or reply.code not in ("MOVED", "ASK"):
                 break
-            server = self.route.at(*_sent_to(reply))
+            host, _, port = str(reply).rpartition(" ")[2].rpartition(":")  # of MOVED <slot> <host>:<port>
+            if not host or not port.isdigit():
+                raise Garbled(f"{str(reply)!r:.80} names no server")
+            server = self.route.at(host, int(port))
             if reply.code == "MOVED":
                 self.route.doubt()
                 reply = server.exchange([command])[0]
@@ -217,14 +220,6 @@ def _accepted(replies: list[Reply]) -> list[Reply]:
     return replies
 
 
-def _sent_to(reply: RedisRefusal) -> tuple[str, int]:
-    """Where `MOVED <slot> <host>:<port>` points."""
-    host, _, port = str(reply).rpartition(" ")[2].rpartition(":")
-    if not host or not port.isdigit():
-        raise Garbled(f"{str(reply)!r:.80} names no server")
-    return host, int(port)
-
-
 def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
     match reply:
         case [bytes(cursor), [*keys]] if all(isinstance(key, bytes) for key in keys):
@@ -236,11 +231,11 @@ def _facts(name: str, reply: Reply) -> ServerFacts:
     if not isinstance(reply, bytes):
         raise Garbled(f"{reply!r:.80} came where text was expected")
     lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
-    said: dict[str, Any] = {key: value for key, _, value in lines}
+    facts: dict[str, Any] = {key: value for key, _, value in lines}
     return ServerFacts(
         name=name,
-        maxmemory_policy=said.get("maxmemory_policy", "unknown"),
-        maxmemory=int(said.get("maxmemory", 0)),
-        aof_enabled=said.get("aof_enabled") == "1",
-        used_memory=int(said.get("used_memory", 0)),
+        maxmemory_policy=facts.get("maxmemory_policy", "unknown"),
+        maxmemory=int(facts.get("maxmemory", 0)),
+        aof_enabled=facts.get("aof_enabled") == "1",
+        used_memory=int(facts.get("used_memory", 0)),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Sequence
 from typing import Any, Final
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -149,11 +148,13 @@ class ClusterRoute(Route):
         self._is_stale = True
 
     def _refresh(self) -> None:
-        server_asked, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
+        source, ranges = first_answer(self._nodes, ("CLUSTER", "SLOTS"), self._address.timeout_s)
         if isinstance(ranges, RedisRefusal):
             raise ranges
+        if not isinstance(ranges, list):
+            raise Garbled(f"{ranges!r:.80} came where a list was expected")
         slots: list[Server | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        for first, last, server in (self._range(entry, server_asked) for entry in _require_list(ranges)):
+        for first, last, server in (self._range(entry, source) for entry in ranges):
             slots[first : last + 1] = [server] * (last + 1 - first)
         primaries = dict.fromkeys(server for server in slots if server is not None)
         with self._lock:
@@ -176,9 +177,3 @@ def _place(reply: Reply, source: Server) -> tuple[str, int]:
         case [bytes() | None as host, bytes() | int() as port] if str(int(port)) and 1 <= int(port) <= 65535:
             return source.host if host in _UNNAMED else host.decode(errors="replace"), int(port)
     raise Garbled(f"{source.name} names a server as {reply!r:.80}")
-
-
-def _require_list(reply: Reply) -> Sequence[Reply]:
-    if not isinstance(reply, list):
-        raise Garbled(f"{reply!r:.80} came where a list was expected")
-    return reply

@@ -43,10 +43,6 @@ class ServerBreaker:
             # This call tries; other calls are refused meanwhile. If this call never returns, a later call tries.
             self.resting_until = time.monotonic() + REST_S + self._patience_s
 
-    @property
-    def is_closed(self) -> bool:
-        return self.resting_until is None
-
     def succeeded(self) -> None:
         self.resting_until = None
 
@@ -85,15 +81,11 @@ class Server:
         except BaseException as error:
             loan.drop(error)
             raise
-        if any(_is_demoted(reply) for reply in replies):
+        # A server that is no primary any more says so; new connections find out if it is one again.
+        if any(isinstance(reply, RedisRefusal) and reply.code == "READONLY" for reply in replies):
             loan.drop()
         loan.give_back()
         return replies
-
-    @property
-    def is_well(self) -> bool:
-        """Whether its last exchange succeeded."""
-        return self.breaker.is_closed
 
     def close(self) -> None:
         self._pool.disconnect()
@@ -112,11 +104,6 @@ class Server:
         if is_unreachable(error):
             self.breaker.failed(error)
             self._pool.disconnect(inuse_connections=False)  # idle connections lead to the same failed server
-
-
-def _is_demoted(reply: Reply) -> bool:
-    """Whether a server says that it is no primary any more; new connections find out if it is a primary again."""
-    return isinstance(reply, RedisRefusal) and reply.code == "READONLY"
 
 
 class Loan:
@@ -214,7 +201,7 @@ def first_answer(servers: Sequence[Server], command: Command, patience_s: float)
     """
     ends_at = time.monotonic() + patience_s
     failure: Exception = Resting("no server is known")
-    for server in sorted(servers, key=lambda candidate: not candidate.is_well):
+    for server in sorted(servers, key=lambda candidate: candidate.breaker.resting_until is not None):
         try:
             return server, server.exchange([command])[0]
         except REFUSALS as error:

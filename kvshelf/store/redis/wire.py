@@ -156,18 +156,15 @@ class Wire:
 
     def _line(self) -> bytes:
         while (end := self._inbox.find(b"\r\n", self._start, self._end)) < 0:
-            self._receive_more()
+            waiting = self._end - self._start
+            self._inbox[:waiting] = self._inbox[self._start : self._end]
+            self._start, self._end = 0, waiting
+            if waiting == _INBOX:
+                raise Garbled(f"{bytes(self._inbox[:40])!r} is not an answer of Redis")
+            self._end += self._received(self._sock.recv_into(memoryview(self._inbox)[waiting:]))
         line = bytes(self._inbox[self._start : end])
         self._start = end + 2
         return line
-
-    def _receive_more(self) -> None:
-        waiting = self._end - self._start
-        self._inbox[:waiting] = self._inbox[self._start : self._end]
-        self._start, self._end = 0, waiting
-        if waiting == _INBOX:
-            raise Garbled(f"{bytes(self._inbox[:40])!r} is not an answer of Redis")
-        self._end += self._received(self._sock.recv_into(memoryview(self._inbox)[waiting:]))
 
     def _received(self, count: int) -> int:
         if count == 0:

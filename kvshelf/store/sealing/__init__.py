@@ -129,13 +129,13 @@ class SealedFile(SeekableFile):
         self._lengths = header.lengths
         self._starts = list(accumulate(header.lengths[:-1], initial=0))  # of the parts, counted in plain bytes
         self._body = header.offset
-        self._held: int | None = None  # the part that is in `_memory`
+        self._memory_part: int | None = None  # the one in `_memory`
         self._memory = memoryview(b"")
         self.nbytes = sum(header.lengths)
         """Plain bytes, by the header. Checking a part's tag also verifies the lengths in the header."""
 
     def close(self) -> None:
-        self._held, self._memory = None, memoryview(b"")
+        self._memory_part, self._memory = None, memoryview(b"")
         self._file.close()
         super().close()
 
@@ -143,10 +143,10 @@ class SealedFile(SeekableFile):
         """Read on to the end of the current part or of `view`. Returns how many bytes that was."""
         part = bisect_right(self._starts, self._position) - 1
         start, length = self._position - self._starts[part], self._lengths[part]
-        if start == 0 and len(view) >= length and part != self._held:
+        if start == 0 and len(view) >= length and part != self._memory_part:
             self._decrypt(part, view[:length])
             return length
-        if part != self._held:
+        if part != self._memory_part:
             self._hold(part)
         count = min(len(view), length - start)
         view[:count] = self._memory[start : start + count]
@@ -154,12 +154,12 @@ class SealedFile(SeekableFile):
 
     def _hold(self, part: int) -> None:
         length = self._lengths[part]
-        self._held = None
+        self._memory_part = None
         if len(self._memory) < length:
             self._memory = memoryview(b"")  # frees the old memory before the new is allocated
             self._memory = fresh_memory(length)
         self._decrypt(part, self._memory[:length])
-        self._held = part
+        self._memory_part = part
 
     def _decrypt(self, part: int, into: memoryview) -> None:
         try:

@@ -194,14 +194,14 @@ class SplicedFile(SeekableFile):
             if start + len(buffer) > self.nbytes:
                 raise BlobError("the blob ended early while it was read", reason="truncated")
             for run in self.locate(start, len(buffer)):
-                own = ranges_of.setdefault(run.file, [])
-                if own and own[-1][0] + len(own[-1][1]) > run.offset:  # a base may be used in any order
-                    self._files[run.file].read_ranges(own)
-                    own.clear()
-                own.append((run.offset, buffer[: run.nbytes]))
+                of_file = ranges_of.setdefault(run.file, [])
+                if of_file and of_file[-1][0] + len(of_file[-1][1]) > run.offset:  # a base may be used in any order
+                    self._files[run.file].read_ranges(of_file)
+                    of_file.clear()
+                of_file.append((run.offset, buffer[: run.nbytes]))
                 buffer = buffer[run.nbytes :]
-        for file, own in ranges_of.items():
-            self._files[file].read_ranges(own)
+        for file, of_file in ranges_of.items():
+            self._files[file].read_ranges(of_file)
 
     def close(self) -> None:
         for file in self._files:

@@ -38,37 +38,33 @@ def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> li
     file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
     """
     runs: list[Shared] = []
-    own = packed.nbytes - TRAILER.size - packed.header.body_bytes
-    other = parent.nbytes - TRAILER.size - parent.header.body_bytes
+    body = packed.nbytes - TRAILER.size - packed.header.body_bytes
+    parent_body = parent.nbytes - TRAILER.size - parent.header.body_bytes
     memory = memoryview(bytearray(_PIECE))
     for layer, old, segment in zip(packed.header.layers, parent.header.layers, packed.parts[1:-1], strict=False):
-        buffers = _by_offset(segment)
-        for span, theirs in _pairs(layer, old):
-            offset = other + old.offset + theirs.offset
+        starts = accumulate(map(len, segment), initial=0)
+        buffers = {start: buffer for start, buffer in zip(starts, segment, strict=False) if len(buffer)}
+        for span, old_span in _pairs(layer, old):
+            offset = parent_body + old.offset + old_span.offset
             if span.nbytes and _are_equal(buffers[span.offset], offset, file, memory):
-                _join(runs, Shared(own + layer.offset + span.offset, offset, aligned(span.nbytes)))
+                _join(runs, Shared(body + layer.offset + span.offset, offset, aligned(span.nbytes)))
     return [run for run in runs if run.nbytes >= LEAST_RUN]
-
-
-def _by_offset(segment: Sequence[memoryview]) -> dict[int, memoryview]:
-    starts = accumulate(map(len, segment), initial=0)
-    return {start: buffer for start, buffer in zip(starts, segment, strict=False) if len(buffer)}
 
 
 def _pairs(layer: Layer, old: Layer) -> Iterator[tuple[Span, Span]]:
     """The arrays of both layers that could be equal, by their place and size."""
-    for spans, theirs in zip(layer.arrays, old.arrays, strict=False):
+    for spans, old_spans in zip(layer.arrays, old.arrays, strict=False):
         for name, span in spans.items():
-            if name in theirs and theirs[name].nbytes == span.nbytes:
-                yield span, theirs[name]
+            if name in old_spans and old_spans[name].nbytes == span.nbytes:
+                yield span, old_spans[name]
 
 
 def _are_equal(buffer: memoryview, offset: int, file: StoredFile, memory: memoryview) -> bool:
     for start in range(0, len(buffer), len(memory)):
-        ours = buffer[start : start + len(memory)]
-        theirs = memory[: len(ours)]
-        file.read_ranges([(offset + start, theirs)])
-        if not np.array_equal(np.frombuffer(ours, np.uint8), np.frombuffer(theirs, np.uint8)):
+        piece = buffer[start : start + len(memory)]
+        stored = memory[: len(piece)]
+        file.read_ranges([(offset + start, stored)])
+        if not np.array_equal(np.frombuffer(piece, np.uint8), np.frombuffer(stored, np.uint8)):
             return False
     return True
 
@@ -105,7 +101,8 @@ def spliced(
         if start > end:
             runs.append(SplicedRun(0, own, start - end))
         own += start - end
-        for run in _located(file, offset, nbytes):
+        located = file.locate(offset, nbytes) if isinstance(file, SplicedFile) else [SplicedRun(0, offset, nbytes)]
+        for run in located:
             name = [parent, *bases][run.file]
             runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
         end = start + nbytes
@@ -119,10 +116,6 @@ def spliced(
         return None
     parts = [[memoryview(table)], *_without(packed, shared)]
     return Spliced(splice, parts, len(table) + own)
-
-
-def _located(file: StoredFile, offset: int, nbytes: int) -> Iterator[SplicedRun]:
-    return file.locate(offset, nbytes) if isinstance(file, SplicedFile) else iter([SplicedRun(0, offset, nbytes)])
 
 
 def _joined(runs: Sequence[SplicedRun]) -> list[SplicedRun]:
@@ -139,15 +132,14 @@ def _joined(runs: Sequence[SplicedRun]) -> list[SplicedRun]:
 def _without(packed: PackedBlob, shared: Sequence[Shared]) -> list[list[memoryview]]:
     """The parts of a blob without its shared bytes, which begin and end with buffers."""
     parts: list[list[memoryview]] = []
-    left = iter(shared)
-    skip, start = next(left, None), 0
+    runs = iter(shared)
+    skip, start = next(runs, None), 0
     for part in packed.parts:
-        kept: list[memoryview] = []
+        parts.append([])
         for buffer in part:
             while skip and start >= skip.start + skip.nbytes:
-                skip = next(left, None)
+                skip = next(runs, None)
             if not skip or start < skip.start:
-                kept.append(buffer)
+                parts[-1].append(buffer)
             start += len(buffer)
-        parts.append(kept)
     return parts

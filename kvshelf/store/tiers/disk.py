@@ -23,7 +23,7 @@ from kvshelf.store.index import Quota
 from kvshelf.store.manifest import Manifest
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing.keyring import Keyring
-from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class DiskTier(Tier):
 
     def source(self, manifest: Manifest) -> Source | None:
         copy = self.find(manifest.id, manifest.tenant)
-        if copy is None or not _same_source(copy, manifest):
+        info = None if copy is None else copy.source
+        if info is None or manifest.source is None or info.digest != manifest.source.digest:  # its time may differ
             return None
         with suppress(SourceNotKept):
             return self._read(manifest, lambda: self.store.source(manifest.id, tenant=manifest.tenant))
@@ -183,9 +184,3 @@ class DiskTier(Tier):
         except (CacheNotFound, CacheError):  # dropped meanwhile, or damaged
             self.drop(manifest.id, manifest.tenant)
             return None
-
-
-def _same_source(copy: Manifest, manifest: Manifest) -> bool:
-    """Whether both have a source of the same bytes; its time may differ."""
-    ours, theirs = copy.source, manifest.source
-    return ours is not None and theirs is not None and ours.digest == theirs.digest

@@ -18,7 +18,7 @@ from kvshelf.artifact.memory import fresh_memory
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store import checks
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.tiers.tier import Tier
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import BlobFile, Scrubbed, Source
 
 if TYPE_CHECKING:

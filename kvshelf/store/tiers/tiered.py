@@ -27,8 +27,7 @@ from kvshelf.store.blobs import Health
 from kvshelf.store.erasure.eraser import Subject
 from kvshelf.store.manifest import Judgement, Manifest
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.tiers.tiers import Tiers
+from kvshelf.store.tiers.tiers import Tier, Tiers
 from kvshelf.store.types import BlobFile, Receipt, Scrubbed, Source, Swept
 
 if TYPE_CHECKING:
@@ -145,23 +144,20 @@ class TieredStore(Store):
 
     def _stand_in(self, cache_id: str, tenant: str, error: errors.KvshelfError) -> Manifest:
         """The manifest of a copy that counts although the home raised `error`; without such a copy, raises `error`."""
+        witnesses: Sequence[Tier] = self._older_than_home() if isinstance(error, _Lost) else ()
+        if isinstance(error, errors.StoreUnavailable | errors.CacheCorrupt):
+            witnesses = self.tiers.all
         recent = not isinstance(error, errors.CacheCorrupt)
-        copy = self.tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), self._witnesses(error))
+        copy = self.tiers.first(lambda tier: tier.find(cache_id, tenant, recent=recent), witnesses)
         if copy is not None:
             return copy
         if not isinstance(error, errors.StoreUnavailable):
             self.tiers.drop(cache_id, tenant)
         raise error
 
-    def _witnesses(self, error: errors.KvshelfError) -> Sequence[Tier]:
-        """The tiers whose manifests count when the home raises `error`."""
-        if isinstance(error, errors.StoreUnavailable | errors.CacheCorrupt):
-            return self.tiers.all
-        return self._older_than_home() if isinstance(error, _Lost) else ()
-
     def _older_than_home(self) -> Sequence[Tier]:
         """The tiers that have copies from before the home lost everything."""
-        noted = self.tiers.each(lambda tier: tier.noted())
+        noted = self.tiers.call_all(lambda tier: tier.noted())
         return [tier for tier, incarnation in noted if incarnation not in ("", self.home.incarnation)]
 
     def _open(self, manifest: Manifest, word: _Word, first: int = 0) -> ArrivingCache:
@@ -196,7 +192,7 @@ class TieredStore(Store):
 
     def _share(self, manifest: Manifest, tiers: Sequence[Tier], cache: CompressedCache) -> None:
         """After a read or a write: copy the cache to `tiers`, and to the home if the home has lost it."""
-        self.tiers.each(lambda tier: tier.keep(manifest, cache), tiers)
+        self.tiers.call_all(lambda tier: tier.keep(manifest, cache), tiers)
         # Look it up again: a caller may have deleted the cache meanwhile, before there was a copy to drop.
         with suppress(errors.KvshelfError):  # the reader has its cache, and the next sweep tries again
             if self._look_up(manifest.id, manifest.tenant)[1] == "lost":
@@ -275,7 +271,7 @@ class TieredStore(Store):
         return receipt.model_copy(update={"homes": [*receipt.homes, *(tier.name for tier in self.tiers.all)]})
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        self.tiers.each(lambda tier: tier.touch(cache_id, tenant))
+        self.tiers.call_all(lambda tier: tier.touch(cache_id, tenant))
         self.home.touch(cache_id, tenant=tenant)
 
     # Housekeeping
@@ -283,16 +279,16 @@ class TieredStore(Store):
     def sweep(self, now: float | None = None) -> Swept:
         """As `Store.sweep`. Also drops copies that the home no longer has, and gives back what it lost."""
         swept = self.home.sweep(now)
-        self.tiers.each(self._compare)
-        self.tiers.each(lambda tier: tier.sweep(now))  # last: it also empties the WAL of what was dropped
+        self.tiers.call_all(self._compare)
+        self.tiers.call_all(lambda tier: tier.sweep(now))  # last: it also empties the WAL of what was dropped
         return swept
 
     def _compare(self, tier: Tier) -> None:
         """Compare every copy of a tier with the home."""
         incarnation, all_compared = self.home.incarnation, True
         for copy in tier.manifests():
+            stat = partial(self.home.stat, copy.id, tenant=copy.tenant)
             try:
-                stat = partial(self.home.stat, copy.id, tenant=copy.tenant)
                 tier.confirm(self._insist(copy.id, copy.tenant, stat))
             except (errors.CacheNotFound, errors.CacheError):
                 pass  # `_insist` has dropped its copies
@@ -312,10 +308,9 @@ class TieredStore(Store):
         copies, only damaged ones are reported."""
         for scrubbed in self.home.scrub():
             if scrubbed.problem is not None:
+                stat = partial(self.home.stat, scrubbed.id, tenant=scrubbed.tenant)
                 with suppress(errors.KvshelfError):  # no good copy, or no repair: the problem is reported either way
-                    self._insist(
-                        scrubbed.id, scrubbed.tenant, partial(self.home.stat, scrubbed.id, tenant=scrubbed.tenant)
-                    )
+                    self._insist(scrubbed.id, scrubbed.tenant, stat)
             yield scrubbed
         yield from self.tiers.scrub()
 

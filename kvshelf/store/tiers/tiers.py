@@ -1,4 +1,4 @@
-"""Tiers in front of the home that has all caches. A failing tier is logged and otherwise ignored."""
+"""Tiers: places for copies of caches, in front of the home that has all caches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from kvshelf.errors import KvshelfError
 from kvshelf.store.manifest import Manifest
-from kvshelf.store.tiers.tier import Tier
-from kvshelf.store.types import Scrubbed, Source
+from kvshelf.store.types import BlobFile, Scrubbed, Source
+
+if TYPE_CHECKING:
+    from kvshelf.artifact.cache import CompressedCache
+    from kvshelf.artifact.opened.arriving import ArrivingCache
+    from kvshelf.artifact.opened.partial import PartialCache
 
 ResultT = TypeVar("ResultT")
 
@@ -24,8 +28,75 @@ _FAILING_S: Final = 150.0
 """How long `failing` reports a failure: two default sweep intervals and a margin, so a sweep has retried the tier."""
 
 
+class Tier(Protocol):
+    """Copies that may be dropped at any time; used by `TieredStore` alone. Several threads may use it at once.
+
+    A copy has the home's manifest and is verified whenever it is read. A damaged copy, or one of another blob than the
+    manifest names, is dropped. Methods raise `StoreError` and `OSError` when the tier does not work.
+    """
+
+    name: str
+    """The name of this tier in a receipt: "ram" or "disk"."""
+
+    def noted(self) -> str:
+        """The home's `incarnation` at the last comparison of all copies with it; empty if there was none."""
+
+    def note(self, incarnation: str) -> None:
+        """Record that all copies have been compared with this incarnation of the home."""
+
+    def keep(self, manifest: Manifest, cache: CompressedCache) -> None:
+        """Keep a copy, dropping others to make room. Does nothing if the copy is here already, is larger than the whole
+        budget, or belongs to another manifest."""
+
+    def keep_source(self, manifest: Manifest, source: Source) -> None:
+        """Keep the source with a copy, and no longer than it. Does nothing if there is no copy."""
+
+    def confirm(self, manifest: Manifest) -> None:
+        """Update a copy, if there is one, to the home's manifest."""
+
+    def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
+        """The manifest of a copy that has not expired, for use while the home cannot answer.
+
+        recent: only if the home confirmed the copy recently, so that a deletion would be known.
+        """
+
+    def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
+        """The copy of the manifest's blob, as `Store.open_cache`. None if there is no good copy."""
+
+    def open_parts(self, manifest: Manifest) -> PartialCache | None:
+        """As `open_cache`, for `Store.open_parts`."""
+
+    def open_blob(self, manifest: Manifest) -> BlobFile | None:
+        """As `open_cache`, for `Store.open_blob`."""
+
+    def source(self, manifest: Manifest) -> Source | None:
+        """The source of the manifest's document, verified."""
+
+    def touch(self, cache_id: str, tenant: str) -> None:
+        """Record a use of the cache, so that its copy stays longer."""
+
+    def drop(self, cache_id: str, tenant: str) -> bool:
+        """Remove a copy; False if there was none."""
+
+    def manifests(self) -> Iterator[Manifest]:
+        """The manifests of all copies that have not expired."""
+
+    def sweep(self, now: float | None) -> None:
+        """As `Store.sweep`."""
+
+    def problems(self) -> list[str]:
+        """As `Store.check`."""
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        """As `Store.scrub`."""
+
+    def close(self) -> None:
+        """Release files and memory."""
+
+
 class Tiers:
-    """The tiers of a `TieredStore`, fastest first. Any number of threads may use them at once."""
+    """The tiers of a `TieredStore`, fastest first. Any number of threads may use them at once. A failing tier is logged
+    and otherwise ignored."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.all = tuple(tiers)
@@ -48,7 +119,9 @@ class Tiers:
         now = time.monotonic()
         return [name for name, at in self._failed_at.items() if now - at < _FAILING_S]
 
-    def each(self, act: Callable[[Tier], ResultT], tiers: Iterable[Tier] | None = None) -> list[tuple[Tier, ResultT]]:
+    def call_all(
+        self, act: Callable[[Tier], ResultT], tiers: Iterable[Tier] | None = None
+    ) -> list[tuple[Tier, ResultT]]:
         """Call `act` on each of `tiers` (None: on all); returns each tier that works, with the result."""
         results: list[tuple[Tier, ResultT]] = []
         for tier in self.all if tiers is None else tiers:
@@ -70,14 +143,14 @@ class Tiers:
 
     def keep_source(self, manifest: Manifest, source: Source) -> None:
         self.confirm(manifest)
-        self.each(lambda tier: tier.keep_source(manifest, source))
+        self.call_all(lambda tier: tier.keep_source(manifest, source))
 
     def confirm(self, manifest: Manifest) -> None:
-        self.each(lambda tier: tier.confirm(manifest))
+        self.call_all(lambda tier: tier.confirm(manifest))
 
     def drop(self, cache_id: str, tenant: str) -> list[str]:
         """Remove all copies; returns the names of the tiers that had one, the one nearest to the home first."""
-        dropped = self.each(lambda tier: tier.drop(cache_id, tenant), reversed(self.all))
+        dropped = self.call_all(lambda tier: tier.drop(cache_id, tenant), reversed(self.all))
         return [tier.name for tier, had in dropped if had]
 
     def problems(self) -> list[str]:

@@ -35,7 +35,7 @@ from kvshelf.methods.selectors.registry import reads_by_index
 from kvshelf.model.templates.thoughts import Thoughts
 from kvshelf.model.text import Broken, TemplateOptions
 from kvshelf.store.base import Store, lineage
-from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Meter
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by
 from kvshelf.workers.replica.conversations import Conversations, Line
 from kvshelf.workers.replica.guard import AnswerToCheck, Guard

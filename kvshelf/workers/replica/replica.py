@@ -18,7 +18,7 @@ from kvshelf.engine.engine import Engine
 from kvshelf.engine.quality import How
 from kvshelf.errors import InternalError
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Meter
 from kvshelf.workers.replica.api import ReplicaApi
 from kvshelf.workers.replica.attempts import Attempts
 from kvshelf.workers.replica.calls import Caller, ReplicaThreads, called_by

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from kvshelf.corpus.row import Row
-from kvshelf.corpus.run.output_lines import FileLines
+from kvshelf.corpus.run.journal import FileLines
 from kvshelf_bench.stores import rates
 from kvshelf_bench.stores.homes import made_in
 from kvshelf_bench.stores.rates import home_rates, journal_s

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvshelf.api.batches import WorkerShare
-from kvshelf.corpus.output.report import Histogram, Made, require_report, write_report
+from kvshelf.corpus.output.report import BatchOptions, Histogram, require_report, write_report
 from kvshelf.corpus.row import Row, RowError
 from kvshelf.corpus.run.progress import RunState, Summary
 from kvshelf.errors import InvalidRequest
@@ -54,7 +54,9 @@ SUMMARY = Summary(
 )  # fmt: skip
 
 
-MADE = Made("s3://corpus/2026/", ["kvshelf-tiny"], {"policy": "snapkv", "compression_ratio": 0.75, "ttl_s": 60.0})
+MADE = BatchOptions(
+    "s3://corpus/2026/", ["kvshelf-tiny"], {"policy": "snapkv", "compression_ratio": 0.75, "ttl_s": 60.0}
+)
 
 
 def report(tmp_path: Path, results: list[Row], summary: Summary = SUMMARY) -> str:

@@ -13,10 +13,8 @@ import pytest
 
 from kvshelf.corpus.output.files import require_format, write_output
 from kvshelf.corpus.row import Row, Shard
-from kvshelf.corpus.run.journal import OutputJournal
-from kvshelf.corpus.run.output_lines import FileLines
-from kvshelf.corpus.run.progress import WorkHours
-from kvshelf.corpus.run.tally import Tally
+from kvshelf.corpus.run.journal import FileLines, OutputJournal
+from kvshelf.corpus.run.progress import Tally, WorkHours
 from kvshelf.errors import InvalidRequest, StateConflict, StorageFull
 from tests.corpus.results import failure, success
 

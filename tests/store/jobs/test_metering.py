@@ -13,8 +13,7 @@ import pytest
 
 from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered, today
 from kvshelf.store.index import Index
-from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.jobs.metering import Metering, ModelUsed
+from kvshelf.store.jobs.metering import Meter, Metering, ModelUsed
 from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.table import read

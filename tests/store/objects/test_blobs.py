@@ -215,21 +215,21 @@ def leases(request: pytest.FixtureRequest, tmp_path: Path, shared_s3: S3Server, 
 
 def test_leases(leases: Leases) -> None:
     name, other = fresh_name(), fresh_name()
-    assert not leases.held(name)
+    assert not leases.has_readers(name)
     assert leases.hold(name, "a")
     assert leases.hold(name, "a")
     assert leases.hold(name, "b")
-    assert leases.held(name)
+    assert leases.has_readers(name)
     assert not leases.take(name)
     leases.release(name, "a")
     leases.release(name, "never")
     assert not leases.take(name)
     leases.release(name, "b")
-    assert not leases.held(name)
+    assert not leases.has_readers(name)
     assert leases.take(name)
     assert leases.take(name)
     assert not leases.hold(name, "c")
-    assert not leases.held(name)
+    assert not leases.has_readers(name)
     assert leases.hold(other, "a")
 
 

@@ -280,7 +280,7 @@ def test_chunks_of_a_blob_are_on_one_node_and_blobs_on_all(
         while not all(node.client().dbsize() for node in cluster.nodes):
             assert len(names) < 100, "a node has no blob of a hundred"
             names.add(write(blobs, data))
-        assert {name for name, _ in blobs.found()} == names
+        assert {name for name, _ in blobs.walk()} == names
         for name in names:
             assert cluster.place(chunk_key(name, 0)) == cluster.place(chunk_key(name, 1))
         for name in names:
@@ -528,7 +528,7 @@ def test_bytes_set_aside_are_kept_and_not_found_by_opening(blobs: RedisBlobs, va
     assert blobs.open(name, len(data)) is None
     assert not blobs.holds(name, len(data))
     assert valkey.client().get(f"{{test/{name}}}:aside:1") == data[CHUNK:]
-    assert [found for found, _ in blobs.found()] == [name]
+    assert [found for found, _ in blobs.walk()] == [name]
     assert blobs.remove(name, len(data))
     assert valkey.client().dbsize() == 0
 
@@ -538,7 +538,7 @@ def test_found_tells_every_name_of_this_shelf_and_how_long_it_lay(blobs: RedisBl
     write(RedisBlobs(blobs.link, "other"), b"x")
     valkey.client().mset({"test": 1, "{test/x}:0": 1, f"{{test/{fresh_name()}}}:what": 1})
     time.sleep(1.1)
-    found = list(blobs.found())
+    found = list(blobs.walk())
     assert {name for name, _ in found} == names
     assert len(found) == 5
     assert all(1 <= seconds < 10 for _, seconds in found)

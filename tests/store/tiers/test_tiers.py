@@ -29,8 +29,8 @@ from kvshelf.store.sealing.keyring import Keyring
 from kvshelf.store.shelf import Shelf
 from kvshelf.store.tiers.disk import DiskTier
 from kvshelf.store.tiers.ram import PER_COPY, RECENT_S, RamTier
-from kvshelf.store.tiers.tier import Tier
 from kvshelf.store.tiers.tiered import TieredStore
+from kvshelf.store.tiers.tiers import Tier
 from kvshelf.store.types import TokenIds
 from tests.amounts import few
 from tests.store.caches import golden_caches, make_cache, require_equal

@@ -35,8 +35,7 @@ from kvshelf.errors import (
 )
 from kvshelf.store.disk import DiskStore
 from kvshelf.store.index import Quota
-from kvshelf.store.jobs.meter import Meter
-from kvshelf.store.jobs.metering import Metering
+from kvshelf.store.jobs.metering import Meter, Metering
 from kvshelf.store.rules import Rules
 from kvshelf.workers.replica.calls import Caller
 from kvshelf.workers.replica.memory.residents import ResidentLimits

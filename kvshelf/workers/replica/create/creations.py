@@ -19,7 +19,7 @@ from kvshelf.engine.inputs.job import Job, Level
 from kvshelf.engine.quality import How
 from kvshelf.errors import CacheError, CacheNotFound, QualityBelowFloor
 from kvshelf.store.base import Store
-from kvshelf.store.jobs.meter import Meter
+from kvshelf.store.jobs.metering import Meter
 from kvshelf.store.manifest import Manifest
 from kvshelf.workers.replica.api import Created, Stored
 from kvshelf.workers.replica.attempts import MAX_ATTEMPTS, Attempts
