@@ -1,10 +1,8 @@
-"""Which policy, codec, selector, suffix policy and tier serve a scenario, by what was measured on kvshelf-tiny.
+"""Chooses policy, codec, selector, suffix policy and tier for a scenario, by measurements on kvshelf-tiny.
 
-The scenarios are the seven workloads of a survey of KV cache optimization (arXiv 2603.20397, sections 5.1 to 5.7; its
-5.8 is of cards and their links, which no row was measured on). A scenario has rules that
-refuse some of the measured rows, and one figure by which the others are ranked; no row is chosen by its name. Exact
-answers are those of the quality bench; bytes are of the model and length that are asked about, as `kvshelf plan`
-computes them.
+The scenarios are the workloads of a survey of KV cache optimization (arXiv 2603.20397, sections 5.1 to 5.7). A scenario
+has rules that refuse some of the measured rows, and one figure that ranks the others; no row is chosen by its name.
+Exact answers are those of the quality bench, bytes those of `kvshelf plan`.
 """
 
 from __future__ import annotations
@@ -27,18 +25,16 @@ HARDLY_PAID: Final = 0.1
 """The same where prefills are most of the work."""
 
 _CASCADE: Final = 1.125
-"""Of the budget: what layers hold that all share it, before the last layer is there. See `Policy.phase`."""
+"""Share of the budget that layers hold before the last layer is there, where all layers share it. See
+`Policy.phase`."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One measured row, with its bytes under a model at a length.
-
-    exact, compress_share: as measured. trained: whether the policy has gates. share, params: of the selector.
-    stored_bytes: of the blob. held_bytes: in memory while it is asked; under codec klt, which is decoded first, those
-    of plain rows. peak_bytes: most keys and values during the prefill. step_bytes: of the document, read at each token
-    of an answer.
-    """
+    """One measured row, with its bytes under a model at a length. exact, compress_share: as measured. trained: whether
+    the policy has gates. share, params: of the selector. stored_bytes: of the blob. held_bytes: in memory while it is
+    asked; under codec klt, which is decoded first, those of plain rows. peak_bytes: most keys and values during the
+    prefill. step_bytes: of the document, read at each token of an answer."""
 
     policy: str
     removed: float
@@ -86,9 +82,9 @@ _TRAINED: Final = Rule(lambda option: option.trained, "takes gates that are trai
 
 @dataclass(frozen=True)
 class Scenario:
-    """rules: in order. least: the figure of an `Option` by which those left are ranked, smallest first; before it
-    `exact` counts where `exact_first`. bounded: whether a suffix policy may drop entries of an answer. tier: where the
-    cache is to be, None: in RAM if two of them fit, else on disk."""
+    """rules: in order. least: the figure of an `Option` that ranks the others, smallest first; `exact` ranks before it
+    where `exact_first`. bounded: whether a suffix policy may drop entries of an answer. tier: of the cache, None: RAM
+    if two of them fit, else disk."""
 
     about: str
     rules: tuple[Rule, ...]
@@ -131,8 +127,8 @@ SCENARIOS: Final = {
 
 @dataclass(frozen=True)
 class AdviceLine:
-    """One piece of advice. suffix: the policy that bounds an answer; None: all of it stays. needed_bytes: of memory
-    for keys and values, answer included."""
+    """One piece of advice. suffix: the policy that bounds an answer; None: all of it stays. needed_bytes: of memory for
+    keys and values, with the answer."""
 
     option: Option
     suffix: str | None
@@ -165,8 +161,8 @@ def options(shape: Dimensions, tokens: int, certificate: Certificate | None = No
 
 
 def _certified_rows(certificate: Certificate, measured: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The ways of a certificate as measured rows. exact: of its questions, the share that a way does not lose, in all
-    groups. What its policy costs is what `measured` says."""
+    """The ways of a certificate as measured rows. exact: the share of its questions, in all groups, that a way does not
+    lose. `measured` has the costs of the policies."""
     costs = {row["policy"]: row["compress_share"] for row in measured}
     groups = certificate.groups.values()
     documents = sum(group.documents for group in groups)
@@ -215,9 +211,9 @@ def advise(
     quality: float = 0.9,
     certificate: Certificate | None = None,
 ) -> Advice:
-    """What serves a scenario. memory_bytes: for keys and values, beside the model's weights. quality: the least share
-    of the full cache's exact answers. certificate: whose questions stand in place of those of kvshelf-tiny.
-    Raises `InvalidRequest` for an unknown scenario, and where nothing serves it."""
+    """The rows that serve a scenario. memory_bytes: for keys and values, beside the model's weights. quality: the least
+    share of the full cache's exact answers. certificate: whose questions count instead of those of kvshelf-tiny. Raises
+    `InvalidRequest` for an unknown scenario, and if nothing serves it."""
     if scenario not in SCENARIOS:
         raise InvalidRequest(f"unknown scenario {scenario!r}; one of {', '.join(SCENARIOS)}", param="--scenario")
     chosen, candidates = SCENARIOS[scenario], list(options(shape, tokens, certificate))

@@ -20,7 +20,7 @@ ASSUMPTIONS: Final = (
 
 @dataclass(frozen=True)
 class Demand:
-    """How a document is asked. passages: tokens that each question would prefill of a document that is not kept."""
+    """Questions to a document. passages: tokens that each question would prefill of a document that is not kept."""
 
     questions: int
     days: float
@@ -90,8 +90,8 @@ def advise_keeping(
 def _cost(
     tokens: int, documents: int, nbytes: int, speed: Speed, demand: Demand, prices: Prices, model: str
 ) -> LengthCost:
-    made, stored = tokens / speed.tokens_per_s * prices.second(model), prices.stored(nbytes, demand.days * DAY_S)
+    creation = tokens / speed.tokens_per_s * prices.second(model)
     read = min(demand.passages, tokens)
     passages = prices.saved(model, read, read / speed.prefill_per_s)
-    pays_from = Worth(made, prices.stored(nbytes, DAY_S), passages).answers(demand.days)
-    return LengthCost(tokens, documents, made, stored, passages, pays_from)
+    pays_from = Worth(creation, prices.stored(nbytes, DAY_S), passages).answers(demand.days)
+    return LengthCost(tokens, documents, creation, prices.stored(nbytes, demand.days * DAY_S), passages, pays_from)

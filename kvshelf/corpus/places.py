@@ -27,10 +27,8 @@ _IN_A_PREFIX: Final = "results.jsonl"
 
 
 def place(text: str, *, param: str) -> Place:
-    """A place as a user names it. An s3:// URL without an ending names a prefix for the object `results.jsonl`.
-
-    Raises `InvalidRequest` for other URLs, and for one with credentials: it would be shown and recorded.
-    """
+    """A place as a user names it. An s3:// URL without an ending names a prefix for the object `results.jsonl`. Raises
+    `InvalidRequest` for other URLs, and for one with credentials: it would be shown and recorded."""
     if not is_url(text):
         return Path(text)
     if not text.startswith(_SCHEME):
@@ -71,11 +69,9 @@ def require_place(where: Place, endings: Sequence[str], *, what: str, param: str
 
 @contextmanager
 def written(where: Place) -> Iterator[IO[bytes]]:
-    """A file that replaces what is at the place when the block ends without an error; else the old bytes stay.
-
-    For S3 the file is built in this machine's temporary folder, and then uploaded whole. Raises `StorageFull` if it
-    cannot be written.
-    """
+    """A file that replaces what is at the place when the block ends without an error; else the old bytes stay. For S3
+    the file is built in this machine's temporary folder, and then uploaded whole. Raises `StorageFull` if it cannot be
+    written."""
     try:
         if isinstance(where, Path):
             with atomic.written(where) as target:
@@ -114,12 +110,10 @@ def opened(url: str, *, param: str) -> tuple[Any, str]:
 
 
 def put(system: Any, path: str, data: Any) -> None:
-    """Write an object: readers find the old bytes or all of these, also if this process is killed meanwhile.
-
-    data: any buffer. Raises `OSError`; then the old bytes are still there. S3 has no rename, and needs none: an object
-    appears when its upload is completed. But pyarrow completes an upload whenever its stream is closed, also by an
-    exception. So a thread writes, in which no Ctrl-C is raised.
-    """
+    """Write an object: readers find the old bytes or all of these, also if this process is killed meanwhile. data: any
+    buffer. Raises `OSError`; then the old bytes are still there. S3 has no rename, and needs none: an object appears
+    when its upload is completed. But pyarrow completes an upload whenever its stream is closed, also by an exception.
+    So a thread writes, in which no Ctrl-C is raised."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_put, system, path, data).result()
 

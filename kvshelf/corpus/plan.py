@@ -59,20 +59,20 @@ FOLDERS: Final = "file system, were it a folder on each node"
 
 S3_PUTS_PER_S: Final = 3500
 S3_GETS_PER_S: Final = 5500
-"""What S3 takes at least for each partitioned prefix, as AWS publishes it: PUT, COPY, POST and DELETE requests, and GET
-and HEAD requests. It makes more partitions of a prefix as the rate grows, over half an hour or more."""
+"""Requests that S3 takes at least for each partitioned prefix, as AWS publishes it: PUT, COPY, POST and DELETE; GET and
+HEAD. It makes more partitions of a prefix as the rate grows, over half an hour or more."""
 
 
 @dataclass(frozen=True)
 class SharedRates:
-    """What a document costs the resources that all replicas share, as `kvshelf bench rates` measures it.
+    """The cost of a document to the resources that all replicas share, as `kvshelf bench rates` measures it.
 
     Units: processor seconds and bytes. Each resource is one thread, so its seconds limit the documents per second.
     redis_document_s, redis_mb_s: of the Redis server, per document and per megabyte of blob. disk_document_s: of a
     writer to a folder, per document. *_document_bytes: kept besides the blob. controller_replica_s, gcs_replica_s: of
     Serve's controller and Ray's GCS, per replica and second. driver_result_s: of the process that runs a batch, to
-    record one result; the pipeline's own work excluded. docs/internals/scale.md describes the measurement
-    behind the defaults.
+    record one result; the pipeline's own work excluded. docs/internals/scale.md describes the measurement behind the
+    defaults.
     """
 
     redis_document_s: float = 1.55e-3
@@ -112,10 +112,8 @@ Lengths = tuple[tuple[int, int], ...]
 
 
 def read_lengths(path: Path, documents: int | None) -> Lengths:
-    """A file with a length in tokens per line, optionally followed by a count.
-
-    documents: scale the counts to this total; every length keeps at least one. Raises `InvalidRequest`.
-    """
+    """A file with a length in tokens per line, optionally followed by a count. documents: scale the counts to this
+    total; every length keeps at least one. Raises `InvalidRequest`."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -136,11 +134,9 @@ def read_lengths(path: Path, documents: int | None) -> Lengths:
 
 
 def object_requests(nbytes: int) -> tuple[int, int]:
-    """PUT and POST requests, then GET and HEAD requests, for a blob in object storage: written, and read back.
-
-    The sizes are those of `kvshelf.store.objects`, which needs an extra. To read a blob takes as many GETs as to read
-    it back.
-    """
+    """PUT and POST requests, then GET and HEAD requests, for a blob in object storage: written, and read back. The
+    sizes are those of `kvshelf.store.objects`, which needs an extra. To read a blob takes as many GETs as to read it
+    back."""
     parts = math.ceil(nbytes / (16 << 20))
     puts, gets = (1, 0) if parts == 1 else (parts + 2, 1)  # beginning and end of the upload; is the name taken?
     gets += 1  # the head
@@ -153,7 +149,7 @@ def object_requests(nbytes: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """What is done with each document, fields as in `CreateCache`; home: where its cache goes, one of `HOMES`."""
+    """The work on each document, fields as in `CreateCache`. home: the home of its cache, one of `HOMES`."""
 
     policy: str = DEFAULT_POLICY
     compression_ratio: float | None = None
@@ -195,11 +191,9 @@ class Speed:
 
     @classmethod
     def of(cls, shape: Dimensions, policy: str, tokens_per_s: float | None, measured: Path | None) -> Speed:
-        """The given tokens per second, else those in a file that `kvshelf bench speed` wrote, else an assumed number.
-
-        Raises `InvalidRequest` if both are given, if the file has another format or lacks the policy, or if neither is
-        given and nobody measured what the policy takes.
-        """
+        """`tokens_per_s`, else the speed in a file that `kvshelf bench speed` wrote, else an assumed one. Raises
+        `InvalidRequest` if both are given, if the file has another format or lacks the policy, or if neither is given
+        and nobody measured the policy's cost."""
         if measured is not None and tokens_per_s is not None:
             raise InvalidRequest("--rates and --tokens-per-s answer each other; give one", param="--rates")
         share = policy_info(policy).compress_share
@@ -231,11 +225,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a corpus takes: `gpus` GPUs for `hours` hours. Figures per second hold while all GPUs work.
-
-    home_bytes: of manifests, index and job table. puts, gets: requests to object storage, with POSTs and HEADs.
-    month_price: of the stored bytes, in the currency of the price that was given.
-    """
+    """The cost of a corpus: `gpus` GPUs for `hours` hours. Figures per second hold while all GPUs work. home_bytes: of
+    manifests, index and job table. puts, gets: requests to object storage, with POSTs and HEADs. month_price: of the
+    stored bytes, in the currency of the price."""
 
     documents: int
     tokens: int
@@ -332,11 +324,9 @@ def make_plan(
 @dataclass(frozen=True)
 class Fleet:
     """The machines. A shelf is a Redis prefix with its own index; all shelves share the servers' space for blobs.
-
     node_mtbf_h: hours between two failures of a node; 6,300 is what 16,384 GPUs in nodes of 8 had in 54 days (419
     interruptions, by the report on Llama 3). poison: share of documents that kill their worker. restart_s: seconds
-    until a replica is back; repair_s: seconds until a node is back. services: Ray clusters that share the corpus.
-    """
+    until a replica is back; repair_s: seconds until a node is back. services: Ray clusters that share the corpus."""
 
     gpus: int = 1000
     gpus_per_node: int = 8
@@ -355,9 +345,7 @@ class Fleet:
 @dataclass(frozen=True)
 class SharedResource:
     """A resource GPUs share. used: share of its capacity while all GPUs work; 1 is full. move: what raises the limit.
-
-    by_rate: a rate fills it, not an amount. per_node: each node has one, which only that node's GPUs share.
-    """
+    by_rate: a rate fills it, not an amount. per_node: each node has one, which only that node's GPUs share."""
 
     name: str
     used: float
@@ -366,7 +354,7 @@ class SharedResource:
     per_node: bool = False
 
     def full_at(self, gpus: int) -> int | None:
-        """How many GPUs fill this resource; None if an amount fills it, or if each node has its own."""
+        """The number of GPUs that fill this resource; None if an amount fills it, or if each node has its own."""
         return round(gpus / self.used) if self.used and self.by_rate and not self.per_node else None
 
 
@@ -406,9 +394,9 @@ def shared_resources(plan: Plan, fleet: Fleet, rates: SharedRates) -> list[Share
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a simulated run ends. lost_gpu_hours: work done twice, and GPUs waiting for a replica. innocent: expected
-    number of documents given up although they kill no worker. slowed_h: hours in which a shared resource, not the
-    GPUs, set the pace. stopped_by: the full resource that stopped all work."""
+    """The end of a simulated run. lost_gpu_hours: work done twice, and GPUs waiting for a replica. innocent: expected
+    number of documents given up although they kill no worker. slowed_h: hours in which a shared resource, not the GPUs,
+    set the pace. stopped_by: the full resource that stopped all work."""
 
     hours: float
     documents: int
@@ -422,11 +410,9 @@ class Outcome:
 
 
 def simulate(plan: Plan, fleet: Fleet, rates: SharedRates, *, seed: int = 0) -> Outcome:
-    """Let the fleet work through the plan's documents, from event to event; the same seed gives the same run.
-
-    Between two events (a node dies, a document kills its worker, GPUs come back) the rate is constant: that of the
-    GPUs that are up, or of the fullest resource. Times are hours. The attempts at a poison document are one event.
-    """
+    """Let the fleet work through the plan's documents, from event to event; the same seed gives the same run. Between
+    two events (a node dies, a document kills its worker, GPUs come back) the rate is constant: that of the GPUs that
+    are up, or of the fullest resource. Times are hours. The attempts at a poison document are one event."""
     chance = random.Random(seed)
     shared = [resource for resource in shared_resources(plan, fleet, rates) if resource.name != FOLDERS]
     slowest, memory = (

@@ -137,10 +137,8 @@ class Row:
 
 class Shard(abc.ABC):
     """A part of the input that is read in one go. It travels to the process that reads it, so it must be picklable.
-
     nbytes: about how much there is to read. rows: how many rows it has, None if unknown. local: only the machine that
-    made the shard can read it.
-    """
+    made the shard can read it."""
 
     nbytes: int
     rows: int | None = None
@@ -148,11 +146,8 @@ class Shard(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Iterator[Row]:
-        """Its rows, the same ones in the same order each time, in bounded memory.
-
-        Bad input gives error rows, never an exception. Raises an error of kvshelf, such as `StoreUnavailable`, if the
-        shard cannot be read now.
-        """
+        """Its rows, the same ones in the same order each time, in bounded memory. Bad input gives error rows, never an
+        exception. Raises an error of kvshelf, such as `StoreUnavailable`, if the shard cannot be read now."""
 
 
 def cut(items: Iterable[ItemT], size_of: Callable[[ItemT], int], *, most: int, size: int) -> Iterator[list[ItemT]]:

@@ -1,6 +1,6 @@
-"""What an export says about its cache beside the blob: name, labels and quality, and the document's text if it is kept.
+"""The part of an export behind the blob: name, labels and quality of the cache, and the document's text if it is kept.
 
-The quality is a claim of whoever made the export: a shelf cannot measure it again without the full cache.
+The quality is a claim: a shelf cannot measure it again without the full cache.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _possible(quality: Quality) -> bool:
         in_order = agreement is high is quality.low is None and quality.cues == 0
     else:
         in_order = 0 <= low <= agreement <= high <= 1  # false for NaN
-    rest: Iterable[float] = (quality.kl, quality.probe_s, *(quality.worst or {}).values())
-    known = quality.cues > 0 or (quality.cues == 0 and (low == 1 or agreement is None))  # 1: the full cache itself
-    return in_order and known and quality.version > 0 and all(0 <= n < math.inf for n in rest)
+    numbers: Iterable[float] = (quality.kl, quality.probe_s, *(quality.worst or {}).values())
+    counted = quality.cues > 0 or (quality.cues == 0 and (low == 1 or agreement is None))  # 1: the full cache itself
+    return in_order and counted and quality.version > 0 and all(0 <= number < math.inf for number in numbers)
 
 
 def export_part(store: Store, manifest: Manifest) -> bytes:
-    """What follows the blob of a stored cache in its export, with a source that is text. Raises as `Store.get` does."""
+    """The part of a stored cache, with its source if that is text. Raises as `Store.get` does."""
     source = b""
     if manifest.source is not None and manifest.source.form == "text":
         with suppress(SourceNotKept):  # its time is over by now
@@ -57,15 +57,13 @@ def export_part(store: Store, manifest: Manifest) -> bytes:
 
 
 def about_of(exported: Exported) -> About:
-    """What an export says; nothing for a blob alone. Raises `InvalidRequest`, which names the field."""
-    if not exported.about:
-        return About()
-    return parse_request(About, exported.about)
+    """Empty for a blob alone. Raises `InvalidRequest`, which names the field."""
+    return parse_request(About, exported.about) if exported.about else About()
 
 
 def source_of(exported: Exported, limit: int) -> str | None:
-    """The document's text in an export, None if there is none. Raises `InvalidRequest` beyond `limit` bytes and for
-    what is no UTF-8. It is checked against the cache by who has the tokenizer."""
+    """The document's text in an export, None if there is none. Only a caller with the tokenizer can compare it with the
+    cache. Raises `InvalidRequest` beyond `limit` bytes and for bytes that are no UTF-8."""
     if not exported.source:
         return None
     if len(exported.source) > limit:

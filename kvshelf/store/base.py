@@ -26,7 +26,7 @@ RENEW_SHARE: Final = 0.01
 """A cache that uses renew lives on for at least 1 - `RENEW_SHARE` of its `ttl_renew_s` after each use."""
 
 _MOST_PARENTS: Final = 4096
-"""Of one cache that are followed: the longest conversation that goes on from its last turn."""
+"""The longest conversation whose parents are followed from its last turn."""
 
 if TYPE_CHECKING:
     from kvshelf.artifact.cache import CompressedCache
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
 
 class Store(Protocol):
-    """Keeps caches. Several threads and several processes may use one store at once.
-
-    Ids are content addresses that include the tenant: an id of another tenant and an id that never existed raise the
-    same `CacheNotFound`, word for word. Every method may raise `StoreUnavailable` when the home does not work.
-    """
+    """Keeps caches. Several threads and several processes may use one store at once. Ids are content addresses that
+    include the tenant: an id of another tenant and an id that never existed raise the same `CacheNotFound`, word for
+    word. Every method may raise `StoreUnavailable` when the home does not work."""
 
     requests: RequestTable
     responses: Responses
@@ -79,10 +77,8 @@ class Store(Protocol):
         """The time by the home's clock, Unix seconds: what expires is compared with it, on every machine."""
 
     def expiry(self, ttl_s: float | None, expires_at: float | None) -> float | None:
-        """When a cache put now would expire (Unix seconds, None: never), by the rules of this shelf.
-
-        Raises `InvalidRequest`, so that a request can be refused before any work.
-        """
+        """When a cache put now would expire (Unix seconds, None: never), by the rules of this shelf. Raises
+        `InvalidRequest`, so that a request can be refused before any work."""
 
     def admit(self, tenant: str) -> None:
         """Raises `QuotaExceeded` when the tenant's quota is used up already, before any work is wasted."""
@@ -103,11 +99,9 @@ class Store(Protocol):
             return arriving.cache()
 
     def open_cache(self, cache_id: str, *, tenant: str = "default") -> ArrivingCache:
-        """Open a cache to read it layer by layer while it is used; its header and content address are checked.
-
-        Raises as `get` does; a damaged layer is found when it is read. Reading may finish although the cache is
-        deleted meanwhile. Close the result before the store.
-        """
+        """Open a cache to read it layer by layer while it is used; its header and content address are checked. Raises
+        as `get` does; a damaged layer is found when it is read. Reading may finish although the cache is deleted
+        meanwhile. Close the result before the store."""
 
     def open_parts(self, cache_id: str, *, tenant: str = "default") -> PartialCache:
         """Open a cache of which only some runs of rows are read; its header and content address are checked.
@@ -125,10 +119,8 @@ class Store(Protocol):
         damaged one is removed; its cache stays."""
 
     def original(self, cache_id: str, *, tenant: str = "default") -> tuple[Manifest, types.Source]:
-        """The manifest and the source, to make a cache again: even one that was evicted, has expired or is corrupt.
-
-        The manifest of one that is gone is as it was when it was last changed. Raises `SourceNotKept`, `CacheNotFound`.
-        """
+        """The manifest and the source, to make a cache again: even one that was evicted, has expired or is corrupt. The
+        manifest of one that is gone is as it was when it was last changed. Raises `SourceNotKept`, `CacheNotFound`."""
 
     def keep_source(
         self, cache_id: str, source: types.Source, *, tenant: str = "default", **end: Unpack[types.EndFields]
@@ -141,12 +133,7 @@ class Store(Protocol):
         """
 
     def keep_judgement(
-        self,
-        cache_id: str,
-        judged: Judgement,
-        *,
-        tenant: str = "default",
-        if_revision: Collection[str] | None = None,
+        self, cache_id: str, judged: Judgement, *, tenant: str = "default", if_revision: Collection[str] | None = None
     ) -> Manifest:
         """Replace the measured quality in a stored cache's manifest. if_revision, errors: as of `update`."""
 
@@ -223,11 +210,9 @@ class Store(Protocol):
         rest if it took longer than `limit_s`. Raises `StateConflict` while another process does it."""
 
     def touch(self, cache_id: str, *, tenant: str = "default") -> None:
-        """Record that the cache was used now. Does nothing if the cache is gone.
-
-        If the cache has an expiry and a `ttl_renew_s`, and that time from now is later than its expiry by at least
-        `RENEW_SHARE` of it, that becomes its expiry. So a use never shortens a life, and of many uses few write.
-        """
+        """Record that the cache was used now. Does nothing if the cache is gone. If the cache has an expiry and a
+        `ttl_renew_s`, and that time from now is later than its expiry by at least `RENEW_SHARE` of it, that becomes its
+        expiry. So a use never shortens a life, and of many uses few write."""
 
     def sweep(self, now: float | None = None) -> types.Swept:
         """Remove expired items and the remains of crashes. Safe while others write; call it every few minutes."""
@@ -237,10 +222,8 @@ class Store(Protocol):
         Returns how many. Safe while others write; call it after `sweep`."""
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:
-        """The id a cache with this identity has here under a codec, whether it is stored or not.
-
-        Texts of the same codec give the same id. Raises `InvalidRequest` for a text that is no codec.
-        """
+        """The id a cache with this identity has here under a codec, whether it is stored or not. Texts of the same
+        codec give the same id. Raises `InvalidRequest` for a text that is no codec."""
 
     def document_id(self, identity: Identity, *, tenant: str = "default") -> str:
         """The id that all caches of one document carry here."""

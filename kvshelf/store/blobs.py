@@ -53,11 +53,8 @@ def is_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Health:
-    """The problems of a home that answers, one sentence each.
-
-    faults: the home must not be used, because it may lose parts of a cache. full: it answers, and takes no more caches.
-    warnings: for the operator.
-    """
+    """The problems of a home that answers, one sentence each. faults: the home must not be used, because it may lose
+    parts of a cache. full: it answers, and takes no more caches. warnings: for the operator."""
 
     faults: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
@@ -65,11 +62,9 @@ class Health:
 
 
 class Blobs(Protocol):
-    """A place for bytes. Several threads and several processes may use it at once.
-
-    `nbytes` is always the size with which a name was written. Methods raise `StoreUnavailable` and `StorageFull` when
-    the place does not work, and `StoreUnavailable` for a malformed name.
-    """
+    """A place for bytes. Several threads and several processes may use it at once. `nbytes` is always the size with
+    which a name was written. Methods raise `StoreUnavailable` and `StorageFull` when the place does not work, and
+    `StoreUnavailable` for a malformed name."""
 
     home: str
     """The name of this place in a receipt: "disk", "redis" or "objects"."""
@@ -84,16 +79,12 @@ class Blobs(Protocol):
 
     def write(self, name: str, buffers: Iterable[memoryview], nbytes: int, *, on_step: Step) -> None:
         """Create the name and make its bytes durable. A write longer than the write lease needs `renew` meanwhile.
-
         `on_step` is called with "created", "written", "synced". After an error, bytes written so far may stay: the
-        caller removes them, or a sweep does.
-        """
+        caller removes them, or a sweep does."""
 
     def renew(self, name: str, nbytes: int) -> None:
         """Make a server keep the bytes written so far for at least another write lease. A disk does nothing here.
-
-        Called by another thread while the writer writes. Never shortens a lifetime that `keep_until` has set.
-        """
+        Called by another thread while the writer writes. Never shortens a lifetime that `keep_until` has set."""
 
     def open(self, name: str, nbytes: int, *, once: bool = False) -> StoredFile | None:
         """A seekable file at byte 0, or None if the name does not exist.
@@ -122,10 +113,8 @@ class Blobs(Protocol):
         """
 
     def remove(self, name: str, nbytes: int) -> bool:
-        """Remove the bytes, quarantined or not; open readers keep them. Does nothing if there are none.
-
-        False: they are still there for a reader, and have no new ones. The caller tries again later.
-        """
+        """Remove the bytes, quarantined or not; open readers keep them. Does nothing if there are none. False: they are
+        still there for a reader, and have no new ones. The caller tries again later."""
 
     def set_aside(self, name: str, nbytes: int) -> None:
         """Keep the bytes of a corrupt cache for inspection, hidden from `open` where hiding them costs no copy. Does
@@ -224,18 +213,16 @@ READ_LEASE_S: Final = 60.0
 """How long a removed name stays readable for a reader that has gone silent."""
 
 TAKEN_S: Final = 3600.0
-"""How long a taken name takes no readers. Its bytes are removed long before."""
+"""How long a taken name takes no readers: its bytes are removed long before."""
 
 TAKEN: Final = "taken"
-"""Stands in place of a reader's token in a name that is taken."""
+"""The token of a name that is taken, in place of a reader's."""
 
 
 class Leases(Protocol):
-    """Which names in `Blobs` are being read, in all processes of a home. Every method is one atomic step.
-
-    A lease ends by itself after `READ_LEASE_S`, so a reader that dies blocks nothing for long. Methods raise
-    `StoreUnavailable` when the home does not work.
-    """
+    """Which names in `Blobs` are being read, in all processes of a home. Every method is one atomic step. A lease ends
+    by itself after `READ_LEASE_S`, so a reader that dies blocks nothing for long. Methods raise `StoreUnavailable` when
+    the home does not work."""
 
     def hold(self, name: str, token: str) -> bool:
         """Begin or renew the lease of a reader. False: the name is taken, and its bytes are going."""

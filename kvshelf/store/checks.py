@@ -90,9 +90,9 @@ def changes(fields: ChangeFields) -> dict[str, Any]:
     return changed
 
 
-def require_names(call: str, fields: Mapping[str, object], known: type) -> None:
-    """Raises `TypeError` for keyword arguments that are not those of the typed dictionary `known`, as a call does."""
-    if unknown := fields.keys() - known.__annotations__.keys():
+def require_names(call: str, fields: Mapping[str, object], arguments: type) -> None:
+    """Raises `TypeError`, as a call does, for keyword arguments that the typed dictionary `arguments` has not."""
+    if unknown := fields.keys() - arguments.__annotations__.keys():
         raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
 
 

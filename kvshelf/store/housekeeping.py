@@ -66,10 +66,8 @@ def discard(index: Index, blobs: Blobs, names: Entry | Writing) -> None:
 
 def make_room(index: Index, blobs: Blobs, nbytes: int, now: float) -> int:
     """Evict the caches of lowest priority until `nbytes` are freed; returns the bytes freed, fewer if no more can go.
-
     Pinned caches and those being read stay. Bytes that another process frees meanwhile count as well: only the index
-    knows whether the space is still free.
-    """
+    knows whether the space is still free."""
     release(index, now)
     freed = 0
     passed_over = 0

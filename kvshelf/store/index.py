@@ -27,7 +27,7 @@ ID_PREFIX: Final = len("kvs_") + 4
 """Characters of an id after which an index finds it: among a million caches, 15 have the same four digits."""
 
 KEEP_CHANGES_S: Final = 86400.0
-"""How long `Index.changes` has a change at least, or the entry's last one after it."""
+"""How long `Index.changes` has a change, or a later one of the same entry, at least."""
 
 KEEP_ENDED_S: Final = 30 * 86400.0
 """How long tombstones and ended requests can still be looked up."""
@@ -128,11 +128,9 @@ class Writing:
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of one tenant, and of all tenants together (`budget_bytes`, `promised_bytes`); None: no limit.
-
-    The budgets of promises count the bytes of ready entries that are pinned, `max_bytes` and `budget_bytes` those of
-    all entries (`Entry.nbytes`) and of what the items of the job table hold.
-    """
+    """Limits of one tenant, and of all tenants together (`budget_bytes`, `promised_bytes`); None: no limit. The budgets
+    of promises count the bytes of ready entries that are pinned, `max_bytes` and `budget_bytes` those of all entries
+    (`Entry.nbytes`) and of what the items of the job table hold."""
 
     max_caches: int | None = None
     max_bytes: int | None = None
@@ -153,11 +151,9 @@ class Quota:
                 raise self.exceeded(limit, used, size)
 
     def exceeded(self, limit: str, used: int, size: int) -> QuotaExceeded | StorageFull:
-        """The error for a write of `size` bytes beyond one of the limits.
-
-        limit: the limit's name. used: caches or bytes that already count. `fits` in the error's details says whether
-        the bytes would fit if there were no others; if so, the caller may evict and retry.
-        """
+        """The error for a write of `size` bytes beyond one of the limits. limit: the limit's name. used: caches or
+        bytes that already count. `fits` in the error's details says whether the bytes would fit if there were no
+        others; if so, the caller may evict and retry."""
         if limit in ("tenant_promised_bytes", "promised_bytes"):
             most = getattr(self, limit)
             return QuotaExceeded(
@@ -182,10 +178,8 @@ NO_LIMITS: Final = Quota()
 
 @dataclass(frozen=True)
 class Filters:
-    """The filters of a listing, joined by "and"; None or empty: any.
-
-    id_prefix: of `kvs_...`, at least `ID_PREFIX` characters.
-    """
+    """The filters of a listing, joined by "and"; None or empty: any. id_prefix: of `kvs_...`, at least `ID_PREFIX`
+    characters."""
 
     tenant: str
     document_id: str | None = None
@@ -210,11 +204,9 @@ class BasesGone(Exception):
 
 
 class Index(Protocol):
-    """The source of truth of a home. Several threads and several processes may use it at once.
-
-    A change is durable when its method returns, unless the method says otherwise. `now` is the home's clock (Unix
-    seconds) as `Store.now` tells it. Methods raise `StoreUnavailable` and `StorageFull` when the home does not work.
-    """
+    """The source of truth of a home. Several threads and several processes may use it at once. A change is durable when
+    its method returns, unless the method says otherwise. `now` is the home's clock (Unix seconds) as `Store.now` tells
+    it. Methods raise `StoreUnavailable` and `StorageFull` when the home does not work."""
 
     key: bytes
     """32 secret bytes that key the content addresses of this home."""
@@ -245,11 +237,9 @@ class Index(Protocol):
         """Forget a write and its reservation, after its bytes were removed. Ignores an unknown name."""
 
     def abandoned(self) -> list[Writing]:
-        """Writes whose lease has run out, and replaced or buried names whose bytes are not removed yet.
-
-        The call revokes them: none can be renewed or published any more, even if a clock is set back. The caller
-        removes their bytes, then calls `abandon`.
-        """
+        """Writes whose lease has run out, and replaced or buried names whose bytes are not removed yet. The call
+        revokes them: none can be renewed or published any more, even if a clock is set back. The caller removes their
+        bytes, then calls `abandon`."""
 
     def publish(
         self,
@@ -373,7 +363,7 @@ MakeBlobs = Callable[[Index, Leases], Blobs]
 
 
 def blobs_place(blobs: MakeBlobs | None) -> str:
-    """How an index records where its blobs lie: "beside" it, or in "objects"."""
+    """The text under which an index records the place of its blobs: "beside" it, or "objects"."""
     return "beside" if blobs is None else "objects"
 
 

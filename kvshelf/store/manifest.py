@@ -21,11 +21,11 @@ _REVISED = {
 }  # fmt: skip
 
 BY_GUARD: Final = "measured by the guard"
-"""How the reason of a quality begins by which the guard has found a cache below its floor."""
+"""Beginning of the reason in a quality by which the guard has found a cache below its floor."""
 
 
 class StoredRecord(BaseModel):
-    """What a home keeps as JSON. Nothing unknown passes."""
+    """A record that a home keeps as JSON. Nothing unknown passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,11 +38,9 @@ class StoredUsage(StoredRecord):
 
 
 class Judgement(StoredRecord):
-    """How a cache compares with the full one, as the API reports it.
-
-    quality: None if it was not measured. tried: all levels that were considered, if this cache was chosen among them.
-    certificate: by which it was chosen. min_quality: the highest that a creation asked of it.
-    """
+    """How a cache compares with the full one, as the API reports it. quality: None if it was not measured. tried: all
+    levels that were considered, if this cache was chosen among them. certificate: by which it was chosen. min_quality:
+    the highest that a creation asked of it."""
 
     quality: Quality | None = None
     tried: tuple[Tried, ...] = ()
@@ -73,22 +71,21 @@ _CONTENT: Final = {
     "identity", "model", "layout", "policy", "policy_params", "compression_ratio", "codec", "num_tokens", "kept_tokens",
     "bytes_full", "bytes_stored", "blob_digest", "segment_digests",
 }  # fmt: skip
-"""What follows from a cache's bytes."""
+"""Fields that follow from a cache's bytes."""
 
 _TIMES_16_BITS: Final = {"float32": 2, "float64": 4}
 """How much wider than 16 bits a model's numbers are. By name, because a front end does not import torch."""
 
 
 class Manifest(StoredRecord):
-    """What the shelf knows about one cache without reading it. Times are Unix seconds, sizes bytes, digests hex.
+    """The shelf's record of one cache. Times are Unix seconds, sizes bytes, digests hex.
 
-    identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob.
-    blob_digest: the blob's root digest; segment_digests: one per layer. uses: questions asked so far.
-    ttl_renew_s: each use moves `expires_at` to so many seconds later; None: it stays.
-    guaranteed_until: as `pinned` until then; None once a sweep has seen that it is over.
-    source: of the document, if it is kept (`kvshelf.store.jobs.sources`).
-    quality, tried, certificate, min_quality: see `Judgement`. parent_id: the cache that this one extends, None if it
-    extends none. codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made.
+    identity: `Identity.to_dict()`. bytes_full: keys and values before compression. bytes_stored: the blob. blob_digest:
+    the blob's root digest; segment_digests: one per layer. uses: questions asked so far. ttl_renew_s: each use moves
+    `expires_at` to so many seconds later; None: it stays. guaranteed_until: as `pinned` until then; None once a sweep
+    has seen that it is over. source: of the document, if it is kept (`kvshelf.store.jobs.sources`). quality, tried,
+    certificate, min_quality: see `Judgement`. parent_id: the cache that this one extends, None if it extends none.
+    codec, identity: of the blob. recoded: if a ladder has coded it smaller since it was made.
     """
 
     id: str
@@ -131,12 +128,13 @@ class Manifest(StoredRecord):
 
     @property
     def made_codec(self) -> str:
-        """The codec under which it was made, and of which its id is."""
+        """The codec that its id is of: the one under which it was made."""
         return self.codec if self.recoded is None else self.recoded.codec
 
     @property
     def made_identity(self) -> Identity:
-        """Of which its id is: transforms belong to the codec of the blob alone. Raises as `Identity.from_dict`."""
+        """The identity that its id is of: transforms belong to the codec of the blob alone. Raises as
+        `Identity.from_dict`."""
         identity = Identity.from_dict(self.identity)
         return identity if self.recoded is None else replace(identity, transforms="")
 
@@ -152,7 +150,7 @@ class Manifest(StoredRecord):
 
     @property
     def promised(self) -> bool:
-        """Whether it is not to be evicted: its pin, for ever or until a time, counts for the budget of promises."""
+        """Whether it may not be evicted: its pin, for ever or until a time, counts for the budget of promises."""
         return self.pinned or self.guaranteed_until is not None
 
     @property

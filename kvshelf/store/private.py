@@ -21,11 +21,8 @@ _AUTHORITY: Final = re.compile(r"(?:(?<=://)|(?<=^//))(?!/)")
 
 def read_private(path: Path, *, param: str) -> bytes:
     """The bytes of a file that only its owner can read, or that root wrote for one of our groups, as Kubernetes writes
-    secrets. Checks the opened file, not the path.
-
-    Raises `InvalidRequest`, which names the setting `param`, for a file that is missing, not regular, accessible to
-    others, or longer than 1 MiB.
-    """
+    secrets. Checks the opened file, not the path. Raises `InvalidRequest`, which names the setting `param`, for a file
+    that is missing, not regular, accessible to others, or longer than 1 MiB."""
     return _read(path, _accessible, param=param)
 
 
@@ -105,10 +102,7 @@ def refused(path: Path | str, problem: str, *, param: str) -> InvalidRequest:
 
 
 def without_secret(url: str) -> str:
-    """A URL, or several joined by `+`, with user and password replaced by stars.
-
-    Everything before the last @ goes, so that a password that should have been quoted does not show either. The path
-    of a folder (three slashes) stays.
-    """
+    """A URL, or several joined by `+`, with user and password replaced by stars. Everything before the last @ goes, so
+    that a password that should have been quoted does not show either. The path of a folder (three slashes) stays."""
     begins, end = _AUTHORITY.search(url), url.rfind("@")
     return url if begins is None or begins.end() > end else f"{url[: begins.end()]}***{url[end:]}"

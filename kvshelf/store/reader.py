@@ -53,10 +53,8 @@ class Reader:
 
     @contextmanager
     def opening(self, cache_id: str, tenant: str, *, once: bool = False) -> Iterator[tuple[Entry, StoredFile, int]]:
-        """The plain blob of a cache and its size; the caller closes it. Closed here if the block raises.
-
-        once: see `Blobs.open`.
-        """
+        """The plain blob of a cache and its size; the caller closes it. Closed here if the block raises. once: see
+        `Blobs.open`."""
         entry, files = self._open(cache_id, tenant, once)
         with self.quarantining(entry):
             file, nbytes = joined(files, self._rules, entry.needed(), tenant, cache_id)
@@ -82,10 +80,8 @@ class Reader:
 
     @contextmanager
     def quarantining(self, entry: Entry) -> Iterator[None]:
-        """A `BlobError` in the block quarantines the cache: later reads fail at once, without reading its bytes.
-
-        A blob that other caches have as a base stays in place: what they use of it may be sound.
-        """
+        """A `BlobError` in the block quarantines the cache: later reads fail at once, without reading its bytes. A blob
+        that other caches have as a base stays in place: what they use of it may be sound."""
         try:
             yield
         except BlobError as error:

@@ -12,11 +12,9 @@ from kvshelf.store.sealing.keyring import Keyring
 
 @dataclass(frozen=True)
 class Rules:
-    """Limits on time and space, and the keys that seal blobs (None: blobs are stored in plain).
-
-    default_ttl_s: for a cache without an expiry; `max_ttl_s` if that is shorter or set alone. quota: of each tenant,
-    and the budget of the home.
-    """
+    """Limits on time and space, and the keys that seal blobs (None: blobs are stored in plain). default_ttl_s: for a
+    cache without an expiry; `max_ttl_s` if that is shorter or set alone. quota: of each tenant, and the budget of the
+    home."""
 
     default_ttl_s: float | None = None
     max_ttl_s: float | None = None
@@ -31,7 +29,7 @@ class Rules:
         return self.changed_expiry(ttl_s, expires_at, now)
 
     def renewal(self, ttl_renew_s: float | None) -> float | None:
-        """The time by which uses prolong a cache, None: they do not. Raises `InvalidRequest`."""
+        """The seconds by which uses prolong a cache, None: they do not. Raises `InvalidRequest`."""
         if ttl_renew_s is not None:
             self.changed_expiry(ttl_renew_s, None, 0.0)
         return ttl_renew_s

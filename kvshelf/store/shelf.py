@@ -173,12 +173,9 @@ class Shelf(Store):
         return self.keep_source(cache_id, source, tenant=tenant, expires_at=until)
 
     def _as_made(self, entry: Entry, packed: PackedBlob, judged: Judgement | None) -> Manifest | None:
-        """The manifest of a cache that a ladder has coded smaller, once it is again as it was made, which counts as a
-        use; None if it has ended meanwhile.
-
-        What extends it stays as it is: a cache with all that it needs. Raises as `put` does; a promised cache is to fit
-        among the promises with its new size.
-        """
+        """Put back the blob of a cache that a ladder has coded smaller, which counts as a use. Returns the manifest;
+        None if the cache has ended meanwhile. Caches that extend it stay as they are: whole with what they need. Raises
+        as `put` does; a promised cache must fit among the promises with its new size."""
         for _ in range(_ROUNDS):
             manifest = entry.manifest()
             if manifest.recoded is None:  # another creation was first
@@ -240,11 +237,9 @@ class Shelf(Store):
         return self._rules.expiry(ttl_s, expires_at, self.clock())
 
     def adopt(self, cache: CompressedCache, manifest: Manifest, *, parent_id: str | None = None) -> None:
-        """Store a cache under an existing manifest: copy it to a tier, or give it back to its home, with its parent.
-
-        A tier knows no parents: its copies go one by one. Raises `BlobError` if the manifest belongs to another blob,
-        and as `put` does; a parent may be unknown here.
-        """
+        """Store a cache under an existing manifest: copy it to a tier, or give it back to its home, with its parent. A
+        tier knows no parents: its copies go one by one. Raises `BlobError` if the manifest belongs to another blob, and
+        as `put` does; a parent may be unknown here."""
         packed = cache.pack()
         if packed.root.hex() != manifest.blob_digest:
             raise errors.BlobError("the manifest belongs to another blob", reason="wrong_blob")
@@ -252,9 +247,7 @@ class Shelf(Store):
 
     def mend(self, cache: CompressedCache, cache_id: str, *, tenant: str) -> None:
         """Replace the bytes of a corrupt cache from a copy; its manifest stays. Does nothing if the cache changed.
-
-        Raises as `adopt` and `get` do.
-        """
+        Raises as `adopt` and `get` do."""
         entry, packed = self.reader.kept(cache_id, tenant), cache.pack()
         if packed.root.hex() != entry.manifest().blob_digest:
             raise errors.BlobError("the copy is another blob", reason="wrong_blob")
@@ -295,12 +288,7 @@ class Shelf(Store):
                     return manifest
 
     def keep_judgement(
-        self,
-        cache_id: str,
-        judged: Judgement,
-        *,
-        tenant: str = "default",
-        if_revision: Collection[str] | None = None,
+        self, cache_id: str, judged: Judgement, *, tenant: str = "default", if_revision: Collection[str] | None = None
     ) -> Manifest:
         return self._changed(cache_id, tenant, dict(judged), if_revision)
 
@@ -331,7 +319,7 @@ class Shelf(Store):
             return types.BlobFile(BufferedReader(file), summary.nbytes, summary.root.hex())
 
     def _require_own(self, cache_id: str, tenant: str, entry: Entry, summary: BlobSummary) -> None:
-        """A sound blob must also be the one that was stored, and that of its id, even if the index names it."""
+        """Raise `BlobError` unless a sound blob is the one that was stored, and belongs to its id."""
         if summary.root.hex() != entry.manifest().blob_digest:
             raise errors.BlobError("its file holds another blob than was stored", reason="wrong_blob")
         header, recoded = summary.header, entry.manifest().recoded
@@ -538,7 +526,7 @@ class Shelf(Store):
         return self.eraser(self).erase(subject, dry_run=dry_run, limit_s=limit_s)
 
     def eraser(self, store: Store) -> Eraser:
-        """Of what is in this home. store: this one, or the one that has tiers in front of it."""
+        """The eraser of this home. store: this one, or the one that has tiers in front of it."""
         parts = (self.index, self.bodies, self.files, self.batches, self.metering, self.blobs.home, self.clock)
         return Eraser(*parts, delete=store.delete, sweep=store.sweep)
 
@@ -555,9 +543,7 @@ class Shelf(Store):
 
     def _descendants(self, entry: Entry, now: float, *, cascade: bool) -> Sequence[Entry]:
         """The stored caches that extend a cache, the deepest first, to be deleted before it; expired ones end here.
-
-        Raises `CacheHasChildren` for live and corrupt ones without `cascade`.
-        """
+        Raises `CacheHasChildren` for live and corrupt ones without `cascade`."""
         children: dict[str, Entry] = {}
         parents = [entry]
         now = min(now, self._doubt.deadline())
@@ -607,8 +593,8 @@ class Shelf(Store):
         return swept
 
     def _settle_sources(self, now: float) -> None:
-        """What is due for removal is either a source whose cache names it, and whose writer died before it claimed it,
-        or one whose time is over, as its cache must say."""
+        """A source that is due for removal has either lost its writer before the writer claimed it for a cache that
+        names it, or its time is over, and its cache must say so."""
         for item in self.index.jobs.due_items("source", now):
             record = read(item, SourceRecord)
             entry = self.index.find(record.manifest.id, item.tenant)
@@ -672,10 +658,7 @@ class Shelf(Store):
 
     def reseal(self) -> Iterator[types.Scrubbed]:
         """Rewrite every cache and source that is not sealed with the keyring's first key; without a keyring, every one
-        that is sealed.
-
-        Manifests stay as they are. An interrupted run continues where it stopped.
-        """
+        that is sealed. Manifests stay as they are. An interrupted run continues where it stopped."""
         for entry in self.index.stored():
             if entry.state == "ready" and not self._writer.would_seal_alike(*entry.needed()):
                 yield _scrubbed(entry, self._seal_anew(entry))
@@ -696,8 +679,8 @@ class Shelf(Store):
         return f"it was changed {_ROUNDS} times while it was sealed anew; try again when it is at rest"
 
     def _content(self, entry: Entry, opened: ExitStack) -> Content:
-        """The blob of a cache, read and verified: what its parent lacks, if that is sealed anew already. The parent
-        stays open in `opened`."""
+        """The blob of a cache, read and verified: without its parent's bytes if the parent is sealed anew already. The
+        parent stays open in `opened`."""
         packed = self.get(entry.id, tenant=entry.tenant).pack()
         parent_id = entry.parent_id if entry.bases else None
         parent = None if parent_id is None else self.index.find(parent_id, entry.tenant)
@@ -724,7 +707,7 @@ def _scrubbed(what: Entry | SourceRecord, problem: str | None) -> types.Scrubbed
 
 
 def _problem(act: Callable[[], object]) -> str | None:
-    """What an action on a source says that is wrong with it, None if nothing is."""
+    """The message of an action's error, None if there was none."""
     try:
         act()
     except errors.KvshelfError as error:

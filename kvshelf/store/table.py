@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from kvshelf.errors import InvalidRequest, QuotaExceeded, StateConflict, StoreUnavailable
 from kvshelf.store.manifest import StoredRecord
@@ -32,6 +32,9 @@ Kind = Literal[
 ]
 
 RecordT = TypeVar("RecordT", bound=StoredRecord)
+
+HOME: Final = "kvshelf"
+"""The tenant of items that belong to the home. A real tenant of this name sees none: it has no ids of these kinds."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,8 @@ class JobTable(Protocol):
     """
 
     def add(self, item: Item, *, most_open: int | None = None) -> Item | None:
-        """Store a new item; returns it as stored. None if the id is taken.
-
-        Raises `QuotaExceeded` if the tenant has `most_open` open items of this kind.
-        """
+        """Store a new item; returns it as stored. None if the id is taken. Raises `QuotaExceeded` if the tenant has
+        `most_open` open items of this kind."""
 
     def find(self, item_id: str, tenant: str | None) -> Item | None:
         """The item of an id, if it is this tenant's. tenant None: any tenant's, for the home's own work."""
@@ -98,11 +99,8 @@ class JobTable(Protocol):
 
     def change(self, item: Item, *, term: int | None = None, release: bool = False) -> Item | None:
         """Replace text, `open`, `due`, `held`, `owner` and `after_s`, if the stored version is `item.version`; returns
-        the next version.
-
-        release: end the lease too. None, and nothing is changed, if the item was changed or removed since, or if `term`
-        is given and not the newest.
-        """
+        the next version. release: end the lease too. None, and nothing is changed, if the item was changed or removed
+        since, or if `term` is given and not the newest."""
 
     def remove(self, item_id: str) -> bool:
         """Forget an item with its journal. False if there is none."""
@@ -122,10 +120,8 @@ class JobTable(Protocol):
         """Lease an open item; returns the term. None if another lease lives, or if there is no such open item."""
 
     def renew(self, item_id: str, term: int, *, lease_s: float) -> None:
-        """Extend the lease from now. Raises `StateConflict` if the term is not the newest or was released.
-
-        Need not survive a power cut, which ends the holder too.
-        """
+        """Extend the lease from now. Raises `StateConflict` if the term is not the newest or was released. Need not
+        survive a power cut, which ends the holder too."""
 
     def release(self, item_id: str, term: int) -> None:
         """Let others take the item at once. Nothing happens if the term is not the newest. Durable as `renew` is."""
@@ -133,10 +129,8 @@ class JobTable(Protocol):
     # Journals
 
     def append(self, item_id: str, term: int, lines: Sequence[bytes]) -> None:
-        """Add lines to the end of an item's journal. Raises `StateConflict` if the term is not the newest.
-
-        No line is torn, but after an error the first ones may be there.
-        """
+        """Add lines to the end of an item's journal. Raises `StateConflict` if the term is not the newest. No line is
+        torn, but after an error the first ones may be there."""
 
     def lines(self, item_id: str, start: int, limit: int) -> list[bytes]:
         """Lines of a journal, from number `start` (counted from 0)."""

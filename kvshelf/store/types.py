@@ -1,4 +1,4 @@
-"""What stores take and return besides caches and manifests."""
+"""Arguments and results of stores besides caches and manifests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EndFields(TypedDict, total=False):
 
 
 class KeepFields(EndFields, total=False):
-    """How a cache is kept, as `Store.put` takes it."""
+    """Options of `Store.put`."""
 
     ttl_renew_s: float | None
     labels: Mapping[str, str] | None
@@ -45,7 +45,7 @@ class KeepFields(EndFields, total=False):
 
 
 class FilterFields(TypedDict, total=False):
-    """Which caches `Store.list` lists; None: any."""
+    """Filters of `Store.list`; None: any."""
 
     document_id: str | None
     model: str | None
@@ -57,8 +57,8 @@ class FilterFields(TypedDict, total=False):
 
 
 class ChangeFields(EndFields, total=False):
-    """What `Store.update` changes; absent fields stay. None as `ttl_s` or `expires_at`: no expiry. None as
-    `guaranteed_until` takes the promise back. quality: as it was measured since."""
+    """Fields that `Store.update` changes; absent ones stay. None as `ttl_s` or `expires_at`: no expiry; None as
+    `guaranteed_until` takes the promise back. quality: a new measurement."""
 
     ttl_renew_s: float | None
     labels: Mapping[str, str]
@@ -76,9 +76,8 @@ class Page(StoredRecord):
 
 
 class Changes(StoredRecord):
-    """What changed on a shelf after a place. data: live caches that were put or changed, the last change last. ended:
-    ids of those that were deleted, evicted, found corrupt, or have expired. place: to ask from next. has_more: ask
-    again."""
+    """Changes of a shelf after a place. data: live caches that were put or changed, the last change last. ended: ids of
+    caches that were deleted, evicted, found corrupt, or have expired. place: to ask from next. has_more: ask again."""
 
     data: tuple[Manifest, ...]
     ended: tuple[str, ...]
@@ -122,11 +121,9 @@ class Scrubbed(StoredRecord):
 
 @dataclass(frozen=True)
 class BlobFile:
-    """A verified blob, or an unverified file of `Files`, open at byte 0. Close it, or use it in a `with` block.
-
-    It stays readable if the cache or file is deleted meanwhile. `digest` is the blob's root digest or the file's BLAKE3
-    digest, in hex: equal digests mean equal bytes, so it serves as an ETag.
-    """
+    """A verified blob, or an unverified file of `Files`, open at byte 0. Close it, or use it in a `with` block. It
+    stays readable if the cache or file is deleted meanwhile. `digest` is the blob's root digest or the file's BLAKE3
+    digest, in hex: equal digests mean equal bytes, so it serves as an ETag."""
 
     file: BinaryIO
     nbytes: int

@@ -50,10 +50,8 @@ _REDIS: Final = tuple(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How to open a store: its URL, and the `Rules` that all its processes share. All values can be pickled.
-
-    It holds the path of the key file, never a key: each process reads the file itself, at the same absolute path.
-    """
+    """How to open a store: its URL, and the `Rules` that all its processes share. All values can be pickled. It holds
+    the path of the key file, never a key: each process reads the file itself, at the same absolute path."""
 
     url: str = field(repr=False)
     default_ttl_s: float | None = None
@@ -83,11 +81,9 @@ class StoreConfig:
 
 
 def open_store(url: str, *, rules: Rules | None = None) -> Store:
-    """Open the store that a URL names, and make it if it is not there.
-
-    Raises `InvalidRequest` for any other text (no message shows a password), `StoreUnavailable` if the home does not
-    work. If a disk tier has copies already, an unreachable Redis home raises nothing: it is used once it answers.
-    """
+    """Open the store that a URL names, and make it if it is not there. Raises `InvalidRequest` for any other text (no
+    message shows a password), `StoreUnavailable` if the home does not work. If a disk tier has copies already, an
+    unreachable Redis home raises nothing: it is used once it answers."""
     *tiers, home = _JOIN.split(url)
     rules = rules or Rules()
     return _tiered(url, tiers, home, rules) if tiers else _home(home, rules)
@@ -126,7 +122,11 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
     rest, under = _parameter(rest, "under")
     rest, signed = _parameter(rest, "signed")
     rest, trust = _parameter(rest, "trust")
-    blobs = None if objects is None else _objects(objects, patient=key is not None)
+    blobs: MakeBlobs | None = None
+    if objects is not None:
+        from kvshelf.store.objects.blobs import ObjectBlobs  # obstore, which other homes do not need
+
+        blobs = partial(ObjectBlobs.open_at, objects_address.parse(objects), patient=key is not None)
     scheme = urlsplit(rest).scheme
     rules = replace(rules, quota=replace(rules.quota, budget_bytes=budget))
     if under is not None:
@@ -158,7 +158,7 @@ def _home(url: str, rules: Rules, key: bytes | None = None) -> Shelf:
 
 
 def _signed(url: str, folder: str | None, trust: str | None) -> SignedCaches | None:
-    """Which caches of the shelf below are taken; None: all."""
+    """The caches of the shelf below that are taken; None: all."""
     if folder is None and trust is None:
         return None
     paths = [Path(unquote(path or "")) for path in (folder, trust)]
@@ -169,13 +169,6 @@ def _signed(url: str, folder: str | None, trust: str | None) -> SignedCaches | N
     from kvshelf.store.bundles.signed import SignedCaches  # its checks, which other stores do not need
 
     return SignedCaches(*paths)
-
-
-def _objects(url: str, *, patient: bool) -> MakeBlobs:
-    """How the blobs at a URL of object storage are opened."""
-    from kvshelf.store.objects.blobs import ObjectBlobs  # obstore, which other homes do not need
-
-    return partial(ObjectBlobs.open_at, objects_address.parse(url), patient=patient)
 
 
 def _folder(url: str) -> Path:
@@ -196,16 +189,16 @@ def _budget(url: str) -> tuple[str, int | None]:
     return rest, None if size is None else _size(url, size)
 
 
-def _parameter(url: str, wanted: str) -> tuple[str, str | None]:
+def _parameter(url: str, name: str) -> tuple[str, str | None]:
     """A URL without one of its parameters, and the value of that, None if it is not given."""
     base, mark, query = url.partition("?")
     if not mark:
         return url, None
-    values = [value for name, value in parse_qsl(query, keep_blank_values=True) if name == wanted]
+    values = [value for key, value in parse_qsl(query, keep_blank_values=True) if key == name]
     if len(values) > 1:
-        raise _refused(url, f"{wanted} is given twice")
-    rest = "&".join(part for part in query.split("&") if part.split("=")[0] != wanted)
-    return f"{base}?{rest}" if rest else base, values[0] if values else None
+        raise _refused(url, f"{name} is given twice")
+    others = "&".join(part for part in query.split("&") if part.split("=")[0] != name)
+    return f"{base}?{others}" if others else base, values[0] if values else None
 
 
 def _size(url: str, text: str) -> int:

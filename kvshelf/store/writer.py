@@ -58,10 +58,8 @@ def blob_content(cache_id: str, packed: blob.PackedBlob) -> Content:
 
 
 def spliced_content(cache_id: str, packed: blob.PackedBlob, parent: Entry, file: StoredFile, nbytes: int) -> Content:
-    """The bytes of a blob that a stored one lacks; the whole blob where they have little in common.
-
-    parent: the entry of the other blob, which is open in `file`, of `nbytes` bytes.
-    """
+    """The bytes of a blob that a stored one lacks; the whole blob where they have little in common. parent: the entry
+    of the other blob, which is open in `file`, of `nbytes` bytes."""
     whole = blob_content(cache_id, packed)
     assert parent.name is not None, "a blob that is open has a name"
     shared = shared_with(packed, blob.open_file(file, nbytes), file)  # type: ignore[arg-type]
@@ -82,20 +80,12 @@ class Writer:
         self._on_step = on_step
 
     def put(
-        self,
-        manifest: Manifest,
-        content: Content,
-        *,
-        started: float | None = None,
-        parent_id: str | None = None,
+        self, manifest: Manifest, content: Content, *, started: float | None = None, parent_id: str | None = None
     ) -> Manifest:
-        """Store a cache.
-
-        started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until publishing begins.
-        parent_id: a cache that must not have been deleted, and whose deletion takes this one into account. Returns the
-        manifest that is visible in the end: another writer's, if that writer published first. Raises `CacheNotFound`
-        for a parent that was deleted, and `BasesGone`.
-        """
+        """Store a cache. started: of `time.perf_counter`; the manifest's `store_s` becomes the time from then until
+        publishing begins. parent_id: a cache that must not have been deleted, and whose deletion takes this one into
+        account. Returns the manifest that is visible in the end: another writer's, if that writer published first.
+        Raises `CacheNotFound` for a parent that was deleted, and `BasesGone`."""
         with self.writing(manifest.id, manifest.tenant, content, parent_id=parent_id) as writing:
             self.keep_until(writing, manifest.expires_at)
         if started is not None:
@@ -118,11 +108,9 @@ class Writer:
         manifest: Manifest | None = None,
         still: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Store the blob of an entry anew.
-
-        evict: whether other caches may be evicted for it. manifest: another one of the entry. still: asked when all is
-        written, whether it is still wanted. False: it is not, or the entry has changed since. Raises `BasesGone`.
-        """
+        """Store the blob of an entry anew. evict: whether other caches may be evicted for it. manifest: another one of
+        the entry. still: asked when all is written, whether it is still wanted. False: it is not, or the entry has
+        changed since. Raises `BasesGone`."""
         with self.writing(entry.id, entry.tenant, content, evict=evict) as writing:
             self.keep_until(writing, entry.expires_at)
         try:
@@ -159,11 +147,9 @@ class Writer:
         parent_id: str | None = None,
         evict: bool = True,
     ) -> Iterator[Writing]:
-        """Write and verify a content. An error here or in the block leaves nothing behind.
-
-        cache_id: of the cache, or another key of its form. of_cache: see `Writing`. quota: used in place of that of the
-        rules. parent_id, evict: see `put` and `swap`.
-        """
+        """Write and verify a content. An error here or in the block leaves nothing behind. cache_id: of the cache, or
+        another key of its form. of_cache: see `Writing`. quota: used in place of that of the rules. parent_id, evict:
+        see `put` and `swap`."""
         buffers: Iterable[memoryview] = (buffer for part in content.parts for buffer in part)
         nbytes = content.nbytes
         if self._rules.keyring is not None:
@@ -272,10 +258,8 @@ def is_whole(blobs: Blobs, entry: Entry) -> bool:
 
 
 def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:
-    """The plain content of a name, open at byte 0, and its size.
-
-    Raises `BlobError` (reason "missing") if the name does not exist, and as `sealing.unseal` does.
-    """
+    """The plain content of a name, open at byte 0, and its size. Raises `BlobError` (reason "missing") if the name does
+    not exist, and as `sealing.unseal` does."""
     files = open_all(blobs, [(name, nbytes)])
     return joined(files or (), rules, [(name, nbytes)], tenant, subject)
 
@@ -297,10 +281,8 @@ def joined(
     files: Sequence[StoredFile], rules: Rules, names: Sequence[Name], tenant: str, subject: str
 ) -> tuple[StoredFile, int]:
     """The plain content of open files, at byte 0, and its size: of one file, or of a blob and its bases. The result
-    owns the files, which are closed after an error.
-
-    Raises `BlobError` (reason "missing") if there are no files, and as `sealing.unseal` and `read_splice` do.
-    """
+    owns the files, which are closed after an error. Raises `BlobError` (reason "missing") if there are no files, and as
+    `sealing.unseal` and `read_splice` do."""
     if not files:
         raise BlobError("it is gone", reason="missing")
     with ExitStack() as opening:

@@ -20,17 +20,15 @@ _ALTERNATIVES: Final = (_SIZES, ("ttl_s", "expires_at"), ("ttl_renew", "expires_
 """A row that gives one field of a group drops the batch's defaults for the others."""
 
 _BY_CERTIFICATE: Final = frozenset(CHOSEN_BY_AUTO) | {"policy", "min_quality", "max_bytes", "bytes_per_token"}
-"""What a certificate chooses in place of these."""
+"""Fields in whose place a certificate chooses."""
 
 _LAYOUTS: Final = {"messages": "chat", "token_ids": "plain"}
 """The only layout of these documents."""
 
 
 def require_defaults(defaults: Mapping[str, Any]) -> CreateCache:
-    """The `CreateCache` of a row that gives only a document. A default of None counts as not given.
-
-    Raises `InvalidRequest` for fields that no row can have.
-    """
+    """The `CreateCache` of a row that gives only a document. A default of None counts as not given. Raises
+    `InvalidRequest` for fields that no row can have."""
     for name in DOCUMENTS:
         if defaults.get(name) is not None:
             raise InvalidRequest(f"{name} is a row's own, and no default for all rows", param=name)
@@ -79,7 +77,7 @@ def _untaken_by(fields: Mapping[str, Any]) -> frozenset[str]:
 
 @cache
 def _untaken(policy: str, base: str | None) -> frozenset[str]:
-    """base: the policy that scores, of one that lets another score."""
+    """base: the policy that scores in place of `policy`."""
     if policy == "auto":
         return frozenset(CHOSEN_BY_AUTO)
     try:

@@ -1,10 +1,5 @@
 """Files that people made: which types are read, the text of PDF and HTML (extra `documents`), and the pages of a PDF as
-images (extra `pages`).
-
-Files may be hostile, and the libraries that parse them expect honest ones. So each file is parsed in its own process
-(`extract_child.py`), without the caller's environment and with limits on memory and processor time that the system
-enforces. A thread would not do: it cannot be ended, and it shares the caller's memory.
-"""
+images (extra `pages`). Files may be hostile, so each is parsed in a process of its own (`extract_child.py`)."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ _MAGIC: Final = {
 """First bytes of files that are not text, whatever media type their sender gives."""
 
 _INSIDE: Final = {_PDF: re.compile(rb"\d \d+ obj\b"), b"{\\rtf": re.compile(rb"\\[a-z]")}
-"""What files of these kinds hold behind their first bytes even where all of them are characters."""
+"""Patterns behind the first bytes of these kinds, even of files that have only characters."""
 
 _NO_TEXT: Final = bytes({*range(32), 127} - set(b"\t\n\v\f\r\x1b"))
 """Control characters that no text has. An escape colours the log of a terminal."""
@@ -144,11 +139,9 @@ def missing_library(kind: Kind) -> str | None:
 
 
 async def extract(upload: Upload, kind: Literal["pdf", "html"], limits: ExtractLimits, name: str) -> str:
-    """The text of a PDF or HTML file. name: of the file, for messages; the text about the file follows it.
-
-    Raises `InvalidRequest` (with a one-word `reason`) or `BodyTooLarge` for bad files, `NoWorker` if no process starts.
-    The process ends with this call.
-    """
+    """The text of a PDF or HTML file. name: of the file, for messages; the text about the file follows it. Raises
+    `InvalidRequest` (with a one-word `reason`) or `BodyTooLarge` for bad files, `NoWorker` if no process starts. The
+    process ends with this call."""
     return await _read_in_child(kind, upload.charset, upload.data, limits, name)
 
 

@@ -1,9 +1,8 @@
 """Extracts the text of one PDF or HTML file, or draws the pages of a PDF, from standard input to standard output, in an
 expendable process.
 
-`kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly, and
-limits its memory and processor time before it reads a byte. Its output is one word on a line (`text` or the reason of
-a failure), followed by the text in UTF-8 or the library's message.
+`kvshelf.corpus.input.extract` starts this file by its path. It imports nothing of kvshelf, so it starts quickly. Its
+output is one word on a line (`text` or the reason of a failure), then the text in UTF-8 or the library's message.
 """
 
 from __future__ import annotations
@@ -92,10 +91,8 @@ def html_text(data: bytes, charset: str) -> Iterable[str]:
 
 
 def hide(document: Any) -> None:
-    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them.
-
-    One walk: a collection of resiliparse makes all its elements again for each of them.
-    """
+    """Give `hidden` to the elements of a page that their style hides, and remove the texts that it hides in them. One
+    walk: a collection of resiliparse makes all its elements again for each of them."""
     from resiliparse.parse.html import NodeType
 
     parents: list[tuple[Any, tuple[str, ...]]] = [(document, ())]
@@ -135,7 +132,7 @@ def is_hidden(style: str) -> bool:
 
 @lru_cache(4096)
 def inherited(style: str, by: tuple[str, ...]) -> tuple[str, ...]:
-    """By which properties the text of an element with this style is hidden. by: its parent's."""
+    """The properties by which the text of an element with this style is hidden. by: its parent's."""
     styles = declarations(style)
     states = dict.fromkeys(by, True)
     if "visibility" in styles:
@@ -225,7 +222,7 @@ def _plain(text: str) -> str:
 
 
 Reader = Callable[[bytes, str], Iterable[str]]
-"""Of a file, and how it is read: a charset, or bounds."""
+"""Reads a file. The second argument is a charset, or bounds."""
 
 READERS: Final[dict[str, Reader]] = {"pdf": pdf_text, "pages": pdf_pages, "html": html_text}
 

@@ -48,7 +48,7 @@ SHARD_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 1 << 20
 _PARQUET_ROWS: Final = 64
 _NO_VALUE: Final = (ValueError, LookupError, ArithmeticError, pa.ArrowException)
-"""What pyarrow raises for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
+"""Errors of pyarrow for text that is not UTF-8, a repeated key in a map, a time after the year 9999 and the like."""
 _FIELDS: Final = {"custom_id", *CreateCache.model_fields} - {"images"}
 """Columns that are read. Data sets have their own in the one that is left out."""
 
@@ -222,7 +222,7 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _media_type(file: InputFile) -> str:
-    """That of PDF and HTML, by the file's name; "" for other files, whose first bytes decide."""
+    """The media type of PDF and HTML, by the file's name; "" for other files, whose first bytes decide."""
     return MEDIA_TYPES.get(PurePosixPath(file.name).suffix.lower(), "")
 
 

@@ -32,10 +32,7 @@ def read_row(
     values: Any, defaults: Mapping[str, Any], *, source: str, line: int, nbytes: int, endpoint: Endpoint = "/v1/caches"
 ) -> Row:
     """A row from JSON values: the fields of a creation and `custom_id`, or a line of OpenAI's batches. A question is
-    always such a line.
-
-    A cache without a name of its own is named by the custom id.
-    """
+    always such a line. A cache without a name of its own is named by the custom id."""
     row = Row(source, line, nbytes=nbytes)
     try:
         if not isinstance(values, Mapping):
@@ -68,11 +65,8 @@ def parse_jsonl(
     max_line_bytes: int = MAX_DOCUMENT_BYTES,
     endpoint: Endpoint = "/v1/caches",
 ) -> Iterator[Row]:
-    """The rows of a JSONL stream, one per line.
-
-    A line over the limit is skipped without being held in memory. It becomes an error row, as does a line that is
-    empty, not UTF-8, not JSON, or repeats a custom id of this stream.
-    """
+    """The rows of a JSONL stream, one per line. A line over the limit is skipped without being held in memory. It
+    becomes an error row, as does a line that is empty, not UTF-8, not JSON, or repeats a custom id of this stream."""
     return without_duplicates(
         _parse_line(text, nbytes, source, number, defaults, max_line_bytes, endpoint)
         for number, (text, nbytes) in enumerate(_lines(stream, max_line_bytes), 1)
@@ -108,13 +102,7 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
 
 
 def _parse_line(
-    text: bytes | None,
-    nbytes: int,
-    source: str,
-    line: int,
-    defaults: Mapping[str, Any],
-    limit: int,
-    endpoint: Endpoint,
+    text: bytes | None, nbytes: int, source: str, line: int, defaults: Mapping[str, Any], limit: int, endpoint: Endpoint
 ) -> Row:
     try:
         if text is None:

@@ -23,10 +23,8 @@ def require_format(where: Place) -> None:
 
 
 def write_output(where: Place, rows: Iterable[Row], *, file: bool) -> int:
-    """Write all rows as JSON lines or Parquet, by the name's ending; returns how many. file: as in `Row.output`.
-
-    The file appears under its name only when it is complete. Memory does not grow with the number of rows.
-    """
+    """Write all rows as JSON lines or Parquet, by the name's ending; returns how many. file: as in `Row.output`. The
+    file appears under its name only when it is complete. Memory does not grow with the number of rows."""
     lines, count = (row.output(file=file) for row in rows), 0
     with written(where) as target:
         if ending(where) in PARQUET:

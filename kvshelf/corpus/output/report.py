@@ -25,7 +25,7 @@ _WORKERS: Final = 20
 _EXAMPLES: Final = 3
 """Failed rows shown for each error code."""
 _FLOOR: Final = 0.9
-"""Of an agreement: how many documents lie below it is told."""
+"""An agreement; the report counts the documents below it."""
 _EXTREMES: Final = 10
 """Documents shown as the slowest, and as the lowest in quality."""
 _LONGEST: Final = 200
@@ -55,11 +55,9 @@ class BatchOptions:
 
 
 def write_report(where: Place, options: BatchOptions, summary: Summary, results: Iterable[Row]) -> None:
-    """Write the report. `results` are read once, in any order; memory does not grow with their number.
-
-    The page runs no script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does,
-    and `StorageFull` if the file cannot be written.
-    """
+    """Write the report. `results` are read once, in any order; memory does not grow with their number. The page runs no
+    script, loads nothing, and tells the browser to allow neither. Raises as `require_report` does, and `StorageFull` if
+    the file cannot be written."""
     require_report(where)
     sums = _Findings()
     for result in results:
@@ -136,12 +134,10 @@ class Histogram:
 
 @dataclass
 class _Findings:
-    """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only.
-
-    stored: what was stored, as a share of 16 bits. examples: (message, result) by code. repeated: documents that took
-    more than one attempt. below: measured documents under `_FLOOR`, which took `quality_s`. slowest and worst: (rank,
-    result), lowest rank first.
-    """
+    """Sums over the results. `seconds`, `slowest` and `repeated` cover documents compressed in this batch only. stored:
+    what was stored, as a share of 16 bits. examples: (message, result) by code. repeated: documents that took more than
+    one attempt. below: measured documents under `_FLOOR`, which took `quality_s`. slowest and worst: (rank, result),
+    lowest rank first."""
 
     tokens: Histogram = field(default_factory=Histogram.doublings)
     seconds: Histogram = field(default_factory=Histogram.doublings)

@@ -75,10 +75,8 @@ def request_id(batch_id: str, line: int) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class RowJob(RequestJob):
-    """A row at work. Its request has no body, because the row is at hand.
-
-    manifests: those of its caches, once the request is done. is_opened: whether this run has seen or opened it.
-    """
+    """A row at work. Its request has no body, because the row is at hand. manifests: those of its caches, once the
+    request is done. is_opened: whether this run has seen or opened it."""
 
     row: Row
     store: Store
@@ -124,7 +122,7 @@ class RowAnswer:
 
 
 class Asks(Protocol):
-    """How a question is asked. The service gives it to a run of questions; it travels to the callers' process."""
+    """Asks a question. The service gives it to a run of questions; it travels to the callers' process."""
 
     async def __call__(
         self,
@@ -279,10 +277,8 @@ def _may_be_sampled(spec: CreateCache) -> bool:
 
 
 async def _drop(job: RowJob) -> RequestRecord | None:
-    """End a cancelled row in the store; its replica stops the work within a layer.
-
-    Returns the record if the row was already done, so that this run counts it: the next run would count it as reused.
-    """
+    """End a cancelled row in the store; its replica stops the work within a layer. Returns the record if the row was
+    already done, so that this run counts it: the next run would count it as reused."""
     end = time.monotonic() + _DROP_S
     while time.monotonic() < end:
         try:
@@ -321,7 +317,7 @@ def _with_caches(row: Row, manifests: Sequence[Manifest]) -> Row:
 
 
 def _worked_s(manifest: Manifest) -> float:
-    """As the phases of a creation count: all but the wait."""
+    """The seconds that the phases of a creation count: all but the wait."""
     times, quality = manifest.timings, manifest.quality
     return times.prefill_s + times.compress_s + times.store_s + (0.0 if quality is None else quality.probe_s)
 

@@ -12,7 +12,7 @@ STALE_S: Final = 5.0
 
 
 class Order(StrEnum):
-    """What callers do with rows: begin them; begin no more; stop them at once."""
+    """Orders to callers about their rows: begin them; begin no more; stop them at once."""
 
     GO = "go"
     HOLD = "hold"

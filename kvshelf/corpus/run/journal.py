@@ -36,10 +36,8 @@ ReadLines = Callable[[], Iterable[tuple[str, bytes]]]
 
 
 class Lines(Protocol):
-    """Where the lines of a journal are.
-
-    Every method may raise `StoreUnavailable` or `StorageFull`; the caller then appends the same lines again.
-    """
+    """Where the lines of a journal are. Every method may raise `StoreUnavailable` or `StorageFull`; the caller then
+    appends the same lines again."""
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Add lines, which have no line ends; they are durable when it returns."""
@@ -59,11 +57,9 @@ class Journal:
         self._lines.append([pydantic_core.to_json(row.to_dict()) for row in rows])
 
     def finished(self, *, of_this_run: bool = False) -> Iterator[Row]:
-        """Each row's last end, in any order. Call nothing else until it is read.
-
-        of_this_run: leave out rows that only earlier runs recorded. A completed run has met every row of the input, so
-        the rows it did not meet are no longer part of the input.
-        """
+        """Each row's last end, in any order. Call nothing else until it is read. of_this_run: leave out rows that only
+        earlier runs recorded. A completed run has met every row of the input, so the rows it did not meet are no longer
+        part of the input."""
         read = self._lines.reader(of_this_run=of_this_run)
         return last_ends(lambda: (self._row(line, place) for place, line in read()))
 
@@ -91,12 +87,9 @@ class OutputLines(Lines, Protocol):
 
 
 class OutputJournal(Journal):
-    """The journal beside an output. Use it in a `with` block.
-
-    It identifies the batch whose results the output holds, also when that is complete: results of another batch must
-    not replace them. about: the batch's input, options, store and models as plain JSON values. output: that the rows
-    are for, if any.
-    """
+    """The journal beside an output. Use it in a `with` block. It identifies the batch whose results the output holds,
+    also when that is complete: results of another batch must not replace them. about: the batch's input, options, store
+    and models as plain JSON values. output: that the rows are for, if any."""
 
     _lines: OutputLines
 
@@ -152,7 +145,8 @@ class OutputJournal(Journal):
 
 
 def parsed(data: bytes, parse: Callable[[Any], ValueT], what: str) -> ValueT:
-    """What `parse` makes of JSON of a journal. what: names it in the `InvalidRequest` that other bytes raise."""
+    """The result of `parse` for JSON of a journal. what: names the JSON in the `InvalidRequest` that other bytes
+    raise."""
     try:
         return parse(json.loads(data))
     except (ValueError, TypeError, KeyError) as error:
@@ -305,12 +299,10 @@ def _line(identity: Mapping[str, Any]) -> bytes:
 
 
 class ObjectLines(OutputLines):
-    """Objects below one prefix: `batch.json` is the identity, and parts hold the lines.
-
-    An object cannot grow, so each append writes the run's last part again, with more lines. A run has parts of its own,
-    named by its number, so that runs on several machines overwrite nothing. There is no lock: the first run that
-    completes removes all parts, and another one that is under way finds its parts gone and writes no output.
-    """
+    """Objects below one prefix: `batch.json` is the identity, and parts hold the lines. An object cannot grow, so each
+    append writes the run's last part again, with more lines. A run has parts of its own, named by its number, so that
+    runs on several machines overwrite nothing. There is no lock: the first run that completes removes all parts, and
+    another one that is under way finds its parts gone and writes no output."""
 
     def __init__(self, where: str, *, output: str) -> None:
         self.where = where

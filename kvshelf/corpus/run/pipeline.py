@@ -61,11 +61,8 @@ _PROCESS: Final = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 @dataclass(frozen=True)
 class CallerSetup:
-    """The arguments of a caller, which travel to its process.
-
-    control: name of the run's `Control`. Its handle would be a reference, which Ray may not have any more when it
-    restarts the caller.
-    """
+    """The arguments of a caller, which travel to its process. control: name of the run's `Control`. Its handle would be
+    a reference, which Ray may not have any more when it restarts the caller."""
 
     engines: Mapping[str, RemoteEngine]
     store: StoreConfig
@@ -76,10 +73,8 @@ class CallerSetup:
 
 
 def stream(shards: Sequence[Shard], setup: CallerSetup, *, in_flight: int) -> Generator[Row | None, None, None]:
-    """The rows of these shards as they end; None for a row that the run has stopped.
-
-    Close it to end the work. Raises Ray's errors if the pipeline itself breaks.
-    """
+    """The rows of these shards as they end; None for a row that the run has stopped. Close it to end the work. Raises
+    Ray's errors if the pipeline itself breaks."""
     callers = -(-in_flight // SLOTS_PER_CALLER)
     slots = -(-in_flight // callers)
     pipeline = _Pipeline(shards, setup, callers=callers, slots=slots)

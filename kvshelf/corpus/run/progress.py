@@ -62,13 +62,10 @@ class WorkHours:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How one batch is run.
-
-    batch_id: part of the request ids of its rows, so that a resumed run finds its attempts. document_deadline_s: for
-    one attempt, including the wait for a replica. in_flight: rows that are with the replicas at once; None: enough to
-    keep all deployed replicas busy. max_gpu_hours: limit of the replicas' work in this run; beyond it the run is
-    cancelled. retry_failed: rows that failed in an earlier run of this batch are tried again.
-    """
+    """Options of one batch. batch_id: part of the request ids of its rows, so that a resumed run finds its attempts.
+    document_deadline_s: for one attempt, including the wait for a replica. in_flight: rows that are with the replicas
+    at once; None: enough to keep all deployed replicas busy. max_gpu_hours: limit of the replicas' work in this run;
+    beyond it the run is cancelled. retry_failed: try rows again that failed in an earlier run of this batch."""
 
     tenant: str
     batch_id: str
@@ -119,7 +116,7 @@ class Summary(Progress):
 
 
 SUMMED: Final = ("tokens", "bytes_full", "bytes_full_16bit", "bytes_stored")
-"""What is added up over the rows that are done."""
+"""Fields that are added up over the rows that are done."""
 
 
 class Tally:

@@ -40,14 +40,10 @@ _STOP_S: Final = 60.0
 
 @dataclass(eq=False)
 class BatchRun:
-    """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread.
-
-    engines: by model name; the first one serves rows that name none. store: how every process opens the shelf that the
-    engines write to. asks: for questions.
-
-    One thread takes ended rows from the pipeline; another one gives orders, records the rows in the journal and counts
-    them. So a journal that cannot be written holds up the batch, and no row is lost.
-    """
+    """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread. engines: by
+    model name; the first one serves rows that name none. store: how every process opens the shelf that the engines
+    write to. asks: for questions. One thread takes ended rows from the pipeline; another one gives orders, records the
+    rows in the journal and counts them. So a journal that cannot be written holds up the batch, and no row is lost."""
 
     shards: Sequence[Shard]
     engines: Mapping[str, RemoteEngine]
@@ -83,7 +79,8 @@ class BatchRun:
         return self._snapshot(Progress)
 
     def wait(self, timeout: float | None = None) -> Summary | None:
-        """How it ended, or None if it has not within `timeout` seconds. A failure is a state, not an exception."""
+        """The summary at its end, or None if it has not ended within `timeout` seconds. A failure is a state, not an
+        exception."""
         return self._snapshot(Summary) if self._ended.wait(timeout) else None
 
     def _snapshot(self, kind: type[ProgressT]) -> ProgressT:
@@ -142,7 +139,10 @@ class BatchRun:
     def _take(self, setup: CallerSetup) -> None:
         """Take ended rows from the pipeline until it ends."""
         try:
-            rows = stream(self.shards, setup, in_flight=self._in_flight())
+            # Not `running`: a run begins with the first replica, and the pipeline keeps its width to the end.
+            width = IN_FLIGHT_PER_REPLICA * sum(engine.target_replicas for engine in self.engines.values())
+            in_flight = width if self.options.in_flight is None else self.options.in_flight
+            rows = stream(self.shards, setup, in_flight=in_flight)
             with closing(rows):
                 for row in rows:
                     if row is None or self._leave.is_set():
@@ -155,12 +155,6 @@ class BatchRun:
         except Exception as exc:  # as above
             self._failure = _named(exc)
         self._drained.set()
-
-    def _in_flight(self) -> int:
-        if self.options.in_flight is not None:
-            return self.options.in_flight
-        # Not `running`: a run begins with the first replica, and the pipeline keeps its width to the end.
-        return IN_FLIGHT_PER_REPLICA * sum(engine.target_replicas for engine in self.engines.values())
 
     def _keep(self) -> StoreError | None:
         """Record the rows that have arrived in the journal, or return why that fails now."""

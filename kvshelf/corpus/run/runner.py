@@ -1,8 +1,4 @@
-"""Runs recorded requests to their end: the background creations of a service and the rows of a batch, by one rule.
-
-A replica counts each attempt in the store before the attempt starts, and holds a lease during it. This module decides
-when the next attempt begins, which failures are retried, and when a request is given up.
-"""
+"""Decides when the next attempt at a recorded request begins, which failures are retried, and when it is given up."""
 
 from __future__ import annotations
 
@@ -48,14 +44,10 @@ _NOT_BEGUN: Final = (errors.NoWorker, errors.QueueFull, errors.StateConflict, er
 
 @dataclass(eq=False, kw_only=True)
 class RequestJob:
-    """One recorded request at work.
-
-    spec: gives the creation; blocks. create: `create` of an engine, which makes one attempt. leaves_held: leave a
-    request that a worker holds, instead of waiting for its end.
-
-    attempts: how many count, including the current one. unrecorded: how many failed before the store recorded them.
-    lost: the number of an attempt whose end the store may not know. spent_s: seconds in failed attempts.
-    """
+    """One recorded request at work. spec: gives the creation; blocks. create: `create` of an engine, which makes one
+    attempt. leaves_held: leave a request that a worker holds, instead of waiting for its end. attempts: how many count,
+    including the current one. unrecorded: how many failed before the store recorded them. lost: the number of an
+    attempt whose end the store may not know. spent_s: seconds in failed attempts."""
 
     id: str
     tenant: str
@@ -77,10 +69,8 @@ class RequestJob:
 
 class Breaker:
     """A circuit breaker. Errors of the kinds `trips` open it: one job at a time tries, after a growing pause, until one
-    ends.
-
-    A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened it.
-    """
+    ends. A document that finds the store full was computed in vain, so other jobs wait. trouble: the error that opened
+    it."""
 
     def __init__(self, *trips: type[errors.KvshelfError], pauses: Pauses = PAUSES) -> None:
         self.trips = trips
@@ -108,12 +98,10 @@ class Breaker:
 
 
 class Runner:
-    """Runs jobs to their end on one event loop. going: set while attempts may begin.
-
-    Errors of the kinds `trouble` blame no document: the store is down or full. They cost no attempt, and open the
-    circuit breaker. Jobs with a failed attempt are tried one at a time: otherwise documents that died together would
-    die together again, and one that kills its worker would take innocent ones with it.
-    """
+    """Runs jobs to their end on one event loop. going: set while attempts may begin. Errors of the kinds `trouble`
+    blame no document: the store is down or full. They cost no attempt, and open the circuit breaker. Jobs with a failed
+    attempt are tried one at a time: otherwise documents that died together would die together again, and one that kills
+    its worker would take innocent ones with it."""
 
     def __init__(self, *trouble: type[errors.KvshelfError], pauses: Pauses = PAUSES) -> None:
         self.breaker = Breaker(*trouble, pauses=pauses)
@@ -129,9 +117,7 @@ class Runner:
         self, call: Callable[[], Awaitable[ResultT]], max_attempts: int
     ) -> tuple[ResultT | errors.KvshelfError, int]:
         """The result of a call that nothing records, or the error of its last attempt; and how many attempts counted.
-
-        Attempts count and wait as those of jobs do.
-        """
+        Attempts count and wait as those of jobs do."""
         failed = 0
 
         async def attempt() -> tuple[ResultT | errors.KvshelfError, int] | float:

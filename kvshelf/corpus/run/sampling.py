@@ -1,4 +1,4 @@
-"""Which rows of a batch are measured where they do not say: a sample that costs a tenth of the batch's prefills."""
+"""Chooses the rows of a batch that are measured where they do not say: a sample that costs a tenth of its prefills."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TOKENS_OF_A_CUE, _FEWEST, _MOST = 128, 10, 48
 
 
 class Sample:
-    """The rows of one caller, in the order in which they begin. Each one in so many is measured as would cost a tenth
-    of the work on rows like it: a systematic sample, so that short rows do not take what long ones cost. Where the cues
-    of all, its own included, would cost more than `SHARE` of the work on all, a later row is measured in its place:
-    chance, or the sample alone, would hold that bound only on average.
+    """The rows of one caller, in the order in which they begin. A systematic sample: a row is measured when a tenth of
+    the work on rows like it since the last one would pay for it, so that short rows do not take what long ones cost. If
+    the cues of all measured rows would cost more than `SHARE` of the work on all rows, a later row is measured instead:
+    the sample alone would hold that bound only on average.
 
-    Until rows have ended, a token of a cue counts as much as one of a document; then what their seconds tell.
+    Until rows have ended, a token of a cue counts as much as one of a document; then their seconds count.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Sample:
         return is_measured
 
     def ended(self, tokens: float, worked_s: float, probe_s: float) -> None:
-        """A row of so many tokens has ended. worked_s: without measuring; 0 where its cache was there before, or it
-        failed: it is no work of which a tenth could be taken. probe_s: of measuring; 0 if nobody measured."""
+        """A row of so many tokens has ended. worked_s: without measuring; 0 if its cache was there before or it failed:
+        no work of which a tenth could be taken. probe_s: of measuring; 0 if nobody measured."""
         if not worked_s:
             self._read -= tokens
             return
@@ -53,5 +53,5 @@ class Sample:
 
 
 def cue_tokens(tokens: float) -> float:
-    """Of the cues of a document of so many tokens."""
+    """Tokens of the cues of a document of so many tokens."""
     return _CUE * min(max(tokens // _TOKENS_OF_A_CUE, _FEWEST), _MOST)

@@ -37,10 +37,8 @@ class StoredShard(Shard):
 @dataclass(frozen=True, kw_only=True)
 class QuestionShard(StoredShard):
     """One uploaded file of questions. Rows that an earlier run ended come as they ended, so that none is asked twice.
-
-    recorded: lines of the batch's journal that are looked at, so that each reading gives the same rows. retry_failed:
-    ask those again that failed.
-    """
+    recorded: the number of lines of the batch's journal that count, so that each reading gives the same rows.
+    retry_failed: ask failed ones again."""
 
     batch_id: str
     recorded: int

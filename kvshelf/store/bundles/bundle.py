@@ -42,9 +42,8 @@ def push(
     signed_ids: Iterable[str] | None = None,
 ) -> IndexEntry:
     """Write exports as the bundle `name`, in place of an older one; other bundles at the place stay. Everything is
-    written, read back and compared before the index names it. signed_ids: of the exports on
-    their shelf, for a bundle of signatures alone (`SignedCaches`), without the exports themselves. Raises
-    `InvalidRequest`, `StoreUnavailable`."""
+    written, read back and compared before the index names it. signed_ids: the ids of the exports on their shelf, for a
+    bundle of signatures alone (`SignedCaches`). Raises `InvalidRequest`, `StoreUnavailable`."""
     if not layout.is_name(name):
         raise InvalidRequest(
             f"a bundle is called by up to 128 of a-z, 0-9 and ._- between letters or digits, not {name!r:.80}",
@@ -57,7 +56,8 @@ def push(
         if len(layers) == layout.MOST_CACHES:
             raise InvalidRequest(f"a bundle has at most {layout.MOST_CACHES} caches; make several", param="CACHE")
         about, model = _described(export, id)
-        models = layout.models_of([*models, model])
+        if model not in models:
+            models.append(model)
         caches.append(about.model_copy(update={"model": models.index(model)}))
         digest = _keep(place, export) if id is None else layout.digest_of(export)
         layers.append(_descriptor(export, digest, layout.EXPORT_TYPE))
@@ -87,10 +87,7 @@ def push(
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose signature is that of a trusted key, and which is not older than one that was taken.
-
-    producer: the name of the key in the file of trusted keys.
-    """
+    """A bundle signed with a trusted key, and not older than the newest that was taken. producer: the key's name."""
 
     entry: IndexEntry
     about: BundleAbout
@@ -122,19 +119,18 @@ class Bundle:
             pass
 
     def require_models(self, fingerprints: Iterable[str]) -> None:
-        """Raise `InvalidRequest` for a cache of a model that is none of these, by `ModelIdentity.fingerprint`."""
-        known = set(fingerprints)
+        """Raise `InvalidRequest` for a cache of another model. fingerprints: of `ModelIdentity.fingerprint`."""
+        served = set(fingerprints)
         for header in self.about.models:
             model = ModelIdentity(**header.model_dump())
-            if model.fingerprint() not in known:
-                raise refused(
-                    "other_model",
-                    f"it has caches of {model.name!r} with the fingerprint {model.fingerprint()[:16]}, which is not "
-                    "served here",
+            if (fingerprint := model.fingerprint()) not in served:
+                problem = (
+                    f"it has caches of {model.name!r} with the fingerprint {fingerprint[:16]}, which is not served"
                 )
+                raise refused("other_model", f"{problem} here")
 
     def require_takeable(self) -> None:
-        """Raise `InvalidRequest` where `taken` could not be noted, before any work."""
+        """Raise `InvalidRequest` before any work if the bundle could not be remembered."""
         self.trust.require_takeable(*self._mark)
 
     def taken(self) -> None:
@@ -187,8 +183,8 @@ def _index(place: BundlePlace) -> ImageIndex:
 
 
 def _next_sequence(place: BundlePlace, index: ImageIndex, name: str) -> int:
-    """Seconds since 1970, so that a bundle at a new place is newer than one at an old place, and above that of the one
-    it replaces."""
+    """Seconds since 1970, so that a bundle at a new place is newer than one at an old place; above the number of the
+    bundle that it replaces."""
     before = 0
     for entry in index.manifests:
         if entry.annotations.name == name:
@@ -208,7 +204,10 @@ def _described(export: bytes, id: str | None = None) -> tuple[CacheAbout, ModelH
     """The description of a cache, by its export and its id on a shelf. Raises `BlobError`, `InvalidRequest`."""
     exported = split(export)
     summary, about = inspect(exported.blob), about_of(exported)
-    identity = summary.header.identity
+    identity, content = summary.header.identity, None
+    if id is not None:
+        cache = CompressedCache.from_bytes(export)
+        content = describe(cache, cache.pack(), id=id, document_id="", tenant="", created_at=0).content_digest
     described = CacheAbout(
         root=summary.root.hex(),
         model=0,
@@ -220,14 +219,9 @@ def _described(export: bytes, id: str | None = None) -> tuple[CacheAbout, ModelH
         labels=about.labels,
         quality=about.quality,
         id=id,
-        content=None if id is None else _content(export, id),
+        content=content,
     )
     return described, identity.model
-
-
-def _content(export: bytes, id: str) -> str:
-    cache = CompressedCache.from_bytes(export)
-    return describe(cache, cache.pack(), id=id, document_id="", tenant="", created_at=0).content_digest
 
 
 def _descriptor(data: bytes, digest: str, media_type: str) -> Descriptor:

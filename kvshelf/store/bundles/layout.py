@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -37,7 +36,7 @@ Size = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Part(BaseModel):
-    """Of a file of a bundle: nothing is converted, nothing unknown passes."""
+    """A part of a bundle's file. Nothing is converted, nothing unknown passes."""
 
     model_config = ConfigDict(
         strict=True,
@@ -56,7 +55,7 @@ class Descriptor(_Part):
 
 
 class ImageManifest(_Part):
-    """An OCI image manifest. config: what is said of the bundle (`BundleAbout`). layers: the exports, in its order."""
+    """An OCI image manifest. config: the `BundleAbout`. layers: the exports, in its order."""
 
     schema_version: Literal[2] = 2
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
@@ -74,8 +73,6 @@ class Signed(_Part):
 
 
 class IndexEntry(_Part):
-    """One bundle of an index."""
-
     media_type: Literal["application/vnd.oci.image.manifest.v1+json"] = "application/vnd.oci.image.manifest.v1+json"
     artifact_type: Literal["application/vnd.kvshelf.bundle.v1+json"] = "application/vnd.kvshelf.bundle.v1+json"
     digest: Digest
@@ -91,8 +88,8 @@ class ImageIndex(_Part):
 
 class CacheAbout(_Part):
     """One cache. root: the root digest of its blob, in hex. model: its place among `BundleAbout.models`. quality: as
-    measured when it was made, None if it was not. id, content: of a bundle that is signatures alone, the cache's id on
-    the shelf, which is of its tenant, too, and `Manifest.content_digest`; not written in others."""
+    measured when the cache was made, None if it was not. id, content: only in a bundle of signatures alone, the cache's
+    id on the shelf, which includes its tenant, and `Manifest.content_digest`."""
 
     root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     model: Annotated[int, Field(ge=0)]
@@ -114,8 +111,8 @@ class CacheAbout(_Part):
 
 
 class BundleAbout(_Part):
-    """What is said about a bundle. sequence: a later bundle of the same name and key has a higher one. made_at: Unix
-    seconds. producer: who made it, in their own words; software: with what."""
+    """The description of a bundle. sequence: a later bundle of the same name and key has a higher one. made_at: Unix
+    seconds. producer: free text."""
 
     format: Literal[1] = FORMAT
     name: Annotated[str, Field(pattern=NAME)]
@@ -136,7 +133,7 @@ def written(part: _Part) -> bytes:
 
 
 def read(kind: type[PartT], data: bytes, what: str) -> PartT:
-    """Raises `InvalidRequest`, with reason newer_format for what a later version of kvshelf made."""
+    """Raises `InvalidRequest`, with reason `newer_format` for a file of a later version of kvshelf."""
     try:
         values = parse_json(data)
     except ValueError as error:
@@ -154,7 +151,7 @@ def read(kind: type[PartT], data: bytes, what: str) -> PartT:
 
 
 def _require_known(values: Any, what: str) -> None:
-    """Before anything else in it: fields of a later version are unknown here."""
+    """Checked first: fields of a later version are unknown here."""
     manifests = values.get("manifests") if isinstance(values, dict) else None
     for part in [values, *(manifests if isinstance(manifests, list) else ())]:
         if not isinstance(part, dict):
@@ -163,8 +160,7 @@ def _require_known(values: Any, what: str) -> None:
         version = int(newer[1]) if newer else part.get("format", FORMAT)
         if isinstance(version, int) and version > FORMAT:
             raise refused(
-                "newer_format",
-                f"{what} has format {version}; this version of kvshelf reads {FORMAT}. Upgrade kvshelf",
+                "newer_format", f"{what} has format {version}; this version of kvshelf reads {FORMAT}. Upgrade kvshelf"
             )
 
 
@@ -178,12 +174,11 @@ def blob_name(digest: str) -> str:
 
 
 def signed_text(manifest: str) -> str:
-    """What a signature is of. manifest: its digest, which covers the digests of all other files."""
+    """The text that a signature signs. manifest: its digest, which covers the digests of all other files."""
     return f"kvshelf.bundle {manifest}"
 
 
 def is_name(text: str) -> bool:
-    """Whether a bundle can have this name."""
     return re.fullmatch(NAME, text) is not None
 
 
@@ -195,15 +190,6 @@ def entry_of(index: ImageIndex, name: str | None) -> IndexEntry:
         problem = "it is not said which" if name is None else f"not {name!r} once"
         raise InvalidRequest(f"the place has the bundles {names}, and {problem}; name one of them", param="--name")
     return entries[0]
-
-
-def models_of(headers: Sequence[ModelHeader]) -> list[ModelHeader]:
-    """Each once, in order."""
-    distinct: list[ModelHeader] = []
-    for header in headers:
-        if header not in distinct:
-            distinct.append(header)
-    return distinct
 
 
 def refused(reason: str, problem: str) -> InvalidRequest:

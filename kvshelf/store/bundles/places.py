@@ -29,14 +29,14 @@ def place_at(where: str) -> BundlePlace:
     scheme, separator, _ = where.partition("://")
     if separator and scheme not in SCHEMES:
         raise InvalidRequest(
-            f"a bundle lies in a folder or at {', '.join(f'{known}://' for known in SCHEMES)}, not at {scheme[:40]}://",
+            f"a bundle lies in a folder or at {', '.join(f'{name}://' for name in SCHEMES)}, not at {scheme[:40]}://",
             param="PLACE",
         )
     return Bucket(where) if separator else BundleFolder(Path(where))
 
 
 class BundleFolder:
-    """On disk. Raises `InvalidRequest` for what cannot be read, `StorageFull` for what cannot be written."""
+    """A folder on disk. Raises `InvalidRequest` if a file cannot be read, `StorageFull` if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class BundleFolder:
 
 
 class Bucket:
-    """In object storage. Raises as `translated`."""
+    """A prefix in object storage. Raises as `translated`."""
 
     def __init__(self, url: str) -> None:
         self._place = parse(url)

@@ -1,5 +1,4 @@
-"""Which caches of a shelf are as trusted keys have signed them: those that a bundle of signatures alone names (`kvshelf
-push --signature-only`), for the tenant of their id, byte for byte, with what it says of them."""
+"""Compares the caches of a shelf with bundles of signatures alone (`kvshelf push --signature-only`)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class SignedCaches:
 
     def problem(self, manifest: Manifest) -> str | None:
         """Why a cache is not as it was signed; None: it is. The blob's root digest covers all its bytes, and readers
-        compare it with the manifest's. That the id is of its tenant is for the caller to see."""
+        compare it with the manifest's. The caller checks that the id belongs to the tenant."""
         with self._lock:
             if (state := self._state()) != self._state_read:
                 self._statements, self._problem = {}, None

@@ -1,4 +1,4 @@
-"""Whose bundles a shelf takes, and the newest of each that it has taken: a file that only its owner may change."""
+"""Trusted keys, and the newest bundle of each that was taken: a file that only its owner may change."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Taken(_Strict):
 
 
 class _TrustedKeys(_Strict):
-    """keys: public keys of Ed25519 in hex, by the name of who has the other half. taken: by key and bundle."""
+    """keys: public keys of Ed25519 in hex, by the owner's name. taken: by key and bundle."""
 
     keys: dict[KeyName, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict)
     taken: dict[str, Taken] = Field(default_factory=dict)
 
 
 class Trust:
-    """A file of trusted keys. Where it can only be read, this object remembers what was taken, until it ends."""
+    """A file of trusted keys. If it can only be read, this object remembers the bundles that were taken."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._remembered: dict[str, Taken] = {}
 
     def add(self, name: str, key: str) -> None:
-        """Trust a key, in hex, under a name. Makes the file if it is missing. Raises `InvalidRequest` for a name that
-        another key has."""
+        """Trust a key, in hex, under a name. Makes the file if it is missing. Raises `InvalidRequest` if another key
+        has the name."""
         with locked(self._path, param=PARAM):
             content = self._read() if self._path.exists() else _TrustedKeys()
             if content.keys.get(name, key) != key:
@@ -61,13 +61,13 @@ class Trust:
 
     def require(self, key: str) -> str:
         """The name of a key. Raises `InvalidRequest` unless it is trusted."""
-        for name, known in self._read().keys.items():
-            if known == key:
+        for name, trusted in self._read().keys.items():
+            if trusted == key:
                 return name
         raise refused("untrusted_key", f"it is signed with the key {key}, which {self._path} does not have")
 
     def require_newer(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
-        """Raise `InvalidRequest` for a bundle older than one that was taken, or another one of the same number."""
+        """Raise `InvalidRequest` for a bundle older than the newest that was taken, or another one of its number."""
         before = self._newest(key, bundle)
         if before is None or before.sequence < sequence or before == Taken(sequence=sequence, manifest=manifest):
             return
@@ -94,15 +94,14 @@ class Trust:
             self._write(content.model_copy(update={"taken": content.taken | {_place(key, bundle): newest}}))
 
     def require_takeable(self, key: str, bundle: str, sequence: int, manifest: str) -> None:
-        """Raise `InvalidRequest` where this bundle could not be remembered beyond this process."""
+        """Raise `InvalidRequest` if this bundle could not be remembered beyond this process."""
         newest = Taken(sequence=sequence, manifest=manifest)
         if self._newest(key, bundle) != newest and (problem := self._read_only) is not None:
             raise InvalidRequest(problem, param=PARAM)
 
     @property
     def _read_only(self) -> str | None:
-        """That the file cannot be replaced, and what to do; None: it can be. It is tried: a file system may allow less
-        than modes say."""
+        """The problem if the file cannot be replaced. Tries it: a file system may allow less than modes say."""
         try:
             with tempfile.TemporaryFile(dir=self._path.parent):
                 return None
@@ -115,8 +114,8 @@ class Trust:
     def _newest(self, key: str, bundle: str) -> Taken | None:
         """The newest bundle that was taken, by the file or since it could not be written."""
         place = _place(key, bundle)
-        known = [taken for taken in (self._read().taken.get(place), self._remembered.get(place)) if taken is not None]
-        return max(known, key=lambda taken: taken.sequence, default=None)
+        recorded = (self._read().taken.get(place), self._remembered.get(place))
+        return max((entry for entry in recorded if entry), key=lambda entry: entry.sequence, default=None)
 
     def _read(self) -> _TrustedKeys:
         try:

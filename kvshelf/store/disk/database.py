@@ -28,7 +28,7 @@ _PURGE_S: Final = 10.0
 """Least seconds between two purges after deletions; sweeps purge in any case."""
 
 _WAIT_MS: Final = 500
-"""How long a purge may hold up writers. One that finds the database busy leaves the rest to the next."""
+"""How long a purge may hold up writers. If the database is busy, the next purge does the rest."""
 
 _TABLES: Final = files(__package__).joinpath("schema.sql").read_text("utf-8")
 
@@ -47,11 +47,9 @@ def known_key(home: Path) -> bytes | None:
 
 
 class Database:
-    """Connections to the index of one home. A connection is never used by two threads at once.
-
-    Connections are lent from a pool rather than bound to threads: a server's worker threads come and go, and nobody
-    would find a connection that outlives its thread.
-    """
+    """Connections to the index of one home. A connection is never used by two threads at once. Connections are lent
+    from a pool rather than bound to threads: a server's worker threads come and go, and nobody would find a connection
+    that outlives its thread."""
 
     def __init__(self, home: Path, busy_s: float) -> None:
         self._home = home
@@ -62,13 +60,9 @@ class Database:
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
 
     def create(self, key: bytes | None, blobs: str = "beside") -> tuple[bytes, str]:
-        """Make the tables if they are missing; returns the home's secret key and where its blobs lie.
-
-        Both are kept in a new home; its key is random if None.
-
-        Two processes may start at once: the folder itself is locked meanwhile, and the kernel releases the lock when a
-        process dies.
-        """
+        """Make the tables if they are missing; returns the home's secret key and where its blobs lie. Both are kept in
+        a new home; its key is random if None. Two processes may start at once: the folder itself is locked meanwhile,
+        and the kernel releases the lock when a process dies."""
         with translated(self._home):
             folder = os.open(self._home, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -91,9 +85,7 @@ class Database:
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
         """A transaction that holds the write lock from its start. On the disk on return, rolled back on any exception.
-
-        durable False saves the wait for the disk; a power cut may then lose the transaction, but never tear it.
-        """
+        durable False saves the wait for the disk; a power cut may then lose the transaction, but never tear it."""
         with self.read() as connection:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -106,10 +98,8 @@ class Database:
                 raise
 
     def purge(self, *, at_once: bool) -> None:
-        """Empty the WAL: it has, until it is written over, what deletions have overwritten in the database.
-
-        at_once: even if that was done less than `_PURGE_S` ago.
-        """
+        """Empty the WAL: it has, until it is written over, what deletions have overwritten in the database. at_once:
+        even if that was done less than `_PURGE_S` ago."""
         if not at_once and time.monotonic() - self._purged_at < _PURGE_S:
             return
         self._purged_at = time.monotonic()

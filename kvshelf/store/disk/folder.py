@@ -24,11 +24,9 @@ _SUFFIX = ".kvb"
 
 
 class Folder(Blobs):
-    """See `Blobs`. A file that is open stays readable when its name is removed: the kernel holds the lease.
-
-    A reader also takes a shared lock on its file, so that other processes see that it is in use; the kernel releases
-    the lock when the reader closes the file or dies.
-    """
+    """See `Blobs`. A file that is open stays readable when its name is removed: the kernel holds the lease. A reader
+    also takes a shared lock on its file, so that other processes see that it is in use; the kernel releases the lock
+    when the reader closes the file or dies."""
 
     home = "disk"
     walk_every_s = 0.0
@@ -181,7 +179,7 @@ LEAST_FILES: Final = 1000
 
 
 def shortage(folder: Path) -> str | None:
-    """What the file system of a folder has too little of, None if it has room: `LEAST_BYTES` and `LEAST_FILES`."""
+    """The sentence that says so if the file system of a folder is full, by `LEAST_BYTES` and `LEAST_FILES`."""
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     if free < LEAST_BYTES:

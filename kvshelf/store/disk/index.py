@@ -173,7 +173,7 @@ class SqliteIndex(Index):
     # Changing
 
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None, quota: Quota = NO_LIMITS) -> bool:
-        new, gone = entry.swapped(manifest, writing)
+        new, old = entry.swapped(manifest, writing)
         states = "'ready'" if writing is None else "'ready', 'corrupt'"
         with self.database.write() as tx:
             if writing is not None:
@@ -194,9 +194,9 @@ class SqliteIndex(Index):
             if swapped.rowcount != 1:
                 return False
             _set_labels(tx, entry.seq, manifest.tenant, manifest.labels)
-            if gone is not None:
+            if old is not None:
                 _set_refs(tx, entry.seq, new.bases)
-                _retire(tx, gone)
+                _retire(tx, old)
             if writing is not None:
                 tx.execute("DELETE FROM writes WHERE name = ?", (writing.name,))
         return True
@@ -363,18 +363,18 @@ def _register(connection: sqlite3.Connection, writing: Writing, lease_until: flo
     connection.execute("INSERT INTO writes VALUES (?, ?, ?, ?, ?, ?, 0)", (*row, lease_until))
 
 
-def _retire(connection: sqlite3.Connection, gone: Writing) -> None:
-    """Record a name that gave way, like those of abandoned writes; a blob that is a base is kept. Then the same for
-    kept names whose last reference was the one that the entry lost."""
-    if _is_base(connection, gone.name):
-        _register(connection, replace(gone, of_cache=False), FOREVER)
-        connection.execute("UPDATE writes SET kept = 1 WHERE name = ?", (gone.name,))
-    elif gone.name:
-        _register(connection, gone, 0)
+def _retire(connection: sqlite3.Connection, old: Writing) -> None:
+    """Record a name that gave way as an abandoned write, or as kept if the blob is a base. Then end the kept names
+    whose last reference the entry was."""
+    if _is_base(connection, old.name):
+        _register(connection, replace(old, of_cache=False), FOREVER)
+        connection.execute("UPDATE writes SET kept = 1 WHERE name = ?", (old.name,))
+    elif old.name:
+        _register(connection, old, 0)
     connection.executemany(
         "UPDATE writes SET lease_until = 0, kept = 0 "
         "WHERE name = ? AND kept = 1 AND NOT EXISTS (SELECT 1 FROM refs WHERE refs.name = writes.name)",
-        [(name,) for name, _ in gone.bases],
+        [(name,) for name, _ in old.bases],
     )
 
 
@@ -409,7 +409,7 @@ def _require_ancestors(connection: sqlite3.Connection, parent_id: str) -> None:
 
 
 def _has_descendants(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Whether a cache has descendants that are stored. Below one of those it need not look."""
+    """Whether a cache has stored descendants."""
     query = (
         "WITH RECURSIVE below (id, stored) AS ("
         "SELECT id, state IN ('ready', 'corrupt') FROM caches WHERE parent_id = :id AND tenant = :tenant "

@@ -20,7 +20,7 @@ class SqliteLeases(Leases):
         self._now = now
 
     def hold(self, name: str, token: str) -> bool:
-        return self._entered(name, token, READ_LEASE_S, unless_taken=True)
+        return self._enter(name, token, READ_LEASE_S, unless_taken=True)
 
     def release(self, name: str, token: str) -> None:
         with self._database.write(durable=False) as tx:
@@ -28,21 +28,21 @@ class SqliteLeases(Leases):
 
     def has_readers(self, name: str) -> bool:
         with self._database.read() as connection:
-            return self._has(connection, name, taken=False)
+            return self._has(connection, name, taker=False)
 
     def take(self, name: str) -> bool:
-        return self._entered(name, TAKEN, TAKEN_S, unless_taken=False)
+        return self._enter(name, TAKEN, TAKEN_S, unless_taken=False)
 
-    def _entered(self, name: str, token: str, lease_s: float, *, unless_taken: bool) -> bool:
+    def _enter(self, name: str, token: str, lease_s: float, *, unless_taken: bool) -> bool:
         """Enter a lease, unless the name is taken, or unless it has readers. Returns whether it was entered."""
         now = self._now()
         with self._database.write(durable=False) as tx:
             tx.execute("DELETE FROM readers WHERE lease_until <= ?", (now,))
-            if self._has(tx, name, taken=unless_taken):
+            if self._has(tx, name, taker=unless_taken):
                 return False
             tx.execute("INSERT OR REPLACE INTO readers VALUES (?, ?, ?)", (name, token, now + lease_s))
             return True
 
-    def _has(self, connection: sqlite3.Connection, name: str, *, taken: bool) -> bool:
-        """Whether a name is taken, or whether it has readers."""
-        return connection.execute(_READERS, (name, TAKEN, taken, self._now())).fetchone() is not None
+    def _has(self, connection: sqlite3.Connection, name: str, *, taker: bool) -> bool:
+        """Whether a name is taken, or (taker False) whether it has readers."""
+        return connection.execute(_READERS, (name, TAKEN, taker, self._now())).fetchone() is not None

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 _TRIES: Final = 10
-"""How often an index that others write is copied until it stood still meanwhile."""
+"""How often the index is copied until it did not change meanwhile."""
 
 _BUSY_S: Final = 10.0
 _WAL_INDEX_HEADER: Final = 48  # bytes
@@ -63,7 +63,7 @@ _UNSIGNED: Final = {
     "timings": Timings(),
     "pinned": False,
 }
-"""What a manifest says of a cache that a bundle does not say. Its times and uses, which no bundle says either, stay."""
+"""Fields of a manifest that no bundle signs. Its times and uses, which are not signed either, stay."""
 
 _OLD: Final = 2
 """Copies that stay, so that who reads the last one can finish."""
@@ -80,8 +80,8 @@ class _ReadFolder(Folder):
 
 
 class _SignedIndex(SqliteIndex):
-    """In which a cache that is not as a trusted key has signed it counts as corrupt, and nothing is said of others that
-    no signature covers. Its own columns are trusted with nothing: they only name what is then checked."""
+    """An index in which a cache that differs from its signed description counts as corrupt. Its columns only name the
+    manifest that is then checked, and fields that no signature covers are empty."""
 
     signed: SignedCaches
 
@@ -90,7 +90,7 @@ class _SignedIndex(SqliteIndex):
         return None if entry is None else self._signed(entry)
 
     def listing(self, query: Filters, now: float, before: int | None, limit: int) -> list[Entry]:
-        """Those alone that are as they were signed and, as such, match."""
+        """Only entries that are as they were signed and match then, too."""
         entries: list[Entry] = []
         while True:
             rows = super().listing(query, now, before, limit)
@@ -136,13 +136,12 @@ class Below:
         self._copies, self._number = Path(self._temporary.name), 0
         self._lock = threading.Lock()
         self._opened: list[Shelf] = []
-        self._seen: object = None
+        self._state_copied: object = None
         self.shelf()
 
     def shelf(self) -> Shelf:
-        """As it is now."""
         with self._lock, translated(self.folder):
-            if self._state() != self._seen:
+            if self._state() != self._state_copied:
                 self._opened.append(self._copied())
                 for old in self._opened[:-_OLD]:
                     old.index.close()
@@ -160,8 +159,8 @@ class Below:
         return [file for file in (index, index.with_name(f"{index.name}-wal")) if file.exists()]
 
     def _state(self) -> object:
-        """What differs after each write: the times of files alone advance in steps of milliseconds, so where writers
-        are at work, also their count of transactions (https://sqlite.org/walformat.html, section 2.1)."""
+        """Differs after each write. The times of files advance in steps of milliseconds, so where writers are at work,
+        their count of transactions is in it (https://sqlite.org/walformat.html, section 2.1)."""
         states = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in self._files()]
         with suppress(FileNotFoundError), (self.folder / f"{FILE_NAME}-shm").open("rb") as counts:
             return states, counts.read(_WAL_INDEX_HEADER)
@@ -176,7 +175,7 @@ class Below:
                 shutil.copyfile(file, copy / file.name)
             (copy / FILE_NAME).chmod(0o600)
             if self._state() == state:
-                self._seen = state
+                self._state_copied = state
                 return self._opened_copy(copy)
             shutil.rmtree(copy)
         raise StoreUnavailable(f"the index in {self.folder} changes all the time; ask again, or name a copy of it")
@@ -198,7 +197,7 @@ class Below:
 
 
 class _Transforms(KeptTransforms):
-    """Those of a shelf and of the one below."""
+    """The transforms of a shelf and of the one below."""
 
     below: Below
 
@@ -207,8 +206,8 @@ class _Transforms(KeptTransforms):
 
 
 class Overlay(DiskStore):
-    """See `Store`. What is not on this shelf is looked up in the one below, of the same tenant; it counts for no quota.
-    A change of such a cache makes a copy on this shelf first; a deletion of it is refused. Made by `open_over`."""
+    """See `Store`. A cache that is not on this shelf is looked up in the one below, for the same tenant, and counts for
+    no quota. A change of such a cache first copies it to this shelf; its deletion is refused. Made by `open_over`."""
 
     below: Below
 
@@ -264,7 +263,7 @@ class Overlay(DiskStore):
         return self._kept_of(cache_id, tenant, lambda shelf: Shelf.original(shelf, cache_id, tenant=tenant))
 
     def _kept_of(self, cache_id: str, tenant: str, read: Callable[[Shelf], ResultT]) -> ResultT:
-        """Of a source. No signature covers one, so that of a signed cache below is as if it were not kept."""
+        """As `_first`, for a source. No signature covers one, so the source of a signed cache below counts as none."""
         if self.below.signed is None:
             return self._first(read)
         try:
@@ -280,8 +279,8 @@ class Overlay(DiskStore):
             ) from None
 
     def _first(self, read: Callable[[Shelf], ResultT]) -> ResultT:
-        """What one reads of this shelf, else of the one below; if neither has it, raises what this shelf says of a
-        cache that it knows."""
+        """The result of a read on this shelf, else on the one below. If neither has it, raises the error of this shelf
+        for a cache that it knows."""
         try:
             return read(self)
         except CacheNotFound:
@@ -300,7 +299,7 @@ class Overlay(DiskStore):
         after: str | None = None,
         **filters: Unpack[FilterFields],
     ) -> Page:
-        """As `Store.list`: those of this shelf, then those below that are not on it."""
+        """As `Store.list`: the caches of this shelf, then those below that are not on it."""
         more: dict[str, Any] = {"tenant": tenant, **filters}
         if ended:
             return super().list(ended=True, limit=limit, after=after, **more)
@@ -335,20 +334,20 @@ class Overlay(DiskStore):
             if manifest.recoded is None:  # else the shelf below has it smaller than it is to be
                 return manifest
         if (parent_id := fields.get("parent_id")) is not None:
-            self._own(parent_id, tenant)
+            self._copy_up(parent_id, tenant)
         return super().put(cache, codec=codec, tenant=tenant, **fields)
 
     def update(self, cache_id: str, *, tenant: str = "default", **changes: Any) -> Manifest:
-        self._own(cache_id, tenant)
+        self._copy_up(cache_id, tenant)
         return super().update(cache_id, tenant=tenant, **changes)
 
     def keep_source(self, cache_id: str, source: Source, *, tenant: str = "default", **until: Any) -> Manifest:
-        self._own(cache_id, tenant)
+        self._copy_up(cache_id, tenant)
         return super().keep_source(cache_id, source, tenant=tenant, **until)
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **seen: Any) -> Manifest:
-        self._own(cache_id, tenant)
-        return super().keep_judgement(cache_id, judged, tenant=tenant, **seen)
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **options: Any) -> Manifest:
+        self._copy_up(cache_id, tenant)
+        return super().keep_judgement(cache_id, judged, tenant=tenant, **options)
 
     def delete(self, cache_id: str, *, tenant: str = "default", **how: Any) -> Receipt:
         if self._only_below(cache_id, tenant):
@@ -359,8 +358,8 @@ class Overlay(DiskStore):
             )
         return super().delete(cache_id, tenant=tenant, **how)
 
-    def _own(self, cache_id: str, tenant: str) -> None:
-        """Copy a cache to this shelf if it is only below. Nobody's promise or pin comes with it. Raises as `put`."""
+    def _copy_up(self, cache_id: str, tenant: str) -> None:
+        """Copy a cache to this shelf if it is only below, without its promise or pin. Raises as `put`."""
         if not self._only_below(cache_id, tenant):
             return
         below = self.below.shelf()

@@ -40,14 +40,14 @@ _OPEN_S: Final = 30 * 86_400.0
 _LEASE_S: Final = 30.0
 _BATCH: Final = 100
 _ROUNDS: Final = 3
-"""How often the home is looked through: what was being written during the first look is there at the second."""
+"""How often the home is looked through: the second look finds what was being written during the first."""
 
 _IDS: Final = re.compile(rb"(?:kvs|resp)_[0-9a-f]{32,40}")
 _UNDER_WAY: Final = "it had not ended; erase again when it has"
 
 
 class Subject(StoredRecord):
-    """Whose things go: those of a tenant that have all labels, and the name; all of them, if neither is given."""
+    """Owner of the things to erase: those of a tenant that have all labels, and the name; all of them without both."""
 
     tenant: str
     labels: dict[str, str] = {}
@@ -145,7 +145,8 @@ class Eraser:
             return item, term, record
 
     def _work(self, subject: Subject, id: str, term: int, limit_s: float | None) -> tuple[list[StayingThing], bool]:
-        """Erase what is there; returns what may stay, and whether all else is gone and the time was not over before."""
+        """Erase what a look finds. Returns the things that may stay, and whether everything else is gone: False if the
+        time was over before."""
         end = None if limit_s is None else time.monotonic() + limit_s
         stays: list[StayingThing] = []
         for _ in range(_ROUNDS):
@@ -177,7 +178,7 @@ class Eraser:
             self.index.jobs.append(id, term, [thing.model_dump_json().encode() for thing in batch])
 
     def _recorded(self, id: str) -> dict[str, ErasedThing]:
-        """What is recorded, each thing as it was recorded last."""
+        """The recorded things, each as it was recorded last."""
         lines = self.batches.journal(id)
         return {_key(thing): thing for thing in map(ErasedThing.model_validate_json, lines)}
 
@@ -218,7 +219,7 @@ class Eraser:
 
 
 class _Look:
-    """One look through the home for a subject. known: ids that an earlier look has found, whose caches may be gone."""
+    """One look through the home for a subject. known: ids from an earlier look, whose caches may be gone."""
 
     def __init__(self, eraser: Eraser, subject: Subject, known: Container[str]) -> None:
         self._eraser = eraser
@@ -230,7 +231,7 @@ class _Look:
         self.stays: list[StayingThing] = []
 
     def things(self) -> Iterator[ErasedThing]:
-        """What is the subject's, in the order in which it can go."""
+        """The subject's things, in the order in which they can go."""
         caches = self._caches()
         sources = [read(item, SourceRecord).manifest for item in self._items("source")]
         lone = {manifest.id for manifest in sources if self._subject.has(manifest.labels, manifest.name)}
@@ -296,7 +297,7 @@ class _Look:
         return self._subject.has(manifest.labels, manifest.name)
 
     def _derived(self, items: list[Item], lone: Container[str]) -> Iterator[ErasedThing]:
-        """What is derived from caches. lone: ids of the caches whose sources go, although the caches may be gone."""
+        """The things derived from caches. lone: ids of the caches whose sources go, although the caches may be gone."""
         ids: set[str] = set()
         for item in [*items, *self._items("source"), *(self._items("response") if self._subject.all else ())]:
             of_lone = item.kind == "source" and json.loads(item.text)["manifest"]["id"] in lone
@@ -309,15 +310,13 @@ class _Look:
 
     def _of_requests(self) -> Iterator[ErasedThing]:
         for item in self._items("request"):
-            if self._subject.all or self._names(item) or (item.held and self._asks_for(item)):
+            named = any(map(self._has, json.loads(item.text)["cache_ids"]))
+            if self._subject.all or named or (item.held and self._asks_for(item)):
                 if item.open:
                     self.stays.append(StayingThing(kind="request", id=item.id, why=_UNDER_WAY))
                 body = body_of(item)
                 size = 0 if body is None else body.stored_bytes
                 yield ErasedThing(kind="request", id=item.id, digest=body and body.digest, bytes=size)
-
-    def _names(self, item: Item) -> bool:
-        return any(map(self._has, json.loads(item.text)["cache_ids"]))
 
     def _asks_for(self, item: Item) -> bool:
         body = body_of(item)
@@ -353,7 +352,7 @@ class _Look:
             yield ErasedThing(kind="batch", id=record.id)
 
     def _rows_of(self, record: BatchRecord) -> _BatchRows:
-        """The rows of a batch that are the subject's: by their line of the input, or by what became of them."""
+        """The subject's rows of a batch: by their line of the input, or by the line of the journal."""
         rows = _BatchRows()
         with (
             suppress(FileNotFound),

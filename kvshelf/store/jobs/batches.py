@@ -20,12 +20,9 @@ _LINES: Final = 1000
 
 
 class BatchRecord(StoredRecord):
-    """One batch. Times are Unix seconds.
-
-    body: the request as it was accepted. times: when each state was entered last. attempts: how often it was started,
-    retries included; a retry does the failed rows again. progress: numbers of the run for people, JSON types only.
-    version: counts its changes.
-    """
+    """One batch. Times are Unix seconds. body: the request as it was accepted. times: when each state was entered last.
+    attempts: how often it was started, retries included; a retry does the failed rows again. progress: numbers of the
+    run for people, JSON types only. version: counts its changes."""
 
     id: str
     tenant: str
@@ -62,10 +59,8 @@ class BatchRecord(StoredRecord):
 
 
 class BatchTable:
-    """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does.
-
-    table: the job table of the home, for leases and journals: the holder of the lease runs the batch.
-    """
+    """The batches of one home. Two tenants see nothing of each other. Raises as `JobTable` does. table: the job table
+    of the home, for leases and journals: the holder of the lease runs the batch."""
 
     def __init__(self, table: JobTable) -> None:
         self.table = table
@@ -96,10 +91,8 @@ class BatchTable:
     def update(
         self, batch_id: str, change: Callable[[BatchRecord], BatchRecord], *, tenant: str, term: int | None = None
     ) -> BatchRecord:
-        """Change the current record; retries if another process was faster, stores nothing if nothing changes.
-
-        Raises `BatchNotFound`, any error of `change`, and `StateConflict` if the lease of `term` is over.
-        """
+        """Change the current record; retries if another process was faster, stores nothing if nothing changes. Raises
+        `BatchNotFound`, any error of `change`, and `StateConflict` if the lease of `term` is over."""
         tried = -1
         while True:
             record = self.get(batch_id, tenant=tenant)

@@ -46,12 +46,10 @@ class Bodies:
         *,
         beyond_quota: bool = False,
     ) -> Item | None:
-        """Make bytes durable, verify them, and only then have `store` put them into the job table.
-
-        subject: what the bytes belong to, see `sealing`. store: gets the body (None for no bytes), and returns the item
-        that now holds it (`Item.held`); if it returns None, the bytes are removed. The bytes count for the tenant.
-        beyond_quota: even if its quota has no room for them. Raises `QuotaExceeded`, `StorageFull`.
-        """
+        """Make bytes durable, verify them, and only then have `store` put them into the job table. subject: what the
+        bytes belong to, see `sealing`. store: gets the body (None for no bytes), and returns the item that now holds it
+        (`Item.held`); if it returns None, the bytes are removed. The bytes count for the tenant. beyond_quota: even if
+        its quota has no room for them. Raises `QuotaExceeded`, `StorageFull`."""
         if not data:  # the sealed format cannot hold zero bytes
             return store(None)
         quota = replace(self._rules.quota, max_bytes=None) if beyond_quota else self._rules.quota

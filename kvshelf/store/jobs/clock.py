@@ -1,9 +1,8 @@
-"""What a sweep believes of its home's clock: it hides what has expired at once, and deletes it when time has passed.
+"""Doubt about a home's clock: caches that expired only by a jump of the clock are hidden, and not deleted for a while.
 
 A wall clock may jump by hours: a hardware clock in local time, a mistaken operator, a virtual machine that was moved.
-What a jump made expire is found expired, and comes back when the clock is set right. So a sweep compares the wall clock
-with the time that went by since the last sweep. The difference is doubted for as long as it is itself, and what
-expired only because of it stays that long.
+So a sweep compares it with the time that went by since the last sweep. The difference is doubted for as long as it is
+itself; if the clock is set right meanwhile, the caches come back.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def uptime_s() -> float:
 
 
 def _boot() -> str:
-    """Which start of which machine `uptime_s` counts from; "" where that is unknown."""
+    """The id of the machine's start from which `uptime_s` counts; "" if it is unknown."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -83,7 +82,8 @@ class Doubt:
         self._lock = threading.Lock()
 
     def deadline(self) -> float:
-        """What had ended by this time (Unix seconds) may be deleted for good. Raises as `JobTable` does."""
+        """The time (Unix seconds) of which it is certain that it is over: what ended before may be deleted for good.
+        Raises as `JobTable` does."""
         if self._elapsed is self._now:
             return self._now()
         with self._lock:

@@ -61,11 +61,9 @@ class FileTable:
         beyond_quota: bool = False,
         batch_id: str | None = None,
     ) -> FileRecord:
-        """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`.
-
-        batch_id: of the batch whose result it is. When it goes, so does the journal of that batch, if it has ended.
-        beyond_quota: accept it even if the tenant's quota has no room for it; it counts all the same.
-        """
+        """Keep the content of a file of the operating system. Raises `QuotaExceeded`, `StorageFull`. batch_id: of the
+        batch whose result it is. When it goes, so does the journal of that batch, if it has ended. beyond_quota: accept
+        it even if the tenant's quota has no room for it; it counts all the same."""
         now = self._now()
         record = FileRecord(
             id=f"file_{secrets.token_hex(20)}",
@@ -109,10 +107,8 @@ class FileTable:
             after = items[-1].id
 
     def open(self, file_id: str, *, tenant: str) -> BlobFile:
-        """The content, seekable and not verified. A caller that reads all of it can compare the digest (`digest_of`).
-
-        A reader can finish even if the file is deleted meanwhile. Raises `FileNotFound`.
-        """
+        """The content, seekable and not verified. A caller that reads all of it can compare the digest (`digest_of`). A
+        reader can finish even if the file is deleted meanwhile. Raises `FileNotFound`."""
         record = self.get(file_id, tenant=tenant)
         if record.body is None:
             return BlobFile(BytesIO(), 0, record.digest)

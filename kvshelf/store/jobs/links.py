@@ -13,12 +13,9 @@ from pydantic import Field
 from kvshelf.artifact.identity import digest
 from kvshelf.errors import StateConflict
 from kvshelf.store.manifest import StoredRecord
-from kvshelf.store.table import Item, JobTable, read
+from kvshelf.store.table import HOME, Item, JobTable, read
 
 MOST_LINKS: Final = 1000
-
-_NOBODY: Final = "kvshelf"
-"""The tenant of what belongs to the home."""
 
 
 class LinkedModel(StoredRecord):
@@ -33,12 +30,10 @@ class LinkedModel(StoredRecord):
 
 
 class ModelLink(StoredRecord):
-    """Caches that `maker` has made are asked by `asker`, which an engine runs.
-
-    agreement: share of the `cues` that count on which `asker`, behind the full caches of `maker`, agrees. low: the
-    bound of this share, as of `engine.quality`. documents: whose cues they are. engine_version: of the package that
-    runs `asker`. kvshelf: the version that measured, on `date` (YYYY-MM-DD).
-    """
+    """Caches that `maker` has made are asked by `asker`, which an engine runs. agreement: share of the `cues` that
+    count on which `asker`, behind the full caches of `maker`, agrees. low: the bound of this share, as of
+    `engine.quality`. documents: whose cues they are. engine_version: of the package that runs `asker`. kvshelf: the
+    version that measured, on `date` (YYYY-MM-DD)."""
 
     maker: LinkedModel
     asker: LinkedModel
@@ -62,8 +57,8 @@ class LinkTable:
     def keep(self, link: ModelLink) -> None:
         """Keep a link in place of an earlier one of the same pair. Raises `StateConflict` where another caller changes
         the same, and beyond `MOST_LINKS`."""
-        item = Item("link", _id(link), _NOBODY, link.model_dump_json())
-        earlier = self._table.find(item.id, _NOBODY)
+        item = Item("link", _id(link), HOME, link.model_dump_json())
+        earlier = self._table.find(item.id, HOME)
         if earlier is None and len(self.list()) >= MOST_LINKS:
             raise StateConflict(f"there are {MOST_LINKS} links between models, as many as may be; remove one")
         stored = self._table.add(item) if earlier is None else self._table.change(replace(earlier, text=item.text))
@@ -72,7 +67,7 @@ class LinkTable:
 
     def list(self) -> list[ModelLink]:
         """Newest first."""
-        return [read(item, ModelLink) for item in self._table.listing("link", _NOBODY, None, MOST_LINKS)]
+        return [read(item, ModelLink) for item in self._table.listing("link", HOME, None, MOST_LINKS)]
 
     def makers(self, asker: str, engine: str, *, engine_version: str, quality_version: int) -> dict[str, float]:
         """The agreement with each model of whose caches a model may be asked, by its fingerprint. asker: the model's.

@@ -36,7 +36,7 @@ PartT = TypeVar("PartT")
 
 
 class ModelUsed(Metered):
-    """Use of one model. guard_groups: what of it was of a group of the guard, by the value of its label, the first
+    """Use of one model. guard_groups: the part of each group of the guard, by the value of its label, the first
     `MOST_PARTS` of them."""
 
     guard_groups: dict[str, Metered] = Field(default_factory=dict)
@@ -48,10 +48,10 @@ class ModelUsed(Metered):
 
 
 class DayUsed(StoredRecord):
-    """One tenant's use of one day of UTC, by model; and what of it was of a conversation, by its id and model, the
-    first `MOST_PARTS` of them. writers: the number of the last addition of each, so that one whose answer was lost is
-    not added twice. erased: digests, under the home's key, of names that an erasure has ended and no addition brings
-    back; with `_ALL`, which takes their place where they are more than `MOST_PARTS`, none grows."""
+    """One tenant's use of one day of UTC. by_model: all of it. conversations: the part of each conversation, by its id
+    and model, the first `MOST_PARTS` of them. writers: the number of the last addition of each, so that an addition
+    whose answer was lost is not added twice. erased: digests, under the home's key, of names that an erasure has ended
+    and no addition brings back; `_ALL` bars every name, and takes the place of more than `MOST_PARTS` digests."""
 
     tenant: str
     day: datetime.date
@@ -62,11 +62,11 @@ class DayUsed(StoredRecord):
 
     @property
     def names(self) -> set[str]:
-        """What of it callers have named: groups of the guard and conversations."""
+        """The names that callers gave to parts: groups of the guard and conversations."""
         return {*self.conversations, *(group for used in self.by_model.values() for group in used.guard_groups)}
 
     def without(self, names: Container[str]) -> DayUsed:
-        """With nothing told apart of these; what they used stays in the whole."""
+        """The record without the parts of these names; their use stays in the whole."""
         models = {
             model: used.model_copy(update={"guard_groups": _others(used.guard_groups, names)})
             for model, used in self.by_model.items()
@@ -92,8 +92,8 @@ class Metering:
         number: int,
         conversations: Mapping[str, Mapping[str, Metered]] | None = None,
     ) -> None:
-        """Add to what a tenant has used on a day, by model, and what of it each conversation has. Atomic, and durable
-        when it returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
+        """Add to a tenant's use of a day, by model, and to the part of each conversation. Atomic, and durable when it
+        returns. Does nothing if the writer has added this number, or a higher one, to that day before."""
         by_model = {model: ModelUsed() + metered for model, metered in used.items()}
         counted = DayUsed(tenant=tenant, day=day, by_model=by_model, conversations=dict(conversations or {}))
         names = {name: self._digest(name) for name in counted.names}
@@ -111,7 +111,7 @@ class Metering:
         self._change(tenant, day, with_more)
 
     def days(self, first: datetime.date, last: datetime.date, *, tenant: str | None) -> list[DayUsed]:
-        """The use of each tenant and day in a window that has any. tenant None: of all."""
+        """The records of a window of days that have any use. tenant None: of all tenants."""
         if tenant is None:
             items = self._table.open_items("usage")
         else:
@@ -120,7 +120,7 @@ class Metering:
         return sorted(records, key=lambda used: (used.day, used.tenant))
 
     def bar_names(self, tenant: str, days: Iterable[datetime.date], names: Iterable[str] | None) -> None:
-        """Let no later addition to these days tell anything apart by these names; None: by any name."""
+        """Let no later addition to these days have parts of these names; None: of any name."""
         digests = frozenset([_ALL] if names is None else map(self._digest, names))
 
         def barred(known: DayUsed) -> DayUsed:
@@ -131,7 +131,7 @@ class Metering:
             self._change(tenant, day, barred)
 
     def forget_names(self, tenant: str, day: datetime.date, names: Container[str]) -> None:
-        """Tell nothing apart any more that has one of these names."""
+        """Drop the parts of these names."""
         self._change(tenant, day, lambda known: known.without(names))
 
     def _change(self, tenant: str, day: datetime.date, change: Callable[[DayUsed], DayUsed]) -> None:
@@ -154,7 +154,7 @@ class Metering:
 
 @dataclass
 class _Counts:
-    """whole: with what is of no conversation and no group of the guard."""
+    """whole: includes the use without a conversation or group."""
 
     whole: Counter[str] = field(default_factory=Counter)
     conversations: dict[str, Counter[str]] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Meter:
     def add(
         self, tenant: str, conversation: str | None = None, *, guard_group: str | None = None, **amounts: float
     ) -> None:
-        """Count fields of `Metered` for a tenant, today. conversation, guard_group: that they are of, one at most."""
+        """Count fields of `Metered` for a tenant, today. Give a conversation or a guard_group, not both."""
         with self._lock:
             self._pending.setdefault((tenant, self._today), _Counts()).add(amounts, conversation, guard_group)
 
@@ -248,7 +248,7 @@ def _sums(known: Mapping[str, Metered], more: Mapping[str, Metered]) -> dict[str
 
 
 def _first(known: Mapping[str, PartT], more: Mapping[str, PartT]) -> dict[str, PartT]:
-    """Those parts of `more` that are told apart: what is known, and new ones until there are `MOST_PARTS`."""
+    """The parts of `more` that are known, and new ones until there are `MOST_PARTS`."""
     new = [name for name in more if name not in known][: MOST_PARTS - len(known)]
     return {name: more[name] for name in more if name in known or name in new}
 

@@ -38,10 +38,9 @@ class RequestError(StoredRecord):
 
 class RequestRecord(StoredRecord):
     """One request. Times are Unix seconds. `error` is the last attempt's, even if another attempt will follow.
-
     attempts: the number of the last attempt. Numbers never start again, not even when an ended request is queued again:
-    `attempts_before` says how many attempts came before that, or do not count. body: None for an empty or dropped body.
-    """
+    `attempts_before` says how many attempts came before that, or do not count. body: None for an empty or dropped
+    body."""
 
     id: str
     tenant: str
@@ -86,12 +85,9 @@ class RequestTable:
         return REQUEST_ID + digest("kvshelf.request", tenant, body, key=self._key)
 
     def open(self, request_id: str, *, tenant: str, body: bytes, again: bool = False) -> RequestRecord:
-        """Queue a request; opening it twice changes nothing.
-
-        A failed request is queued anew. A finished one is returned as it is, unless `again` says that its caches are
-        gone and it is to be done once more. Raises `StateConflict` for an id that another tenant holds: ids must be
-        hashes that include the tenant.
-        """
+        """Queue a request; opening it twice changes nothing. A failed request is queued anew. A finished one is
+        returned as it is, unless `again` says that its caches are gone and it is to be done once more. Raises
+        `StateConflict` for an id that another tenant holds: ids must be hashes that include the tenant."""
         while True:
             item = self.table.find(request_id, None)
             if item is None:
@@ -103,8 +99,8 @@ class RequestTable:
                 record = _record(item)
                 if record.state != "failed" and not (record.state == "done" and again):
                     return record
-                anew = {"state": "queued", "attempts_before": record.attempts, "cache_ids": (), "error": None}
-                stored = self._queue(record.model_copy(update=anew), body, self.table.change)
+                changes = {"state": "queued", "attempts_before": record.attempts, "cache_ids": (), "error": None}
+                stored = self._queue(record.model_copy(update=changes), body, self.table.change)
             if stored is not None:  # else another caller was faster
                 return _record(stored)
 
@@ -115,11 +111,9 @@ class RequestTable:
         return self.bodies.write(record.tenant, REQUEST_PREFIX + record.id, memoryview(body), keep)
 
     def start(self, request_id: str, *, worker: str, lease_s: float) -> int:
-        """Count an attempt and take the lease; returns the attempt's number, 1 for the first.
-
-        A running request whose lease ran out is taken over. Raises `StateConflict` when another worker's lease lives or
-        the request has ended, `RequestNotFound`.
-        """
+        """Count an attempt and take the lease; returns the attempt's number, 1 for the first. A running request whose
+        lease ran out is taken over. Raises `StateConflict` when another worker's lease lives or the request has ended,
+        `RequestNotFound`."""
         while (attempt := self.table.take(request_id, lease_s=lease_s, holder=worker)) is None:
             record = self._find(request_id)
             if record.ended:
@@ -148,11 +142,9 @@ class RequestTable:
         final: bool,
         counted: bool = True,
     ) -> None:
-        """The attempt failed. `final`: for good, the body is dropped; otherwise the request is queued again.
-
-        `counted` False: the request is not to blame, so `tries` is as if there had been no such attempt. Raises
-        `StateConflict` for a stale holder.
-        """
+        """The attempt failed. `final`: for good, the body is dropped; otherwise the request is queued again. `counted`
+        False: the request is not to blame, so `tries` is as if there had been no such attempt. Raises `StateConflict`
+        for a stale holder."""
         fields = dict(details) if details else None
         error = RequestError(code=code, message=message, param=param, details=fields)
         changes = {"state": "failed" if final else "queued", "error": error}
@@ -179,10 +171,8 @@ class RequestTable:
         return self._find(request_id, tenant)
 
     def body(self, request_id: str) -> bytes:
-        """The request as it was given to `open`.
-
-        Raises `StateConflict` once it was dropped, `InternalError` if it is lost or damaged.
-        """
+        """The request as it was given to `open`. Raises `StateConflict` once it was dropped, `InternalError` if it is
+        lost or damaged."""
         record = self._find(request_id)
         try:
             if not record.ended:

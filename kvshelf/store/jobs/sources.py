@@ -35,7 +35,7 @@ UNCLAIMED_S: Final = 3600.0
 """How long a source waits for its cache: longer than a cache may take to write."""
 
 LEFT_S: Final = KEEP_ENDED_S
-"""How long a source without a time of its own outlives its cache: as long as others are told what became of that."""
+"""How long a source without a time of its own outlives its cache: as long as its tombstone."""
 
 _BATCH: Final = 200
 _WIDTHS: Final = (2, 3, 4)
@@ -52,18 +52,16 @@ class Sources:
         now: Callable[[], float],
         disown: Callable[[SourceRecord], object] = lambda _: None,
     ) -> None:
-        """disown: lets the cache of a source say that it has none, before the source is removed."""
+        """disown: takes a source out of its cache's manifest, before the source is removed."""
         self._disown = disown
         self._table = table
         self._bodies = bodies
         self._now = now
 
     def hold(self, manifest: Manifest, source: Source, expires_at: float | None) -> SourceInfo:
-        """Keep the source of a cache that is about to be published; `claim` it then. Durable when it returns.
-
-        One that is kept stays, except that a text takes the place of token ids; its time is only ever extended. Raises
-        `QuotaExceeded`, `StorageFull`, and `InvalidRequest` for what is no source of this cache.
-        """
+        """Keep the source of a cache that is about to be published; `claim` it then. Durable when it returns. One that
+        is kept stays, except that a text takes the place of token ids; its time is only ever extended. Raises
+        `QuotaExceeded`, `StorageFull`, and `InvalidRequest` for what is no source of this cache."""
         while True:
             item = self._item(manifest.id, manifest.tenant)
             record = None if item is None or self._over(item) else read(item, SourceRecord)
@@ -180,7 +178,8 @@ class Sources:
         item = Item("source", *place, open=True, due=self._now() + UNCLAIMED_S, held=record.body.name)
         if not record.claimed:
             return item
-        after_s = 0.0 if _is_part(manifest) else LEFT_S if until is None else None
+        is_part = manifest.parent_id is not None or bool(manifest.identity.get("parent"))  # only what was appended
+        after_s = 0.0 if is_part else LEFT_S if until is None else None
         return replace(item, due=until, owner=manifest.id, after_s=after_s)
 
     def _item(self, cache_id: str, tenant: str) -> Item | None:
@@ -188,11 +187,6 @@ class Sources:
 
     def _over(self, item: Item) -> bool:
         return item.due is not None and item.due <= self._now()
-
-
-def _is_part(manifest: Manifest) -> bool:
-    """Whether its source is what was appended to another cache."""
-    return manifest.parent_id is not None or bool(manifest.identity.get("parent"))
 
 
 def source_id(cache_id: str) -> str:

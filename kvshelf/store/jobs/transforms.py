@@ -1,8 +1,4 @@
-"""The transforms that caches under codec klt were encoded by: one file for each digest, kept as long as the home.
-
-They belong to no tenant and count for none. Without them such a cache cannot be read, whatever becomes of the folder in
-which `kvshelf calibrate` has left its file.
-"""
+"""The transforms that caches under codec klt need to be read: one file for each digest, kept as long as the home."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ from typing import Final
 from kvshelf.errors import BlobError, CacheCorrupt
 from kvshelf.store.jobs.bodies import Bodies
 from kvshelf.store.manifest import StoredBody, StoredRecord
-from kvshelf.store.table import Item, JobTable, read
+from kvshelf.store.table import HOME, Item, JobTable, read
 
 TRANSFORMS_PREFIX: Final = "transforms:"
 """Tells sealed transforms from a sealed cache or file."""
-
-_NOBODY: Final = "kvshelf"
-"""The tenant of what belongs to the home. A tenant of this name sees nothing of it: it has no ids of this kind."""
 
 
 class _Kept(StoredRecord):
@@ -40,9 +33,9 @@ class KeptTransforms:
         def store(body: StoredBody | None) -> Item | None:
             assert body is not None, "a file of transforms is not empty"
             text = _Kept(digest=digest, body=body).model_dump_json()
-            return self._table.add(Item("transforms", _id(digest), _NOBODY, text, held=body.name))
+            return self._table.add(Item("transforms", _id(digest), HOME, text, held=body.name))
 
-        self._bodies.write(_NOBODY, TRANSFORMS_PREFIX + digest, memoryview(data), store, beyond_quota=True)
+        self._bodies.write(HOME, TRANSFORMS_PREFIX + digest, memoryview(data), store, beyond_quota=True)
 
     def get(self, digest: str) -> bytes | None:
         """A file; None if the home has none of this digest. Raises `CacheCorrupt` for a damaged one."""
@@ -50,7 +43,7 @@ class KeptTransforms:
         if record is None:
             return None
         try:
-            return self._bodies.read(record.body, _NOBODY, TRANSFORMS_PREFIX + digest)
+            return self._bodies.read(record.body, HOME, TRANSFORMS_PREFIX + digest)
         except BlobError as error:
             raise CacheCorrupt(
                 f"the transforms {digest[:16]} on the shelf are damaged ({error}); put their file into the calibration "
@@ -59,7 +52,7 @@ class KeptTransforms:
             ) from error
 
     def _find(self, digest: str) -> _Kept | None:
-        item = self._table.find(_id(digest), _NOBODY)
+        item = self._table.find(_id(digest), HOME)
         return None if item is None else read(item, _Kept)
 
 

@@ -21,7 +21,7 @@ _AGE: Final = re.compile(r"([0-9]{1,6})([smhd])")
 
 @dataclass(frozen=True)
 class Rung:
-    """after_s: a cache that nobody asked for longer than this is coded so."""
+    """codec: of caches that nobody asked for longer than `after_s`."""
 
     codec: str
     after_s: float

@@ -1,9 +1,7 @@
-"""What a home knows of a ladder: which caches have cooled, who codes them, and the blob that takes another's place.
+"""The ladder of a home: caches that have cooled, the replica that codes them, and the blob that replaces another.
 
-The id of a cache stays: it is of the codec under which the cache was made (`Manifest.made_codec`). Its manifest says
-which codec it has now, and the digest of the only blob that answers for it, so that a copy of the former one in a tier
-or in a replica's memory answers no more. The new blob is written and read back before one step of the index puts
-it in place of the former one, which is removed after that; who has it open can finish.
+The id of a cache stays: it is of the codec under which the cache was made (`Manifest.made_codec`). Its manifest has the
+codec and the digest of the new blob, so that a copy of the former one in a tier or a replica's memory answers no more.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvshelf.store.table import Item
 from kvshelf.store.writer import Writer, blob_content
 
 LEASE_S: Final = 900.0
-"""How long one replica of a model has the ladder to itself, unless it says that it lives."""
+"""How long one replica of a model has the ladder to itself without renewing."""
 
 _LOOKS: Final = 1000
 """Entries that are looked at before the caller has a say."""
@@ -40,10 +38,8 @@ class ColdCache:
 
 
 class LadderTable:
-    """The ladder of one home. Used by who has a model, because a home cannot encode. Any number of threads.
-
-    model: the fingerprint of a `ModelIdentity`, because services may give one model several names.
-    """
+    """The ladder of one home. Used by who has a model, because a home cannot encode. Any number of threads. model: the
+    fingerprint of a `ModelIdentity`, because services may give one model several names."""
 
     def __init__(self, index: Index, writer: Writer, sources: Sources, now: Callable[[], float]) -> None:
         """now: Unix seconds that no jump of a clock has moved."""
@@ -71,12 +67,10 @@ class LadderTable:
     # Caches
 
     def cold(self, ladder: Ladder, model: str) -> Iterator[ColdCache | None]:
-        """The caches of a model that have cooled, of all tenants; None now and then, where there is none.
-
-        Left alone are promised caches (pinned or guaranteed), those that extend others or that others extend, because
-        they share bytes, and those of whose codec something is said: a certificate, the guard's finding, or a choice
-        among levels without a floor.
-        """
+        """The caches of a model that have cooled, of all tenants; None now and then, where there is none. Left alone
+        are promised caches (pinned or guaranteed), those that extend others or that others extend, because they share
+        bytes, and those of whose codec something is said: a certificate, the guard's finding, or a choice among levels
+        without a floor."""
         for number, entry in enumerate(self._index.stored()):
             if number % _LOOKS == 0:
                 now = self._now()

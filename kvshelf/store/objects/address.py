@@ -25,10 +25,8 @@ _PARAMETERS: Final = ("endpoint", "region", "timeout_s")
 
 @dataclass(frozen=True)
 class ObjectPlace:
-    """Where the bytes of a shelf lie. Made by `parse`; its text is the URL without parameters.
-
-    timeout_s: seconds after which a request that failed again and again counts as failed.
-    """
+    """Where the bytes of a shelf lie. Made by `parse`; its text is the URL without parameters. timeout_s: seconds after
+    which a request that failed again and again counts as failed."""
 
     scheme: str
     bucket: str

@@ -41,11 +41,9 @@ _RETRIES: Final = 10
 
 
 class ObjectBlobs(Blobs):
-    """See `Blobs` for the contract. Made by `open_at`.
-
-    Object storage does not know who reads an object, so readers have `Leases` in the home of the index. Bytes that a
-    reader still has when they are removed go with a later sweep.
-    """
+    """See `Blobs` for the contract. Made by `open_at`. Object storage does not know who reads an object, so readers
+    have `Leases` in the home of the index. Bytes that a reader still has when they are removed go with a later
+    sweep."""
 
     home = "objects"
     walk_every_s = 3600.0  # a listing costs one request per thousand objects
@@ -62,14 +60,12 @@ class ObjectBlobs(Blobs):
         self.leases = leases
         self._store = connect(place)
         self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="kvshelf-objects")
-        self._known: tuple[str, str] | None = None  # the index's incarnation, and its namespace, found with its marker
+        self._checked: tuple[str, str] | None = None  # the index's incarnation, and its namespace that has the marker
 
     @classmethod
     def open_at(cls, place: ObjectPlace, index: Index, leases: Leases, *, patient: bool = False) -> Self:
         """Raises `StoreUnavailable` if the bucket is missing, refuses access, or has the blobs of another index.
-
-        patient: check an unreachable place at its first use instead, because a tier before it answers meanwhile.
-        """
+        patient: check an unreachable place at its first use instead, because a tier before it answers meanwhile."""
         blobs = cls(place, index, leases)
         try:
             blobs._namespace()
@@ -241,7 +237,7 @@ class ObjectBlobs(Blobs):
                     yield meta["path"].removeprefix(folder), meta["last_modified"]
 
     def _now(self) -> datetime:
-        """By the clock of the server, which dates the objects: it says when it wrote the marker anew."""
+        """The time by the clock that dates the objects: the server's, when it wrote the marker anew."""
         path = f"{self._namespace()}/{_MARKER}"
         with translated(self._place):
             obstore.head(self._store, path)  # else: an emptied bucket stays without one, see `health`
@@ -256,14 +252,14 @@ class ObjectBlobs(Blobs):
 
     def _namespace(self) -> str:
         """The folder of this index's blobs, once its marker was found there, or made for an empty index."""
-        if self._known is None or self._known[0] != self._index.incarnation:
+        if self._checked is None or self._checked[0] != self._index.incarnation:
             usage = self._index.usage(None)  # a Redis that was out of reach tells its incarnation with the first answer
             incarnation = self._index.incarnation
             namespace = blake3(f"objects:{incarnation}".encode(), key=self._index.key).hexdigest()[:16]
             count = usage.caches or len(self._index.jobs.open_items("source", 1))  # a source outlives its cache
             self._require_marker(f"{namespace}/{_MARKER}", count)
-            self._known = (incarnation, namespace)
-        return self._known[1]
+            self._checked = (incarnation, namespace)
+        return self._checked[1]
 
     def _require_marker(self, path: str, caches: int) -> None:
         try:
@@ -300,12 +296,12 @@ def connect(place: ObjectPlace) -> ObjectStore:
 
 def _counted(buffers: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
     """The buffers; raises `ValueError` at their end unless they have so many bytes."""
-    left = nbytes
+    count = 0
     for buffer in buffers:
-        left -= buffer.nbytes
+        count += buffer.nbytes
         yield memoryview(buffer).cast("B")
-    if left:
-        raise ValueError(f"{nbytes - left} bytes were given to write, {nbytes} were announced")
+    if count != nbytes:
+        raise ValueError(f"{count} bytes were given to write, {nbytes} were announced")
 
 
 def _is_blob(path: str) -> bool:

@@ -31,11 +31,9 @@ class EmptyObject(Exception):
 
 @contextmanager
 def translated(place: ObjectPlace) -> Iterator[None]:
-    """Inside the block, errors of obstore become `StoreUnavailable` or `StorageFull`.
-
-    `AlreadyExistsError` passes, and `FileNotFoundError` if an object is missing; a missing bucket becomes
-    `StoreUnavailable` where the server tells the two apart.
-    """
+    """Inside the block, errors of obstore become `StoreUnavailable` or `StorageFull`. `AlreadyExistsError` passes, and
+    `FileNotFoundError` if an object is missing; a missing bucket becomes `StoreUnavailable` where the server tells the
+    two apart."""
     try:
         yield
     except FileNotFoundError as error:

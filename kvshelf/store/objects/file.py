@@ -28,7 +28,7 @@ _AHEAD: Final = 4  # ranges at once: a connection to S3 brings 50 to 100 MB/s, a
 
 @dataclass(frozen=True)
 class Ends:
-    """What the opening of a file brought: the object's size, its first bytes, and its last ones."""
+    """The object's size, and the bytes that came with its opening: the first and the last ones."""
 
     nbytes: int
     head: memoryview
@@ -99,7 +99,7 @@ class ObjectFile(SeekableFile):
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + READ_LEASE_S / 3
             if not self.lease.hold():
-                raise gone()
+                raise missing()
 
     def _read_some(self, view: memoryview) -> int:
         self._keep_lease()
@@ -179,8 +179,8 @@ def _arrived(data: Future[memoryview]) -> memoryview:
     try:
         return data.result()
     except FileNotFoundError as error:
-        raise gone() from error
+        raise missing() from error
 
 
-def gone() -> BlobError:
+def missing() -> BlobError:
     return BlobError("its object is gone", reason="missing")

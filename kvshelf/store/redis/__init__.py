@@ -38,12 +38,10 @@ class RedisStore(Shelf):
         on_step: Step = lambda _: None,
         blobs: MakeBlobs | None = None,
     ) -> Self:
-        """Open the shelf at a URL (`kvshelf.store.redis.address`), or create it.
-
-        key: the key of content addresses for an empty home (32 bytes; random if None). write_lease_s: how long a writer
-        may be silent. now, elapsed: of a test; None: the server's clock, and this machine's uptime. blobs: opens the
-        place of the blobs, if it is not this Redis. Open it after forking. Raises `InvalidRequest`, `StoreUnavailable`.
-        """
+        """Open the shelf at a URL (`kvshelf.store.redis.address`), or create it. key: the key of content addresses for
+        an empty home (32 bytes; random if None). write_lease_s: how long a writer may be silent. now, elapsed: of a
+        test; None: the server's clock, and this machine's uptime. blobs: opens the place of the blobs, if it is not
+        this Redis. Open it after forking. Raises `InvalidRequest`, `StoreUnavailable`."""
         place = address.parse(url)
         link = RedisLink(place)
         elapsed = elapsed or now or uptime_s

@@ -31,18 +31,17 @@ _SCHEME = re.compile(r"(rediss?)(?:-(sentinel|cluster))?")
 _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%a-z]+\])(?::(?P<port>[0-9]{1,5}))?")
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DATABASE = re.compile(r"[0-9]{1,5}")
+_SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,6})?")
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PORTS: Final[dict[Kind, int]] = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where a shelf in Redis is. Made by `parse`; its text is the URL without user and password.
-
-    hosts: host and port of the server, the Sentinels, or some nodes of the cluster. service: the Sentinels' name for
-    the server. timeout_s: seconds without progress on a socket after which the server counts as unreachable. prefix: of
-    all keys, so that several shelves can share one Redis. ca: a file of certificates to trust instead of the system's.
-    """
+    """Where a shelf in Redis is. Made by `parse`; its text is the URL without user and password. hosts: host and port
+    of the server, the Sentinels, or some nodes of the cluster. service: the Sentinels' name for the server. timeout_s:
+    seconds without progress on a socket after which the server counts as unreachable. prefix: of all keys, so that
+    several shelves can share one Redis. ca: a file of certificates to trust instead of the system's."""
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...]
@@ -139,13 +138,10 @@ def _parameters(query: list[tuple[str, str]], tls: bool) -> tuple[str | None, st
         raise _refused("prefix must be 1 to 64 letters, digits, '-' and '_'")
     if password_file is not None and not password_file.startswith("/"):
         raise _refused("password_file is the absolute path of a file, because replicas run in other folders")
-    return ca, prefix or "kvshelf", 0.5 if timeout is None else _seconds(timeout), password_file
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) or not 0.05 <= float(text) <= 60:
+    timeout = "0.5" if timeout is None else timeout
+    if not _SECONDS.fullmatch(timeout) or not 0.05 <= float(timeout) <= 60:
         raise _refused("timeout_s must be a number of seconds from 0.05 to 60")
-    return float(text)
+    return ca, prefix or "kvshelf", float(timeout), password_file
 
 
 def _refused(why: str) -> InvalidRequest:

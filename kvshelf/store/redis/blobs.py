@@ -39,11 +39,7 @@ class RedisBlobs(Blobs):
     read_ahead = False
 
     def __init__(
-        self,
-        link: RedisLink,
-        prefix: str,
-        write_lease_s: float = WRITE_LEASE_S,
-        read_lease_s: float = READ_LEASE_S,
+        self, link: RedisLink, prefix: str, write_lease_s: float = WRITE_LEASE_S, read_lease_s: float = READ_LEASE_S
     ) -> None:
         """prefix: the prefix of every key. The caller closes the link."""
         self.link = link
@@ -129,9 +125,9 @@ class RedisBlobs(Blobs):
         for keys in self.link.scan(f"{{{self._prefix}/*}}:*"):
             fresh: dict[str, bytes] = {}
             for key in keys:
-                name = self._name(key)
-                if name is not None and name not in names:
-                    fresh[name] = key
+                match = self._chunk_key.fullmatch(key.decode(errors="replace"))
+                if match is not None and is_name(match[1]) and match[1] not in names:
+                    fresh[match[1]] = key
             names.update(fresh)
             idle = self.link.pipeline([("OBJECT", "IDLETIME", key) for key in fresh.values()])
             for name, seconds in zip(fresh, idle, strict=True):
@@ -155,17 +151,13 @@ class RedisBlobs(Blobs):
     def _run(self, operation: str, keys: Sequence[str], *args: Part) -> Reply:
         return self.link.script(_SCRIPT, keys, [operation, *args])
 
-    def _key(self, name: str, rest: str) -> str:
+    def _key(self, name: str, part: str) -> str:
         if not is_name(name):
             raise StoreUnavailable(f"{name!r:.80} is not the name of bytes in a store; its index was tampered with")
-        return f"{{{self._prefix}/{name}}}:{rest}"
+        return f"{{{self._prefix}/{name}}}:{part}"
 
     def _chunks(self, name: str, nbytes: int, place: str = "") -> list[str]:
         return [self._key(name, f"{place}{index}") for index in range(_count(nbytes))]
-
-    def _name(self, key: bytes) -> str | None:
-        match = self._chunk_key.fullmatch(key.decode(errors="replace"))
-        return match[1] if match is not None and is_name(match[1]) else None
 
 
 class _Writer:

@@ -34,13 +34,10 @@ class ChunkPiece:
 
 
 class RedisFile(SeekableFile):
-    """A file in pieces.
-
-    Raises `BlobError` (reason "missing") for a piece that is gone or has another length, and `StoreUnavailable`. The
-    file holds a lease on the server for `lease_s`; `renew` prolongs it during reads, and the command `release` ends it.
-    `ends`: the server's answers to `ends_of(pieces)`. once: the lease may end with the last piece, so that later
-    reads have no lease.
-    """
+    """A file in pieces. Raises `BlobError` (reason "missing") for a piece that is gone or has another length, and
+    `StoreUnavailable`. The file holds a lease on the server for `lease_s`; `renew` prolongs it during reads, and the
+    command `release` ends it. `ends`: the server's answers to `ends_of(pieces)`. once: the lease may end with the last
+    piece, so that later reads have no lease."""
 
     def __init__(
         self,
@@ -213,10 +210,8 @@ class _RedisStream:
                 self._loan.give_back()
 
     def _begin(self, wire: Wire) -> None:
-        """Begin to receive the next span, and request the spans after it before reading its bytes.
-
-        Several are requested at once: sending a command takes as long as receiving 400 kB.
-        """
+        """Begin to receive the next span, and request the spans after it before reading its bytes. Several are
+        requested at once: sending a command takes as long as receiving 400 kB."""
         span = self._requested[0]
         if wire.bulk() != span.nbytes:
             raise missing(span.piece)

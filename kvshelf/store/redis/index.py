@@ -38,8 +38,7 @@ from kvshelf.store.index import (
 )
 from kvshelf.store.manifest import Manifest, StoredUsage
 from kvshelf.store.redis.jobs import RedisJobs
-from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.script import Script, Value
+from kvshelf.store.redis.link import RedisLink, Script, Value
 
 HOME_FORMAT: Final = 5
 """Incremented when the keys change in a way that older versions cannot read, or leave out what this one looks for."""
@@ -90,13 +89,10 @@ class RedisIndex(Index):
         write_lease_s: float = WRITE_LEASE_S,
         blobs: MakeBlobs | None = None,
     ) -> Self:
-        """Connect to the home of a prefix, or create it.
-
-        key: the key of content addresses for an empty home; random if None. With a key (a tier keeps its own), an
-        unreachable home raises nothing here: the first operation that reaches the home reads its key and incarnation.
-        blobs: how the place of the blobs is opened, if they are not in this Redis; `InvalidRequest` if the home was
-        made otherwise.
-        """
+        """Connect to the home of a prefix, or create it. key: the key of content addresses for an empty home; random if
+        None. With a key (a tier keeps its own), an unreachable home raises nothing here: the first operation that
+        reaches the home reads its key and incarnation. blobs: how the place of the blobs is opened, if they are not in
+        this Redis; `InvalidRequest` if the home was made otherwise."""
         index = cls(link, prefix, write_lease_s, blobs)
         try:
             index.key, index.incarnation = index._enter(key or secrets.token_bytes(32))
@@ -202,15 +198,15 @@ class RedisIndex(Index):
     # Changing
 
     def swap(self, entry: Entry, manifest: Manifest, writing: Writing | None = None, quota: Quota = NO_LIMITS) -> bool:
-        new, gone = entry.swapped(manifest, writing)
+        new, old = entry.swapped(manifest, writing)
         names = new.retired()
-        given_way = {} if gone is None else {f"gone_{field}": value for field, value in writing_fields(gone).items()}
+        old_fields = {} if old is None else {f"gone_{field}": value for field, value in writing_fields(old).items()}
         reply = self._run(
             "swap",
             **writing_fields(names),
             **manifest_fields(manifest),
             **_promises(quota),
-            **given_way,
+            **old_fields,
             write=None if writing is None else writing.name,
             entry_name=entry.name,
             version=entry.version,
@@ -260,9 +256,7 @@ class RedisIndex(Index):
 
     def problems(self) -> list[str]:
         """Compares every stored entry with all places that record it, then the sizes of those places with the sums.
-
-        Others may change the home meanwhile, so a count is a problem only if it is off by the same amount twice.
-        """
+        Others may change the home meanwhile, so a count is a problem only if it is off by the same amount twice."""
         problems, once = self._recount()
         twice = self._recount()[1] if any(once.values()) else once
         off = [what for what, number in once.items() if number and number == twice[what]]
@@ -448,11 +442,8 @@ def read_writing(name: bytes, record: bytes) -> Writing:
 
 
 def read_entry(shown: tuple[bytes, bytes | None], *, as_kept: bool = False) -> Entry:
-    """An entry from the reply of `show` in `index.lua`: the fields, and the manifest if there is one.
-
-    A ready entry without a manifest is expired if its expiry has passed, else corrupt. as_kept: it stays ready, as
-    sweeps need it.
-    """
+    """An entry from the reply of `show` in `index.lua`: the fields, and the manifest if there is one. A ready entry
+    without a manifest is expired if its expiry has passed, else corrupt. as_kept: it stays ready, as sweeps need it."""
     try:
         fields = json.loads(shown[0]) | {"text": shown[1]}
         fields["bases"] = [base.split(":") for base in filter(None, fields.get("bases", "").split(","))]

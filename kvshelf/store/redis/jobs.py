@@ -8,8 +8,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from kvshelf.errors import StoreUnavailable
-from kvshelf.store.redis.link import RedisLink
-from kvshelf.store.redis.script import Script, Value
+from kvshelf.store.redis.link import RedisLink, Script, Value
 from kvshelf.store.table import Item, JobTable, Kind, overtaken, too_many, too_slow
 
 _FIELDS: Final = (

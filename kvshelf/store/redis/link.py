@@ -11,17 +11,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from typing import Any, Final
 
+from kvshelf.errors import StoreUnavailable
 from kvshelf.store.redis.address import RedisAddress
 from kvshelf.store.redis.faults import REFUSALS, translated
 from kvshelf.store.redis.routes import Route, route
 from kvshelf.store.redis.server import Loan, Server
 from kvshelf.store.redis.wire import Command, Garbled, Part, RedisRefusal, Reply, Wire
+
+Value = str | bytes | int | float | None
 
 _REDIRECTS: Final = 3
 _ASK_AGAIN: Final = {"MOVED", "READONLY", "MASTERDOWN", "CLUSTERDOWN"}
@@ -55,11 +59,11 @@ class ServerFacts:
 
     @property
     def full(self) -> str:
-        """What its memory lacks; "" if it has room."""
+        """The sentence that says so if its memory is full, else ""."""
         if not self.maxmemory or self.used_memory < FULL_SHARE * self.maxmemory:
             return ""
-        used = self.used_memory / self.maxmemory
-        return f"the Redis server {self.name} is full: it uses {used:.1%} of its maxmemory, more than {FULL_SHARE:.0%}"
+        share = self.used_memory / self.maxmemory
+        return f"the Redis server {self.name} is full: it uses {share:.1%} of its maxmemory, more than {FULL_SHARE:.0%}"
 
     def warnings(self) -> list[str]:
         """Warnings for the operator, one sentence each."""
@@ -77,11 +81,9 @@ class ServerFacts:
 
 
 class RedisLink:
-    """Commands to the Redis of an address. For several threads; not across a fork.
-
-    Replies are as the server gives them: bytes, int, None and lists of these. Every method raises `StoreUnavailable`
-    (unreachable, refused, garbage) and `StorageFull`, and nothing else.
-    """
+    """Commands to the Redis of an address. For several threads; not across a fork. Replies are as the server gives
+    them: bytes, int, None and lists of these. Every method raises `StoreUnavailable` (unreachable, refused, garbage)
+    and `StorageFull`, and nothing else."""
 
     def __init__(self, address: RedisAddress) -> None:
         """Does not connect yet."""
@@ -94,10 +96,8 @@ class RedisLink:
             return _accepted(self._follow_all(self.route.server(_key(command)), [command]))[0]
 
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        """Send commands in one round trip (in a cluster, one per node); returns their answers in order.
-
-        This is not a transaction: if a command is refused, its error is raised, and the others have been executed.
-        """
+        """Send commands in one round trip (in a cluster, one per node); returns their answers in order. This is not a
+        transaction: if a command is refused, its error is raised, and the others have been executed."""
         with self._translated():
             groups: dict[Server, list[int]] = {}
             for index, command in enumerate(commands):
@@ -117,10 +117,8 @@ class RedisLink:
     def script_and_read(
         self, source: str, keys: Sequence[str], args: Sequence[Part], reads: Sequence[Command]
     ) -> list[Reply]:
-        """Run `script`, then commands that read keys in its slot, in one round trip; returns all replies in order.
-
-        The reply of a refused command is a `RedisRefusal`; a caller that needs it asks again and gets the error.
-        """
+        """Run `script`, then commands that read keys in its slot, in one round trip; returns all replies in order. The
+        reply of a refused command is a `RedisRefusal`; a caller that needs it asks again and gets the error."""
         tail = (len(keys), *keys, *args)
         with self._translated():
             server = self.route.server(keys[0].encode())
@@ -197,6 +195,34 @@ class RedisLink:
                 if not isinstance(error, RedisRefusal) or error.code in _ASK_AGAIN:
                     self.route.doubt()
                 raise
+
+
+class Script:
+    """A Lua file as a set of operations on keys in the slot of `key`, each of which the server runs as one atomic step.
+    Each takes some words, then names and values in turn. The first word of its reply names the kind of reply."""
+
+    def __init__(self, link: RedisLink, file: str, key: str, replies: Mapping[str, int]) -> None:
+        """file: in this module's folder. replies: the first word of each kind of reply, and how many parts follow."""
+        self._link = link
+        self._source = resources.files(__package__).joinpath(file).read_text()
+        self._key = key
+        self._replies = replies
+
+    def run(self, *words: str, **values: Value) -> list[Any]:
+        """The reply of an operation; its first word is text. Leaves out values that are None. Also raises
+        `StoreUnavailable` for a reply of an unknown form."""
+        args: list[Part] = [*words]
+        for name, value in values.items():
+            if isinstance(value, bool):
+                args += (name, str(int(value)))
+            elif value is not None:
+                args += (name, value if isinstance(value, str | bytes) else repr(value))
+        match self._link.script(self._source, [self._key], args):
+            case [bytes(first), *rest] if self._replies.get(first.decode(errors="replace")) == len(rest):
+                return [first.decode(), *rest]
+        raise StoreUnavailable(
+            f"the server of {self._key} does not reply as Redis does; check the address of the store"
+        )
 
 
 @cache

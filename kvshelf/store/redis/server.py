@@ -195,10 +195,8 @@ def connection_options(address: RedisAddress, *, credentials: bool = True, prima
 
 
 def first_answer(servers: Sequence[Server], command: Command, patience_s: float) -> tuple[Server, Reply]:
-    """The first server that answers, and its answer. Servers that failed last time are asked last.
-
-    After `patience_s` no further server is asked. Raises the error of the last one asked.
-    """
+    """The first server that answers, and its answer. Servers that failed last time are asked last. After `patience_s`
+    no further server is asked. Raises the error of the last one asked."""
     ends_at = time.monotonic() + patience_s
     failure: Exception = Resting("no server is known")
     for server in sorted(servers, key=lambda candidate: candidate.breaker.resting_until is not None):

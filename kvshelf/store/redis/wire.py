@@ -36,11 +36,9 @@ class Garbled(Exception):
 
 
 class Wire:
-    """One conversation on an idle, blocking socket. Not for several threads at once.
-
-    Answers come in the order of the commands; as many may be under way as the caller likes. Raises `OSError` where the
-    socket does (`TimeoutError` when nothing moves for the socket's timeout) and `Garbled`.
-    """
+    """One conversation on an idle, blocking socket. Not for several threads at once. Answers come in the order of the
+    commands; as many may be under way as the caller likes. Raises `OSError` where the socket does (`TimeoutError` when
+    nothing moves for the socket's timeout) and `Garbled`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -98,9 +96,7 @@ class Wire:
 
     def bulk(self) -> int | None:
         """Begin to receive an answer that is one value. Returns its length, None for a null. Raises `RedisRefusal`.
-
-        `fill` then receives all of its bytes, `end_bulk` ends it.
-        """
+        `fill` then receives all of its bytes, `end_bulk` ends it."""
         line = self._line()
         if line[:1] == b"-":
             raise RedisRefusal(_text(line))
@@ -139,18 +135,14 @@ class Wire:
         room -= length if kind == b"$" else length * _ITEM
         if room < 0 or depth == 0:
             raise Garbled(f"{line[:40]!r} announces an answer of absurd size")
-        return (self._value(length), room) if kind == b"$" else self._list(length, room, depth - 1)
-
-    def _value(self, length: int) -> bytes:
-        value = bytearray(length)
-        self.fill(memoryview(value))
-        self.end_bulk()
-        return bytes(value)
-
-    def _list(self, length: int, room: int, depth: int) -> tuple[list[Reply], int]:
+        if kind == b"$":
+            value = bytearray(length)
+            self.fill(memoryview(value))
+            self.end_bulk()
+            return bytes(value), room
         items = []
         for _ in range(length):
-            item, room = self._reply(room, depth)
+            item, room = self._reply(room, depth - 1)
             items.append(item)
         return items, room
 

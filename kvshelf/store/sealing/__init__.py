@@ -63,11 +63,9 @@ _PIECE = 1 << 18  # bytes per step: stays in the cache between reading and decry
 
 @dataclass(frozen=True)
 class SealedParts:
-    """A sealed blob that is still to be encrypted, `nbytes` long.
-
-    `buffers` gives its bytes in order, encrypted piece by piece as they are asked for: so a cache is never in memory a
-    second time. It can be iterated once; seal again to write again. No buffer is used again for the next piece.
-    """
+    """A sealed blob that is still to be encrypted, `nbytes` long. `buffers` gives its bytes in order, encrypted piece
+    by piece as they are asked for: so a cache is never in memory a second time. It can be iterated once; seal again to
+    write again. No buffer is used again for the next piece."""
 
     buffers: Iterator[memoryview]
     nbytes: int
@@ -85,11 +83,8 @@ def key_id_of(header: bytes) -> str:
 
 def seal(keyring: Keyring, tenant: str, subject: str, parts: Sequence[Sequence[memoryview]]) -> SealedParts:
     """Seal parts, each of which may consist of several buffers of bytes; empty parts are left out. The content of the
-    buffers must not change until it has been encrypted.
-
-    Raises `InvalidRequest` for parts that the format cannot hold: more than `PARTS_LIMIT`, one of more than
-    `PART_LIMIT` bytes, or no bytes at all.
-    """
+    buffers must not change until it has been encrypted. Raises `InvalidRequest` for parts that the format cannot hold:
+    more than `PARTS_LIMIT`, one of more than `PART_LIMIT` bytes, or no bytes at all."""
     parts = [part for part in parts if any(map(len, part))]
     lengths = tuple(sum(map(len, part)) for part in parts)
     if not 0 < len(parts) <= PARTS_LIMIT or max(lengths) > PART_LIMIT:
@@ -102,12 +97,10 @@ def seal(keyring: Keyring, tenant: str, subject: str, parts: Sequence[Sequence[m
 
 
 def unseal(keyring: Keyring, tenant: str, subject: str, file: RawIOBase, nbytes: int) -> SealedFile:
-    """The plain bytes of a sealed blob of `nbytes` bytes in a seekable file, which the result takes over.
-
-    Raises `BlobError` if the file is not a whole sealed blob (`bad_magic`, `newer_major`, `unknown_major`,
-    `header_too_large`, `field_malformed`, `truncated`, `trailing_bytes`), and `StoreUnavailable` if the keyring lacks
-    the blob's key. After an error the file stays open. A damaged part is found when it is read.
-    """
+    """The plain bytes of a sealed blob of `nbytes` bytes in a seekable file, which the result takes over. Raises
+    `BlobError` if the file is not a whole sealed blob (`bad_magic`, `newer_major`, `unknown_major`, `header_too_large`,
+    `field_malformed`, `truncated`, `trailing_bytes`), and `StoreUnavailable` if the keyring lacks the blob's key. After
+    an error the file stays open. A damaged part is found when it is read."""
     header = _read_header(file, nbytes)
     return SealedFile(file, header, _Ciphers(keyring, header, tenant, subject))
 
@@ -213,11 +206,9 @@ class _Header:
 
 
 class _Ciphers:
-    """The ciphers of a blob's parts: one key, a nonce for each part, the same associated data for all.
-
-    The associated data need not hold the number of a part, because that is its nonce, nor whether a part is the last:
-    they hold the header, which has the number of parts.
-    """
+    """The ciphers of a blob's parts: one key, a nonce for each part, the same associated data for all. The associated
+    data need not hold the number of a part, because that is its nonce, nor whether a part is the last: they hold the
+    header, which has the number of parts."""
 
     def __init__(self, keyring: Keyring, header: _Header, tenant: str, subject: str) -> None:
         self._key = AES(keyring.derive(header.key_id, header.salt, "kvshelf.seal", tenant))

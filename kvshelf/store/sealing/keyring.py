@@ -26,17 +26,15 @@ _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class Keyring:
-    """Master keys by id: the first one seals, all of them open. Only derived keys leave the keyring.
-
-    To rotate, put a new key first and keep the old one for as long as blobs are sealed with it. An id does not reveal
-    its key, and does not depend on the key's place in the file.
-    """
+    """Master keys by id: the first one seals, all of them open. Only derived keys leave the keyring. To rotate, put a
+    new key first and keep the old one for as long as blobs are sealed with it. An id does not reveal its key, and does
+    not depend on the key's place in the file."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         """`keys`: 32 random bytes each. Raises `InvalidRequest` for no key, another length, or a repeated key."""
         if not keys or any(len(key) != KEY_BYTES for key in keys):
             raise InvalidRequest(f"a keyring needs keys of {KEY_BYTES} bytes, at least one", param=_PARAM)
-        self._keys = {_id(key): key for key in keys}
+        self._keys = {digest("kvshelf.key", key)[:16]: key for key in keys}
         if len(self._keys) != len(keys):
             raise InvalidRequest("the keyring has a key twice", param=_PARAM)
         self.ids: tuple[str, ...] = tuple(self._keys)
@@ -47,10 +45,8 @@ class Keyring:
     @classmethod
     def read(cls, path: Path | str) -> Self:
         """A text file with a key on each line: 64 hex digits, or base64 of 32 bytes. What follows a # is a comment.
-
-        Only its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to
-        others, or not of this form; no message repeats any part of a line.
-        """
+        Only its owner may have access to the file. Raises `InvalidRequest` for a file that is missing, open to others,
+        or not of this form; no message repeats any part of a line."""
         lines = read_private(Path(path), param=_PARAM).splitlines()
         keys: dict[bytes, int] = {}
         for number, line in enumerate(lines, 1):
@@ -68,10 +64,8 @@ class Keyring:
         return cls(list(keys))
 
     def derive(self, key_id: str, salt: bytes, *context: str) -> bytes:
-        """32 bytes that belong to a key, a random salt and a context: HKDF-SHA256 (RFC 5869).
-
-        Raises `StoreUnavailable` for a key that is not in the ring: a missing key does not make its blobs corrupt.
-        """
+        """32 bytes that belong to a key, a random salt and a context: HKDF-SHA256 (RFC 5869). Raises `StoreUnavailable`
+        for a key that is not in the ring: a missing key does not make its blobs corrupt."""
         if key_id not in self._keys:
             raise StoreUnavailable(
                 f"this cache is sealed with the key {key_id}, which the key file does not have (it has "
@@ -88,11 +82,6 @@ class Keyring:
 def framed(*parts: bytes) -> bytes:
     """The parts, each preceded by its length, so that ("ab", "c") and ("a", "bc") differ."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _id(key: bytes) -> str:
-    """16 hex digits that name a key."""
-    return digest("kvshelf.key", key)[:16]
 
 
 def _key(text: bytes) -> bytes | None:

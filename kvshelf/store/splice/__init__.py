@@ -47,7 +47,7 @@ class SplicedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Splice:
-    """How a blob is put together. bases: names of stored files, with their sizes there. runs: in the order of the blob,
+    """The composition of a blob. bases: names of stored files, with their sizes there. runs: in the order of the blob,
     as few as possible; those of the own file follow each other from its first byte to its last."""
 
     bases: tuple[Name, ...]
@@ -91,10 +91,10 @@ def read_splice(file: StoredFile, nbytes: int, bases: Sequence[Name]) -> tuple[S
     size = aligned(_FIXED.size + length)
     if nbytes < size:
         raise BlobError(f"the spliced file is cut off within its table: it has {nbytes} bytes", reason="truncated")
-    rest = _read(file, _FIXED.size, size - _FIXED.size)
-    if any(rest[length:]):
+    padded = _read(file, _FIXED.size, size - _FIXED.size)
+    if any(padded[length:]):
         raise BlobError("the padding after the table of bases is not zero", reason="nonzero_padding")
-    splice = _parse(rest[:length])
+    splice = _parse(padded[:length])
     if list(splice.bases) != list(bases):
         raise BlobError("the table names other bases than the cache was stored with", reason="unknown_base")
     _require_own(splice, nbytes - size)
@@ -160,10 +160,8 @@ def _malformed(why: str) -> BlobError:
 class SplicedFile(SeekableFile):
     """A whole blob, read from several files, all of which it closes. files: the own file, then the bases; sizes: their
     plain bytes. table: bytes of the table before the own bytes. Raises `BlobError` for a run beyond the end of its file
-    (`truncated`).
-
-    Every read asks the files for exactly its bytes: what follows them there is seldom what is read next.
-    """
+    (`truncated`). Every read asks the files for exactly its bytes: what follows them there is seldom what is read
+    next."""
 
     def __init__(self, splice: Splice, table: int, files: Sequence[StoredFile], sizes: Sequence[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a blob has in common with a stored one, and the file that has the rest."""
+"""Finds the bytes that a blob shares with a stored one, and makes the file of the others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ class Shared(NamedTuple):
 
 def shared_with(packed: PackedBlob, parent: BlobSummary, file: StoredFile) -> list[Shared]:
     """The bytes that a blob has in common with a stored one that it extends: whole arrays of the first records of each
-    layer, in ascending order, joined where they follow each other. Compares the bytes of both.
-
-    file: the parent's whole blob. The padding behind an array counts as shared: it is zero in both.
-    """
+    layer, in ascending order, joined where they follow each other. Compares the bytes of both. file: the parent's whole
+    blob. The padding behind an array counts as shared: it is zero in both."""
     runs: list[Shared] = []
     body = packed.nbytes - TRAILER.size - packed.header.body_bytes
     parent_body = parent.nbytes - TRAILER.size - parent.header.body_bytes
@@ -88,26 +86,24 @@ class Spliced(NamedTuple):
 def spliced(
     packed: PackedBlob, shared: Sequence[Shared], parent: Name, file: StoredFile, bases: Sequence[Name]
 ) -> Spliced | None:
-    """A blob without the bytes that it shares; None where it shares too little, or would have too many bases.
-
-    parent: the file that has the other blob, or the own bytes of it; bases: those of it.
-    """
+    """A blob without the bytes that it shares; None where it shares too little, or would have too many bases. parent:
+    the file that has the other blob, or the own bytes of it; bases: those of it."""
     if sum(run.nbytes for run in shared) < LEAST_SHARE * packed.nbytes:
         return None
     files: dict[Name, int] = {}
     runs: list[SplicedRun] = []
-    own = end = 0
+    own_bytes = end = 0
     for start, offset, nbytes in shared:
         if start > end:
-            runs.append(SplicedRun(0, own, start - end))
-        own += start - end
+            runs.append(SplicedRun(0, own_bytes, start - end))
+        own_bytes += start - end
         located = file.locate(offset, nbytes) if isinstance(file, SplicedFile) else [SplicedRun(0, offset, nbytes)]
         for run in located:
             name = [parent, *bases][run.file]
             runs.append(run._replace(file=files.setdefault(name, len(files) + 1)))
         end = start + nbytes
-    runs.append(SplicedRun(0, own, packed.nbytes - end))  # the trailer, at least
-    own += packed.nbytes - end
+    runs.append(SplicedRun(0, own_bytes, packed.nbytes - end))  # the trailer, at least
+    own_bytes += packed.nbytes - end
     if len(files) > BASES_LIMIT:
         return None
     splice = Splice(tuple(files), tuple(_joined(runs)))
@@ -115,7 +111,7 @@ def spliced(
     if len(table) > TABLE_LIMIT:
         return None
     parts = [[memoryview(table)], *_without(packed, shared)]
-    return Spliced(splice, parts, len(table) + own)
+    return Spliced(splice, parts, len(table) + own_bytes)
 
 
 def _joined(runs: Sequence[SplicedRun]) -> list[SplicedRun]:

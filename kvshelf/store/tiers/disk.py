@@ -50,10 +50,8 @@ class DiskTier(Tier):
 
     @staticmethod
     def known_key(folder: Path) -> bytes | None:
-        """The key of the home that the copies in a folder belong to, None if the folder is no tier yet.
-
-        Raises `StoreUnavailable` for a folder that is a home itself.
-        """
+        """The key of the home that the copies in a folder belong to, None if the folder is no tier yet. Raises
+        `StoreUnavailable` for a folder that is a home itself."""
         key = database.known_key(folder)
         if key is not None and not (folder / _NOTE).is_file():
             raise StoreUnavailable(f"{folder} is a home for caches and no tier of copies; name an empty folder")
@@ -69,10 +67,8 @@ class DiskTier(Tier):
         keyring: Keyring | None = None,
         now: Callable[[], float] = time.time,
     ) -> Self:
-        """Open the tier in a folder, or make it in an empty one.
-
-        key: the home's. Raises `StoreUnavailable`, also for a folder that is a home or has copies for another home.
-        """
+        """Open the tier in a folder, or make it in an empty one. key: the home's. Raises `StoreUnavailable`, also for a
+        folder that is a home or has copies for another home."""
         cls.known_key(folder)
         with translated(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -230,10 +230,8 @@ def _key(manifest: Manifest) -> _Key:
 
 
 def _body(packed: PackedBlob) -> memoryview:
-    """The segments of a blob, one after the other in memory of their own.
-
-    The buffers of `packed` may be small parts of large tensors, which they would keep in memory.
-    """
+    """The segments of a blob, one after the other in memory of their own. The buffers of `packed` may be small parts of
+    large tensors, which they would keep in memory."""
     size = packed.header.body_bytes
     memory = fresh_memory(size) if size >= _LEAST_MAPPED else memoryview(bytearray(size))
     end = 0

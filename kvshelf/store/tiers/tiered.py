@@ -134,12 +134,12 @@ class TieredStore(Store):
         except errors.CacheNotFound:
             if not self._older_than_home():
                 raise
-        known = self.home.remembers(cache_id, tenant=tenant)
+        was_deleted = self.home.remembers(cache_id, tenant=tenant)
         try:
             return self.home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
         except errors.CacheNotFound as error:
-            if known:
-                raise  # it was deleted since
+            if was_deleted:
+                raise
             raise _Lost(error.message, param=error.param) from error
 
     def _stand_in(self, cache_id: str, tenant: str, error: errors.KvshelfError) -> Manifest:
@@ -249,8 +249,8 @@ class TieredStore(Store):
         self.tiers.keep_source(manifest, source)
         return manifest
 
-    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **seen: Any) -> Manifest:
-        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant, **seen)
+    def keep_judgement(self, cache_id: str, judged: Judgement, *, tenant: str = "default", **options: Any) -> Manifest:
+        keep = partial(self.home.keep_judgement, cache_id, judged, tenant=tenant, **options)
         manifest = self._insist(cache_id, tenant, keep)
         self.tiers.confirm(manifest)
         return manifest

@@ -29,11 +29,9 @@ _FAILING_S: Final = 150.0
 
 
 class Tier(Protocol):
-    """Copies that may be dropped at any time; used by `TieredStore` alone. Several threads may use it at once.
-
-    A copy has the home's manifest and is verified whenever it is read. A damaged copy, or one of another blob than the
-    manifest names, is dropped. Methods raise `StoreError` and `OSError` when the tier does not work.
-    """
+    """Copies that may be dropped at any time; used by `TieredStore` alone. Several threads may use it at once. A copy
+    has the home's manifest and is verified whenever it is read. A damaged copy, or one of another blob than the
+    manifest names, is dropped. Methods raise `StoreError` and `OSError` when the tier does not work."""
 
     name: str
     """The name of this tier in a receipt: "ram" or "disk"."""
@@ -55,10 +53,8 @@ class Tier(Protocol):
         """Update a copy, if there is one, to the home's manifest."""
 
     def find(self, cache_id: str, tenant: str, *, recent: bool) -> Manifest | None:
-        """The manifest of a copy that has not expired, for use while the home cannot answer.
-
-        recent: only if the home confirmed the copy recently, so that a deletion would be known.
-        """
+        """The manifest of a copy that has not expired, for use while the home cannot answer. recent: only if the home
+        confirmed the copy recently, so that a deletion would be known."""
 
     def open_cache(self, manifest: Manifest) -> ArrivingCache | None:
         """The copy of the manifest's blob, as `Store.open_cache`. None if there is no good copy."""
