@@ -96,7 +96,6 @@ def exists(where: Place) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether this is a URL and no local path."""
     return _URL.match(text) is not None
 
 

@@ -102,7 +102,6 @@ class Shelf(Store):
 
     @property
     def incarnation(self) -> str:
-        """See `Index.incarnation`."""
         return self.index.incarnation
 
     def cache_id(self, identity: Identity, *, tenant: str = "default", codec: str = "none") -> str:

@@ -107,7 +107,6 @@ def _tiered(url: str, tiers: Sequence[str], home_url: str, rules: Rules) -> Tier
 
 
 def _disk_tier(url: str) -> tuple[Path, int]:
-    """The folder of a tier, and its bytes."""
     rest, budget = _budget(url)
     if _parameter(url, "blobs")[1] is not None:
         raise _refused(url, "a tier of copies keeps them in its folder; blobs= belongs to the home")
@@ -172,7 +171,6 @@ def _signed(url: str, folder: str | None, trust: str | None) -> SignedCaches | N
 
 
 def _folder(url: str) -> Path:
-    """The folder of `disk:///absolute/path`."""
     parts = urlsplit(url)
     if parts.query or parts.fragment:
         extra = (parts.query or parts.fragment).split("=")[0]

@@ -257,13 +257,6 @@ def is_whole(blobs: Blobs, entry: Entry) -> bool:
     return all(blobs.holds(name, nbytes) for name, nbytes in entry.needed())
 
 
-def opened(blobs: Blobs, rules: Rules, name: str, nbytes: int, tenant: str, subject: str) -> tuple[StoredFile, int]:
-    """The plain content of a name, open at byte 0, and its size. Raises `BlobError` (reason "missing") if the name does
-    not exist, and as `sealing.unseal` does."""
-    files = open_all(blobs, [(name, nbytes)])
-    return joined(files or (), rules, [(name, nbytes)], tenant, subject)
-
-
 def open_all(blobs: Blobs, names: Sequence[Name], *, once: bool = False) -> Sequence[StoredFile] | None:
     """All names as files, None if one does not exist. once: see `Blobs.open`."""
     with ExitStack() as opening:

@@ -299,10 +299,12 @@ def _line(identity: Mapping[str, Any]) -> bytes:
 
 
 class ObjectLines(OutputLines):
-    """Objects below one prefix: `batch.json` is the identity, and parts hold the lines. An object cannot grow, so each
-    append writes the run's last part again, with more lines. A run has parts of its own, named by its number, so that
-    runs on several machines overwrite nothing. There is no lock: the first run that completes removes all parts, and
-    another one that is under way finds its parts gone and writes no output."""
+    """Objects below one prefix: `batch.json` is the identity, and parts hold the lines.
+
+    An object cannot grow, so each append writes the run's last part again, with more lines. A run has parts of its own,
+    named by its number, so that runs on several machines overwrite nothing. There is no lock: the first run that
+    completes removes all parts, and another one that is under way finds its parts gone and writes no output.
+    """
 
     def __init__(self, where: str, *, output: str) -> None:
         self.where = where

@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final
 
 import pydantic_core
@@ -31,7 +32,6 @@ import structlog
 from kvshelf.corpus.input.reading import read_rows
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks, RowCaller
-from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.progress import RunOptions
 from kvshelf.errors import StoreError
 from kvshelf.store.base import Store
@@ -52,11 +52,52 @@ _WATCH_S: Final = 2.0
 _UNSEEN: Final = 16
 """Rows that a reader may yield before the run takes the first one. Then it pauses, so memory stays bounded."""
 
+STALE_S: Final = 5.0
+"""A caller silent for this long is taken for dead."""
+
 STOPPED: Final = b""
 """In place of a row that was stopped."""
 
 _PROCESS: Final = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Both stages compute little. If they reserved CPUs, they would wait for ever where replicas hold all CPUs."""
+
+
+class Order(StrEnum):
+    """Orders to callers about their rows: begin them; begin no more; stop them at once."""
+
+    GO = "go"
+    HOLD = "hold"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Report:
+    """State of callers. at_work: rows they have begun. trouble: the problem that keeps those rows waiting, or ""."""
+
+    at_work: int = 0
+    trouble: str = ""
+
+
+class Control:
+    """One actor per run. It may die: the run repeats its order, and callers that cannot reach it keep the last one."""
+
+    def __init__(self) -> None:
+        self._order = Order.HOLD
+        self._reports: dict[str, tuple[float, Report]] = {}
+
+    def give(self, order: Order) -> Report:
+        """Set the order; returns the recent reports of all callers, added up."""
+        self._order = order
+        now = time.monotonic()
+        self._reports = {name: (at, report) for name, (at, report) in self._reports.items() if now - at < STALE_S}
+        reports = [report for _, report in self._reports.values()]
+        trouble = next((report.trouble for report in reports if report.trouble), "")
+        return Report(sum(report.at_work for report in reports), trouble)
+
+    def take(self, caller: str, report: Report) -> Order:
+        """Take a caller's report; returns the current order."""
+        self._reports[caller] = (time.monotonic(), report)
+        return self._order
 
 
 @dataclass(frozen=True)

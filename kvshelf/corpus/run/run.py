@@ -17,9 +17,8 @@ import structlog
 
 from kvshelf.corpus.row import Row, Shard
 from kvshelf.corpus.run.caller import Asks
-from kvshelf.corpus.run.control import Control, Order, Report
 from kvshelf.corpus.run.journal import Journal
-from kvshelf.corpus.run.pipeline import CallerSetup, stream
+from kvshelf.corpus.run.pipeline import CallerSetup, Control, Order, Report, stream
 from kvshelf.corpus.run.progress import Progress, RunOptions, RunState, Summary, Tally
 from kvshelf.errors import InternalError, KvshelfError, StoreError
 from kvshelf.store.url import StoreConfig
@@ -42,8 +41,11 @@ _STOP_S: Final = 60.0
 class BatchRun:
     """A batch at work. `start` it once; Ray must be connected. Every method may be called from any thread. engines: by
     model name; the first one serves rows that name none. store: how every process opens the shelf that the engines
-    write to. asks: for questions. One thread takes ended rows from the pipeline; another one gives orders, records the
-    rows in the journal and counts them. So a journal that cannot be written holds up the batch, and no row is lost."""
+    write to. asks: for questions.
+
+    One thread takes ended rows from the pipeline; another one gives orders, records the rows in the journal and counts
+    them. So a journal that cannot be written holds up the batch, and no row is lost.
+    """
 
     shards: Sequence[Shard]
     engines: Mapping[str, RemoteEngine]

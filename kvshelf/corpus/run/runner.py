@@ -45,9 +45,11 @@ _NOT_BEGUN: Final = (errors.NoWorker, errors.QueueFull, errors.StateConflict, er
 @dataclass(eq=False, kw_only=True)
 class RequestJob:
     """One recorded request at work. spec: gives the creation; blocks. create: `create` of an engine, which makes one
-    attempt. leaves_held: leave a request that a worker holds, instead of waiting for its end. attempts: how many count,
-    including the current one. unrecorded: how many failed before the store recorded them. lost: the number of an
-    attempt whose end the store may not know. spent_s: seconds in failed attempts."""
+    attempt. leaves_held: leave a request that a worker holds, instead of waiting for its end.
+
+    attempts: the number that count, including the current one. unrecorded: failed ones that the store has not recorded.
+    lost: the number of an attempt whose end the store may not know. spent_s: seconds in failed attempts.
+    """
 
     id: str
     tenant: str
@@ -98,10 +100,12 @@ class Breaker:
 
 
 class Runner:
-    """Runs jobs to their end on one event loop. going: set while attempts may begin. Errors of the kinds `trouble`
-    blame no document: the store is down or full. They cost no attempt, and open the circuit breaker. Jobs with a failed
-    attempt are tried one at a time: otherwise documents that died together would die together again, and one that kills
-    its worker would take innocent ones with it."""
+    """Runs jobs to their end on one event loop. going: set while attempts may begin.
+
+    Errors of the kinds `trouble` blame no document: the store is down or full. They cost no attempt, and open the
+    circuit breaker. Jobs with a failed attempt are tried one at a time: otherwise documents that died together would
+    die together again, and one that kills its worker would take innocent ones with it.
+    """
 
     def __init__(self, *trouble: type[errors.KvshelfError], pauses: Pauses = PAUSES) -> None:
         self.breaker = Breaker(*trouble, pauses=pauses)
@@ -190,9 +194,8 @@ class Runner:
                 return self._poll_s
             job.spent_s += time.monotonic() - started
             log.info("an attempt failed", request=job.id, code=error.code)
-            silent = (
-                isinstance(error, errors.DeadlineExceeded) and "begun" not in error.details
-            )  # the replica said nothing
+            # Without "begun" the replica said nothing.
+            silent = isinstance(error, errors.DeadlineExceeded) and "begun" not in error.details
             now = await asyncio.to_thread(_record, job)
             if not silent and now.tries != record.tries:
                 return 0.0

@@ -169,7 +169,6 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def blob_name(digest: str) -> str:
-    """The file with these bytes."""
     return "blobs/" + digest.replace(":", "/")
 
 

@@ -409,7 +409,6 @@ def _require_ancestors(connection: sqlite3.Connection, parent_id: str) -> None:
 
 
 def _has_descendants(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Whether a cache has stored descendants."""
     query = (
         "WITH RECURSIVE below (id, stored) AS ("
         "SELECT id, state IN ('ready', 'corrupt') FROM caches WHERE parent_id = :id AND tenant = :tenant "

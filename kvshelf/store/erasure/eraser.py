@@ -233,7 +233,7 @@ class _Look:
     def things(self) -> Iterator[ErasedThing]:
         """The subject's things, in the order in which they can go."""
         caches = self._caches()
-        sources = [read(item, SourceRecord).manifest for item in self._items("source")]
+        sources = (read(item, SourceRecord).manifest for item in self._items("source"))
         lone = {manifest.id for manifest in sources if self._subject.has(manifest.labels, manifest.name)}
         derived = [item for id in caches for item in self._eraser.index.jobs.owned(id, self._subject.tenant)]
         self._ids = {*caches, *(item.id for item in derived), *lone}
@@ -310,13 +310,15 @@ class _Look:
 
     def _of_requests(self) -> Iterator[ErasedThing]:
         for item in self._items("request"):
-            named = any(map(self._has, json.loads(item.text)["cache_ids"]))
-            if self._subject.all or named or (item.held and self._asks_for(item)):
+            if self._subject.all or self._names(item) or (item.held and self._asks_for(item)):
                 if item.open:
                     self.stays.append(StayingThing(kind="request", id=item.id, why=_UNDER_WAY))
                 body = body_of(item)
                 size = 0 if body is None else body.stored_bytes
                 yield ErasedThing(kind="request", id=item.id, digest=body and body.digest, bytes=size)
+
+    def _names(self, item: Item) -> bool:
+        return any(map(self._has, json.loads(item.text)["cache_ids"]))
 
     def _asks_for(self, item: Item) -> bool:
         body = body_of(item)

@@ -45,7 +45,6 @@ class BatchRecord(StoredRecord):
 
     @property
     def priority(self) -> int:
-        """Among the tenant's batches."""
         return int(self.body.get("priority", 0))
 
     @property

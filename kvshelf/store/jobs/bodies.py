@@ -22,7 +22,7 @@ from kvshelf.store.manifest import StoredBody
 from kvshelf.store.rules import Rules
 from kvshelf.store.sealing import PARTS_LIMIT
 from kvshelf.store.table import Item
-from kvshelf.store.writer import Content, Writer, opened
+from kvshelf.store.writer import Content, Writer, joined, open_all
 
 PART: Final = 1 << 20
 """Least bytes of a sealed part, except the last one. A reader of a sealed body holds one part in memory."""
@@ -73,7 +73,8 @@ class Bodies:
 
     def open(self, body: StoredBody, tenant: str, subject: str) -> RawIOBase:
         """The plain bytes, seekable. Raises `BlobError` if they are gone or damaged; see `sealing.unseal`."""
-        return opened(self._blobs, self._rules, body.name, body.stored_bytes, tenant, subject)[0]
+        names = [(body.name, body.stored_bytes)]
+        return joined(open_all(self._blobs, names) or (), self._rules, names, tenant, subject)[0]
 
     def read(self, body: StoredBody, tenant: str, subject: str) -> bytes:
         """All plain bytes, verified. Raises as `open` does."""
@@ -104,7 +105,6 @@ class Bodies:
 
 
 def body_of(item: Item) -> StoredBody | None:
-    """The body that an item holds."""
     return None if item.held is None else StoredBody.model_validate(json.loads(item.text)["body"])
 
 

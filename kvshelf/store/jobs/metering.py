@@ -195,7 +195,6 @@ class Meter:
         return datetime.datetime.fromtimestamp(self._now(), datetime.UTC).date()
 
     def spent(self, tenant: str, seconds: float) -> None:
-        """Count seconds of the model for a tenant."""
         self.add(tenant, worker_s=seconds)
 
     def start(self) -> None:

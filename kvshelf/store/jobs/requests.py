@@ -70,15 +70,11 @@ class RequestTable:
     """The requests of one home. Durable when a method returns. Raises as `JobTable` and `Blobs` do, too."""
 
     def __init__(self, table: JobTable, bodies: Bodies, now: Callable[[], float], key: bytes) -> None:
-        """key: that of the home's content addresses."""
+        """now: as `Store.now`, the clock of the leases. key: that of the home's content addresses."""
         self._key = key
         self.table = table
         self.bodies = bodies
-        self._now = now
-
-    def now(self) -> float:
-        """As `Store.now`: the clock of the leases."""
-        return self._now()
+        self.now = now
 
     def request_id(self, body: bytes, *, tenant: str) -> str:
         """The id of a request with this body: keyed as cache ids are, so that nobody can test a guess of a body."""
@@ -194,7 +190,7 @@ class RequestTable:
         return _record(item)
 
     def _item(self, record: RequestRecord) -> Item:
-        due = self._now() + KEEP_ENDED_S if record.ended else None
+        due = self.now() + KEEP_ENDED_S if record.ended else None
         body_name = record.body.name if record.body else None
         text = record.model_dump_json(include=_STORED)
         return Item("request", record.id, record.tenant, text, record.version, not record.ended, due, body_name)

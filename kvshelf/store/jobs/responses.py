@@ -65,7 +65,6 @@ class Responses:
             raise not_found(record.id) from error
 
     def remove(self, record: ResponseRecord) -> None:
-        """Forget a response, if it is there."""
         # The item first: from then on nobody finds the bytes, and a sweep removes them if this process dies here.
         if self._table.remove(record.id):
             self._bodies.remove(record.body)

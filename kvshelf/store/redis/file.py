@@ -234,8 +234,6 @@ class _RedisStream:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Bytes of a piece, from `start` to `stop`."""
-
     piece: ChunkPiece
     start: int
     stop: int

@@ -57,11 +57,9 @@ _ALWAYS_COUNTED: Final = (
 )
 
 _REPLIES: Final = {
-    **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed"), 0),
-    **dict.fromkeys(("disowned", "baseless"), 0),
-    **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "published", "kept", "found", "writes", "entries"), 1),
-    **dict.fromkeys(("tenant_promised_bytes", "promised_bytes"), 1),
-    **dict.fromkeys(("known", "counts", "home", "touched"), 1),
+    **dict.fromkeys(("lost", "lapsed", "begun", "renewed", "abandoned", "done", "changed", "disowned", "baseless"), 0),
+    **dict.fromkeys(("max_caches", "max_bytes", "budget_bytes", "tenant_promised_bytes", "promised_bytes"), 1),
+    **dict.fromkeys(("published", "kept", "found", "writes", "entries", "known", "counts", "home", "touched"), 1),
     **dict.fromkeys(("listing", "walked", "forgotten", "changes"), 2),
 }
 """The first word of each kind of reply, and how many parts follow it."""

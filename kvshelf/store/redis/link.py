@@ -143,7 +143,6 @@ class RedisLink:
                     break
 
     def facts(self) -> list[ServerFacts]:
-        """The facts of each primary."""
         with self._translated():
             servers = self.route.primaries()
             return [_facts(server.name, _accepted(server.exchange([("INFO",)]))[0]) for server in servers]

@@ -49,7 +49,6 @@ class Route(abc.ABC):
             return self._known[host, port]
 
     def close(self) -> None:
-        """Close all connections."""
         for server in self._known.values():
             server.close()
 

@@ -197,7 +197,6 @@ class _Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole sealed blob."""
         return self.offset + sum(self.lengths) + len(self.lengths) * _TAG_BYTES
 
     def pack(self) -> bytes:

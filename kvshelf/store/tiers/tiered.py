@@ -134,11 +134,11 @@ class TieredStore(Store):
         except errors.CacheNotFound:
             if not self._older_than_home():
                 raise
-        was_deleted = self.home.remembers(cache_id, tenant=tenant)
+        remembered = self.home.remembers(cache_id, tenant=tenant)
         try:
             return self.home.stat(cache_id, tenant=tenant)  # another process may have given it back by now
         except errors.CacheNotFound as error:
-            if was_deleted:
+            if remembered:
                 raise
             raise _Lost(error.message, param=error.param) from error
 
@@ -178,7 +178,6 @@ class TieredStore(Store):
         return arriving
 
     def _open_parts(self, manifest: Manifest, word: _Word, first: int = 0) -> PartialCache:
-        """As `_open`."""
         for index, tier in enumerate(self.tiers.all[first:], first):
             with self.tiers.tolerant(tier):
                 if word == "live":
@@ -284,7 +283,6 @@ class TieredStore(Store):
         return swept
 
     def _compare(self, tier: Tier) -> None:
-        """Compare every copy of a tier with the home."""
         incarnation, all_compared = self.home.incarnation, True
         for copy in tier.manifests():
             stat = partial(self.home.stat, copy.id, tenant=copy.tenant)

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from kvshelf.corpus.run.caller import RowCaller
-from kvshelf.corpus.run.control import Order, Report
+from kvshelf.corpus.run.pipeline import Order, Report
 from kvshelf.corpus.run.progress import RunOptions, RunState, Summary, WorkHours
 from kvshelf.corpus.run.run import IN_FLIGHT_PER_REPLICA, give_order
 from kvshelf.errors import StorageFull
