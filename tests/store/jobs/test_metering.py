@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,7 @@ import pytest
 from kvshelf.api.usage import KEEP_DAYS, MOST_PARTS, Metered, today
 from kvshelf.store.index import Index
 from kvshelf.store.jobs.metering import Meter, Metering, ModelUsed
-from kvshelf.store.manifest import StoredRecord
 from kvshelf.store.shelf import Shelf
-from kvshelf.store.table import read
-from tests.store.caches import make_cache
 from tests.store.indexes import Home, disk_home, empty_redis_home
 from tests.store.test_index import race
 
@@ -102,18 +97,6 @@ def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: 
     assert [day.conversations[f"conv_{number}"]["tiny"].answers for number in range(3)] == [1, 2, 1]
 
 
-def test_an_earlier_version_reads_what_uses_nothing_new(shelf: Shelf) -> None:
-    """Its records refuse fields that they do not know."""
-    shelf.metering.add("me", DAY, used(3), writer="a", number=1)
-    (item,) = shelf.index.jobs.open_items("usage")
-    assert json.loads(item.text).keys() == {"tenant", "day", "by_model", "writers"}
-    plain = shelf.put(make_cache(0))
-    promised = shelf.put(make_cache(1), guaranteed_until=shelf.now() + 50)
-    texts = {entry.id: json.loads(entry.text or "") for entry in shelf.index.stored()}
-    assert "guaranteed_until" not in texts[plain.id]
-    assert texts[promised.id]["guaranteed_until"] == promised.guaranteed_until
-
-
 def test_a_meter_sends_what_each_conversation_used_once(shelf: Shelf) -> None:
     meter = Meter(
         shelf.metering, "tiny", now=lambda: datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC).timestamp()
@@ -144,27 +127,3 @@ def test_groups_of_the_guard_are_told_apart_however_many_conversations_there_are
     groups = {"law": Metered(guarded=3, guard_differed=1)}
     assert day.by_model["tiny"] == ModelUsed(answers=MOST_PARTS, guarded=4, guard_differed=1, guard_groups=groups)
     assert len(day.conversations) == MOST_PARTS
-
-
-class EarlierDay(StoredRecord):
-    """`DayUsed` of the version before groups of the guard."""
-
-    tenant: str
-    day: datetime.date
-    by_model: dict[str, Metered]
-    writers: dict[str, int]
-
-
-def test_an_earlier_version_reads_and_adds_to_a_day_with_groups_of_the_guard(shelf: Shelf) -> None:
-    meter = Meter(shelf.metering, "tiny")
-    meter.add("me", guard_group="law", guarded=1)
-    meter.flush()
-    (item,) = shelf.index.jobs.open_items("usage")
-    earlier = read(item, EarlierDay)
-    assert earlier.by_model == {"tiny": Metered(guarded=1)}
-    more = earlier.model_copy(update={"by_model": {"tiny": earlier.by_model["tiny"] + Metered(guarded=1)}})
-    assert shelf.index.jobs.change(replace(item, text=more.model_dump_json())) is not None
-    meter.add("me", guard_group="law", guarded=1)
-    meter.flush()
-    (day,) = shelf.metering.days(today(), today(), tenant="me")
-    assert day.by_model["tiny"] == ModelUsed(guarded=3, guard_groups={"law": Metered(guarded=1)})

@@ -115,7 +115,7 @@ def test_what_is_left_alone(store: DiskStore, clock: Clock) -> None:
     imported = replace(large(8), identity=replace(large(8).identity, parent="0" * 64))
     store.put(imported)  # what it extends is not here
     store.put(large(9), judged=Judgement(quality=MEASURED.model_copy(update={"reason": f"{BY_GUARD}: 3 of 4"})))
-    store.put(large(10), judged=Judgement(quality=MEASURED, tried=TRIED))  # the floor of an earlier version is not told
+    store.put(large(10), judged=Judgement(quality=MEASURED, tried=TRIED))  # it has no floor
     taken = store.put(large(5), judged=Judgement(quality=MEASURED, tried=TRIED, min_quality=0.5))
     manifest = store.put(large(6))
     clock.time += 30 * DAY
