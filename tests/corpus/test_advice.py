@@ -37,44 +37,46 @@ def test_the_scenarios_are_the_survey_s_seven_in_its_order():
 
 
 def test_every_measured_row_is_weighed():
-    found = list(options(LLAMA, TOKENS))
-    assert len(found) == len(packaged_rows("rows")) + len(packaged_rows("selected"))
-    assert {option.policy for option in found if option.selector == "infllm"} == {"infllm"}
-    assert {option.policy for option in found if option.selector == "quest"} == {"full"}
+    rows = list(options(LLAMA, TOKENS))
+    assert len(rows) == len(packaged_rows("rows")) + len(packaged_rows("selected"))
+    assert {option.policy for option in rows if option.selector == "infllm"} == {"infllm"}
+    assert {option.policy for option in rows if option.selector == "quest"} == {"full"}
 
 
 def test_bytes_are_those_of_the_model_and_length():
-    found = {(each.policy, each.removed, each.codec, each.selector): each for each in options(LLAMA, TOKENS)}
-    plain = found["full", 0.0, "none", None]
+    by_row = {
+        (option.policy, option.removed, option.codec, option.selector): option for option in options(LLAMA, TOKENS)
+    }
+    plain = by_row["full", 0.0, "none", None]
     assert plain.stored_bytes == pytest.approx(FULL, rel=0.02)
     assert plain.peak_bytes == FULL
-    coded = found["full", 0.0, "klt", None]
+    coded = by_row["full", 0.0, "klt", None]
     assert (coded.held_bytes, coded.stored_bytes < FULL / 10) == (FULL, True), "it is decoded before it is asked"
-    assert found["full", 0.0, "int4", None].held_bytes == pytest.approx(FULL * 0.31, rel=0.05)
-    half = found["keydiff", 0.5, "none", None]  # one full layer, and half of all others
+    assert by_row["full", 0.0, "int4", None].held_bytes == pytest.approx(FULL * 0.31, rel=0.05)
+    half = by_row["keydiff", 0.5, "none", None]  # one full layer, and half of all others
     assert half.peak_bytes == pytest.approx(FULL * (1 / 32 + 0.5), rel=0.01)
-    shared = found["kvzip", 0.5, "none", None]
+    shared = by_row["kvzip", 0.5, "none", None]
     assert shared.peak_bytes == pytest.approx(FULL * (1 / 32 + 1.125 * 0.5), rel=0.01)
-    read = next(each for each in options(LLAMA, TOKENS) if each.selector == "fasa" and each.share == 0.125)
+    read = next(option for option in options(LLAMA, TOKENS) if option.selector == "fasa" and option.share == 0.125)
     assert read.step_bytes == pytest.approx(read.held_bytes / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_line_fits_and_is_good_enough_and_the_best_is_first(scenario):
-    found = advise(scenario, LLAMA, TOKENS, ROOM)
+    advice = advise(scenario, LLAMA, TOKENS, ROOM)
     best = max(row["exact"] for row in packaged_rows("rows") if row["policy"] == "full")
-    assert found.lines
-    for line in found.lines:
+    assert advice.lines
+    for line in advice.lines:
         assert line.needed_bytes <= ROOM
         assert line.needed_bytes >= max(line.option.peak_bytes, line.option.held_bytes)
         assert line.option.exact >= 0.9 * best
         assert not any(rule.refuses(line.option) for rule in SCENARIOS[scenario].rules)
-    ranks = [SCENARIOS[scenario].order(line.option) for line in found.lines]
+    ranks = [SCENARIOS[scenario].order(line.option) for line in advice.lines]
     assert ranks == sorted(ranks)
-    names = [line.option.name for line in found.lines]
+    names = [line.option.name for line in advice.lines]
     assert len(set(names)) == len(names)
-    assert not set(names) & set(found.refused)
-    assert {*names, *found.refused} == {option.name for option in options(LLAMA, TOKENS)}
+    assert not set(names) & set(advice.refused)
+    assert {*names, *advice.refused} == {option.name for option in options(LLAMA, TOKENS)}
 
 
 def test_each_scenario_refuses_what_does_not_serve_it():
@@ -84,7 +86,7 @@ def test_each_scenario_refuses_what_does_not_serve_it():
     assert "reads a part" in refused["throughput"]["full + quest"]
     assert "not kept as a turn" in refused["multi-turn"]["full + quest"]
     assert "evicts" in refused["accuracy"]["kvzip"]
-    trained = {each.name for each in catalog() if "gates" in each.parameters} & {row["policy"] for row in ROWS}
+    trained = {info.name for info in catalog() if "gates" in info.parameters} & {row["policy"] for row in ROWS}
     assert {name for name, why in refused["unmodified"].items() if "trained" in why} == trained != set()
     costly = {row["policy"] for row in ROWS} - {row["policy"] for row in ROWS if row["compress_share"] <= 0.1}
     assert (
@@ -95,9 +97,9 @@ def test_each_scenario_refuses_what_does_not_serve_it():
 
 
 def test_what_cannot_fit_is_refused_by_name_with_what_it_needs():
-    found = advise("one-long", LLAMA, TOKENS, FULL - 1)
-    assert found.refused["full"] == f"needs {FULL:,} bytes of memory"
-    assert all(line.option.removed for line in found.lines)
+    advice = advise("one-long", LLAMA, TOKENS, FULL - 1)
+    assert advice.refused["full"] == f"needs {FULL:,} bytes of memory"
+    assert all(line.option.removed for line in advice.lines)
     with pytest.raises(InvalidRequest, match=r"nearest is .* bytes of memory\. Give more --memory") as refused:
         advise("one-long", LLAMA, TOKENS, FULL // 100)
     assert refused.value.param == "--memory"
@@ -122,16 +124,16 @@ def test_a_suffix_policy_is_advised_where_an_answer_does_not_fit():
     token = LLAMA.full_bytes(1)
     whole, *bounded = suffix_rows()
     unmeasured = {"trimkv", "d2o", "arkv"}  # without gates for answers in the model of the rows; newer than the rows
-    assert {row["policy"] for row in bounded} == {each.name for each in catalog(SUFFIX_POLICY)} - unmeasured
+    assert {row["policy"] for row in bounded} == {info.name for info in catalog(SUFFIX_POLICY)} - unmeasured
     (line,) = (line for line in lines("one-long") if line.option.name == "full + fasa")
     assert (line.suffix, line.tier) == (None, "memory")
     # Long answers behind a short document: the answer is what takes the memory.
-    short = next(each for each in options(LLAMA, 512) if each.policy == "full" and each.codec == "int4")
+    short = next(option for option in options(LLAMA, 512) if option.policy == "full" and option.codec == "int4")
     memory = short.held_bytes + (whole["stored"] - 1) * token
-    found = {line.option.name: line for line in advise("throughput", LLAMA, 512, memory).lines}
+    by_name = {line.option.name: line for line in advise("throughput", LLAMA, 512, memory).lines}
     best = max(bounded, key=lambda row: (row["behind"], -row["token_s"]))
-    assert found["full"].suffix == best["policy"]
-    assert f"{whole['stored']:,} tokens do not fit" in found["full"].reason
+    assert by_name["full"].suffix == best["policy"]
+    assert f"{whole['stored']:,} tokens do not fit" in by_name["full"].reason
     with pytest.raises(InvalidRequest):  # nothing of an answer that must be right may go
         advise("accuracy", LLAMA, 512, memory)
 
@@ -155,10 +157,14 @@ def test_the_command_says_where_its_numbers_are_from():
     assert "measured on kvshelf-tiny" in shown.stderr
     assert "refused: " in shown.stderr
     assert "need what `kvshelf calibrate` makes" in shown.stderr
-    told = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--top", "2"]).stdout)
-    assert (told["measured_on"], told["memory_bytes"], len(told["lines"])) == ("kvshelf-tiny", 8_000_000_000, 2)
-    assert told["lines"][0]["option"]["policy"] == lines("edge", 8_000_000_000)[0].option.policy
-    assert told["refused"]["snapkv"]
+    answer = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--top", "2"]).stdout)
+    assert (answer["measured_on"], answer["memory_bytes"], len(answer["lines"])) == (
+        "kvshelf-tiny",
+        8_000_000_000,
+        2,
+    )
+    assert answer["lines"][0]["option"]["policy"] == lines("edge", 8_000_000_000)[0].option.policy
+    assert answer["refused"]["snapkv"]
     for wrong, named in (("--memory", "2e3"), ("--scenario", "chess"), ("--model", "no-such-model")):
         refused = CliRunner().invoke(app, [*arguments, wrong, named])
         assert refused.exit_code in (1, 2), refused.output
@@ -180,8 +186,8 @@ def test_a_certificate_ranks_by_its_own_questions():
         results = [WayResult(share=0.5, loss=loss) for loss in losses.values()]
         group = {"questions": 9, "limit": 1.0, "tokens": (1, 9), "share": 0.5, "loss": 0.0, "ways": results}
         groups = {"a": GroupBound(documents=30, **group), "b": GroupBound(documents=10, **group)}
-        told = dict.fromkeys(("name", "model", "weights", "tokenizer", "fingerprint", "data", "date"), "x")
-        certificate = Certificate(alpha=0.1, reference="full", quality_version=3, ways=ways, groups=groups, **told)
+        texts = dict.fromkeys(("name", "model", "weights", "tokenizer", "fingerprint", "data", "date"), "x")
+        certificate = Certificate(alpha=0.1, reference="full", quality_version=3, ways=ways, groups=groups, **texts)
         return lines("throughput", certificate=certificate)
 
     assert {line.option.policy for line in advised(losses)} == {"full"}

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture
 def rows(tmp_path: Path, soak: bool) -> list[dict[str, Any]]:
     """A corpus whose batch runs long enough to kill it."""
-    found = corpus(400, tokens=(2000, 6000)) if soak else corpus(60, tokens=(1000, 3000))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + "no json\n")
-    return found
+    documents = corpus(400, tokens=(2000, 6000)) if soak else corpus(60, tokens=(1000, 3000))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents) + "no json\n")
+    return documents
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_a_batch_that_is_killed_and_one_that_is_interrupted_go_on(
 
     said, noted = end(begin("--report", "morning.html"), 1)
     assert said.strip() == "out.jsonl"
-    found = re.search(r"(\d+) documents on the shelf, (\d+) of them before; (\d+) failed", noted)
-    assert found is not None
-    done, reused, failed = map(int, found.groups())
+    match = re.search(r"(\d+) documents on the shelf, (\d+) of them before; (\d+) failed", noted)
+    assert match is not None
+    done, reused, failed = map(int, match.groups())
     assert (done, failed) == (len(rows), 1)
     assert reused >= len([line for line in partial if "cache_id" in line])
     lines = output(tmp_path / "out.jsonl")
@@ -182,8 +182,8 @@ def test_a_batch_into_s3_says_what_a_user_needs_and_another_one_replaces_nothing
             "b.pdf": None,
             "c.pdf": "invalid_request",
         }
-        given = ["batch", str(folder), "--output", f"s3://{bucket}/night", "--store", f"disk://{tmp_path}/shelf"]
-        done = CliRunner().invoke(app, [*given, "--policy", "snapkv"], env={"COLUMNS": "400"})
+        arguments = ["batch", str(folder), "--output", f"s3://{bucket}/night", "--store", f"disk://{tmp_path}/shelf"]
+        done = CliRunner().invoke(app, [*arguments, "--policy", "snapkv"], env={"COLUMNS": "400"})
         assert done.exit_code == 2
         assert 'policy was "knorm" and is "snapkv"' in done.output
         assert objects(bucket) == kept
@@ -223,10 +223,10 @@ def test_a_batch_that_cannot_be_done_is_refused_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"document": "x"}\n')
-    given = options if options[0].endswith(".jsonl") else ["rows.jsonl", *options]
-    if "--output" not in given:
-        given = [*given, "--output", "out.jsonl"]
-    done = CliRunner().invoke(app, ["batch", *given, "--store", f"disk://{tmp_path}/shelf"], env={"COLUMNS": "400"})
+    arguments = options if options[0].endswith(".jsonl") else ["rows.jsonl", *options]
+    if "--output" not in arguments:
+        arguments = [*arguments, "--output", "out.jsonl"]
+    done = CliRunner().invoke(app, ["batch", *arguments, "--store", f"disk://{tmp_path}/shelf"], env={"COLUMNS": "400"})
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
@@ -251,8 +251,14 @@ SERVICE = {"KVSHELF_URL": "http://127.0.0.1:1", "COLUMNS": "400"}
 def test_options_that_a_service_would_pass_over_are_refused(tmp_path: Path, options: list[str], named: bool) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"document": "x"}\n')
-    given = [str(rows), "--output", str(tmp_path / "out.jsonl"), *options, *(["--url", "http://127.0.0.1:1"] * named)]
-    done = CliRunner().invoke(app, ["batch", *given], env=SERVICE)
+    arguments = [
+        str(rows),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+        *options,
+        *(["--url", "http://127.0.0.1:1"] * named),
+    ]
+    done = CliRunner().invoke(app, ["batch", *arguments], env=SERVICE)
     assert done.exit_code == 2, done.output
     assert options[0] in done.output
 
@@ -260,10 +266,10 @@ def test_options_that_a_service_would_pass_over_are_refused(tmp_path: Path, opti
 def test_a_store_on_the_command_line_counts_more_than_a_service_in_the_environment(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"document": "x"}\n')
-    given = [str(rows), "--output", str(tmp_path / "out.jsonl"), "--store", f"disk://{tmp_path}/shelf"]
-    done = CliRunner().invoke(app, ["batch", *given, "--policy", "knorm", "--param", "nothing=1"], env=SERVICE)
+    arguments = [str(rows), "--output", str(tmp_path / "out.jsonl"), "--store", f"disk://{tmp_path}/shelf"]
+    done = CliRunner().invoke(app, ["batch", *arguments, "--policy", "knorm", "--param", "nothing=1"], env=SERVICE)
     assert (done.exit_code, "nothing" in done.output) == (2, True), (
         done.output
     )  # a service would say it, not the command
-    done = CliRunner().invoke(app, ["batch", *given, "--url", "http://127.0.0.1:1"], env=SERVICE)
+    done = CliRunner().invoke(app, ["batch", *arguments, "--url", "http://127.0.0.1:1"], env=SERVICE)
     assert (done.exit_code, "--store" in done.output) == (2, True), done.output

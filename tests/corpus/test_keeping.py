@@ -74,8 +74,8 @@ def test_what_a_policy_adds_is_paid_by_what_is_kept_alone(by: str, tmp_path: Pat
         machine = {"gpu": "one", "processor": ""}
         report = {"compression": [{"rows": [row]}], "model": "m", "dtype": "float32", "machine": machine}
         (rates := tmp_path / "rates.json").write_text(json.dumps(report))
-        given = 1000 / (1 + share) if by == "given" else None
-        speed = Speed.of(LLAMA, policy, given, rates if by == "measured" else None)
+        tokens_per_s = 1000 / (1 + share) if by == "given" else None
+        speed = Speed.of(LLAMA, policy, tokens_per_s, rates if by == "measured" else None)
         assert speed.prefill_per_s == pytest.approx(speed.tokens_per_s * (1 + share))
         how = Demand(1, days=0.0, passages=1_000)
         (cost,) = advise_keeping(((100_000, 1),), LLAMA, WORK, speed, how, PRICES, "llama-3.1-8b").lengths

@@ -146,11 +146,11 @@ def test_a_journal_has_the_last_result_of_each_row(prefix: str, monkeypatch: pyt
     with journal_of(output, ABOUT) as journal:
         journal.append([success(1, reused=True), success(101)])
         assert {row.line for row in journal.finished(of_this_run=True)} == {1, 101}
-        found = {row.line: row for row in journal.finished()}
-        assert len(found) == 18
-        assert found[1] == success(1, reused=True)
-        assert found[101] == success(101)
-        assert found[102] == failure(102)
+        results = {row.line: row for row in journal.finished()}
+        assert len(results) == 18
+        assert results[1] == success(1, reused=True)
+        assert results[101] == success(101)
+        assert results[102] == failure(102)
         write_output(output, journal.finished(), file=False)
         journal.complete()
     assert objects(prefix).keys() == {"out.jsonl", "out.jsonl.journal/batch.json"}

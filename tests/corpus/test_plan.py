@@ -55,8 +55,8 @@ SPEED = Speed(10_000.0, "as given", 10_000.0)
 
 def planned(**changes: Any) -> Plan:
     work = PlannedWork("keydiff", 0.75, codec="none")
-    given: dict[str, Any] = {"lengths": ((4096, 1_000_000),), "work": work, "rates": MEASURED}
-    return make_plan(shape=LLAMA, speed=SPEED, **{**given, "gpus": 100, "hours": None, **changes})
+    arguments: dict[str, Any] = {"lengths": ((4096, 1_000_000),), "work": work, "rates": MEASURED}
+    return make_plan(shape=LLAMA, speed=SPEED, **{**arguments, "gpus": 100, "hours": None, **changes})
 
 
 def run(*words: str) -> str:
@@ -126,8 +126,8 @@ def test_requests_to_object_storage_are_as_many_as_are_planned(
             def requests() -> tuple[int, int]:
                 methods = [method for method, _ in proxy.requests]
                 proxy.requests.clear()
-                return sum(each in ("PUT", "POST") for each in methods), sum(
-                    each in ("GET", "HEAD") for each in methods
+                return sum(method in ("PUT", "POST") for method in methods), sum(
+                    method in ("GET", "HEAD") for method in methods
                 )
 
             requests()
@@ -246,15 +246,15 @@ def test_a_run_where_nothing_fails_takes_as_long_as_planned() -> None:
 
 def test_failures_cost_what_they_must() -> None:
     plan = planned()
-    found = simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED)
+    outcome = simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED)
     nodes = 100 / 8
-    assert found.node_failures == pytest.approx(nodes * found.hours, rel=0.5)
-    assert found.error_rows == pytest.approx(1000, rel=0.15)
-    assert found.worker_deaths == ATTEMPTS * found.error_rows
-    assert found.hours > plan.hours
-    assert found.hours * 100 == pytest.approx(plan.gpu_hours + found.lost_gpu_hours, rel=0.05)
-    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED) == found
-    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED, seed=1) != found
+    assert outcome.node_failures == pytest.approx(nodes * outcome.hours, rel=0.5)
+    assert outcome.error_rows == pytest.approx(1000, rel=0.15)
+    assert outcome.worker_deaths == ATTEMPTS * outcome.error_rows
+    assert outcome.hours > plan.hours
+    assert outcome.hours * 100 == pytest.approx(plan.gpu_hours + outcome.lost_gpu_hours, rel=0.05)
+    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED) == outcome
+    assert simulate(plan, replace(ROOMY, node_mtbf_h=1.0, poison=1e-3), MEASURED, seed=1) != outcome
 
 
 def test_a_full_resource_sets_the_pace_and_full_memory_ends_the_run() -> None:
@@ -300,11 +300,11 @@ def test_requests_to_s3_are_those_a_second_and_shelves_share_them() -> None:
     plan = planned(gpus=1000, work=PlannedWork("keydiff", 0.75, codec="none", home="objects"))
     puts_per_s = plan.documents_per_hour / 3600 * 11
     for shelves in (1, 4):
-        found = {part.name: part for part in shared_resources(plan, Fleet(shelves=shelves), MEASURED)}
-        assert found["PUT requests to S3"].used == pytest.approx(puts_per_s / 3500 / shelves)
-        assert found["GET requests to S3"].used == pytest.approx(puts_per_s / 11 * 22 / 5500 / shelves)
-        assert found["memory of the Redis servers"].used == pytest.approx(plan.home_bytes / 512e9)
-        assert "network of the Redis servers" not in found
+        by_name = {part.name: part for part in shared_resources(plan, Fleet(shelves=shelves), MEASURED)}
+        assert by_name["PUT requests to S3"].used == pytest.approx(puts_per_s / 3500 / shelves)
+        assert by_name["GET requests to S3"].used == pytest.approx(puts_per_s / 11 * 22 / 5500 / shelves)
+        assert by_name["memory of the Redis servers"].used == pytest.approx(plan.home_bytes / 512e9)
+        assert "network of the Redis servers" not in by_name
     roomy = replace(ROOMY, gpus=1000, shelves=1, node_mtbf_h=1e12, poison=0.0)
     slow = simulate(plan, roomy, replace(MEASURED, redis_document_s=0.0))
     assert slow.slowed_h == {"GET requests to S3": pytest.approx(slow.hours)}
@@ -313,8 +313,8 @@ def test_requests_to_s3_are_those_a_second_and_shelves_share_them() -> None:
 
 def test_a_resource_is_full_at_the_gpus_that_are_said_and_no_number_of_them_fills_the_others() -> None:
     def parts(gpus: int) -> dict[str, SharedResource]:
-        found = shared_resources(planned(gpus=gpus), Fleet(gpus=gpus), MEASURED)
-        return {part.name: part for part in found}
+        resources = shared_resources(planned(gpus=gpus), Fleet(gpus=gpus), MEASURED)
+        return {part.name: part for part in resources}
 
     at = {name: part.full_at(8000) for name, part in parts(8000).items()}
     never = {name for name, gpus in at.items() if gpus is None}

@@ -177,10 +177,10 @@ def extended(parent: CompressedCache, seed: int = 1, *, entries: int = 30, token
 
 def family(generations: int, seed: int = 0, *, entries: int = 32) -> list[CompressedCache]:
     """A cache of 16 KiB for 32 `entries`, the cache that extends it, the one that extends that, and so on."""
-    found = [make_cache(seed, num_tokens=2 * entries, lengths=((entries,),), dims=(64, 64))]
-    while len(found) < generations:
-        found.append(extended(found[-1], len(found), entries=entries, tokens=2 * entries))
-    return found
+    caches = [make_cache(seed, num_tokens=2 * entries, lengths=((entries,),), dims=(64, 64))]
+    while len(caches) < generations:
+        caches.append(extended(caches[-1], len(caches), entries=entries, tokens=2 * entries))
+    return caches
 
 
 def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
@@ -190,13 +190,13 @@ def parts_of(record: LayerRecord) -> tuple[PackedRecord, ...]:
 
 def tensors_of(record: PackedRecord) -> dict[str, Tensor]:
     """Everything a record holds, by name."""
-    found = {"positions": record.entry_positions}
+    tensors = {"positions": record.entry_positions}
     for name, rows in (("keys", record.keys), ("values", record.values)):
         if isinstance(rows, Tensor | PlaneRows):
-            found[name] = rows if isinstance(rows, Tensor) else rows.data
+            tensors[name] = rows if isinstance(rows, Tensor) else rows.data
         else:
-            found |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
-    return found | {name: getattr(record, name) for name in record.own_tensors} | dict(record.columns)
+            tensors |= {f"{name} {what}": getattr(rows, what) for what in ("codes", "scales", "zeros")}
+    return tensors | {name: getattr(record, name) for name in record.own_tensors} | dict(record.columns)
 
 
 def require_equal(left: CompressedCache, right: CompressedCache) -> None:
@@ -343,7 +343,7 @@ def make_pruned(record: Kept, full_dim: int, generator: torch.Generator) -> Prun
     """The same entries, their keys' channels some of `full_dim`, others in each head."""
     heads = (torch.randperm(full_dim, generator=generator)[: record.key_dim] for _ in range(record.kv_heads))
     channels = torch.stack([head.sort().values for head in heads]).to(torch.int16)
-    own: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(Kept)}
+    own: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(Kept)}
     return Pruned(**own | {"rope_mode": "baked"}, channels=channels, full_dim=full_dim)
 
 

@@ -120,7 +120,7 @@ class FamilyWalk:
         line = self._pick(lambda known: known.state != "deleted")
         if line is None:
             return
-        below = [each for each in self._below(line) if self._is_live(each)]
+        below = [other for other in self._below(line) if self._is_live(other)]
         if below:
             with pytest.raises(CacheHasChildren, match=f"^{len(below)} cache"):
                 self._store.delete(self._id(line))
@@ -135,10 +135,10 @@ class FamilyWalk:
             return
         self._bury_due(self._below(line))
         receipt = self._store.delete(self._id(line), cascade=True)
-        gone = [each for each in self._below(line) if self._state(each) == "ready"]
+        gone = [other for other in self._below(line) if self._state(other) == "ready"]
         assert sorted(receipt.descendants) == sorted(map(self._id, gone))
-        for each in (line, *gone):
-            self._known[each].state = "deleted"
+        for other in (line, *gone):
+            self._known[other].state = "deleted"
 
     def _let_expire(self) -> None:
         self._clock.time += self._chance.choice([3, 20])
@@ -171,8 +171,8 @@ class FamilyWalk:
     # The model
 
     def _pick(self, wanted: Callable[[_Known], bool] = lambda _: True) -> Line | None:
-        found = [line for line, known in self._known.items() if wanted(known)]
-        return self._chance.choice(found) if found else None
+        lines = [line for line, known in self._known.items() if wanted(known)]
+        return self._chance.choice(lines) if lines else None
 
     def _cache(self, line: Line) -> CompressedCache:
         if line not in self._caches:
@@ -201,7 +201,7 @@ class FamilyWalk:
         return self._state(line) == "ready" and not self._is_due(line)
 
     def _below(self, line: Line) -> list[Line]:
-        return [each for each in self._known if len(each) > len(line) and each[: len(line)] == line]
+        return [other for other in self._known if len(other) > len(line) and other[: len(line)] == line]
 
     def _bury_due(self, lines: Iterable[Line]) -> None:
         for line in lines:

@@ -742,8 +742,8 @@ def _all_of_a_long_document(p: Parts, heads: int) -> int:
 
 @case("digest_mismatch", runs_blob)
 def digests_of_two_runs_swapped(p: Parts) -> None:
-    found = bytes(p.digests[:64])
-    p.digests[:64] = found[32:] + found[:32]
+    digests = bytes(p.digests[:64])
+    p.digests[:64] = digests[32:] + digests[:32]
 
 
 @case("digest_mismatch", runs_blob)
@@ -790,7 +790,7 @@ def sizes_of_records_that_fit_but_for_the_file(p: Parts) -> None:
     record.update(lengths=[2**31 - 1] * 2, slot_lengths=[2**31 - 1] * 2)
     record.update(position_encoding="range", slot_position_encoding="range")
     record["sizes"] = [entries * 3 * 4, entries * 5 * 4, 0, 0, entries * 4, entries * 4]
-    p.first["nbytes"] = sum(aligned(size) for each in p.first["records"] for size in each["sizes"])
+    p.first["nbytes"] = sum(aligned(size) for record in p.first["records"] for size in record["sizes"])
 
 
 @case("field_malformed", encoded_blob)

@@ -87,8 +87,8 @@ class Parts:
         """One array of the first layer, found by walking to it (docs/internals/format.md); it may be written to."""
         start = self.first["offset"]
         for index, fields in enumerate(self.first["records"]):
-            for found, size in zip(_names(fields), fields["sizes"], strict=True):
-                if (index, found) == (record, name):
+            for array, size in zip(_names(fields), fields["sizes"], strict=True):
+                if (index, array) == (record, name):
                     return memoryview(self.body)[start : start + size]
                 start += aligned(size)
         raise KeyError(name)
@@ -117,18 +117,18 @@ class Parts:
 
 def rows_in_runs(layer: Fields) -> list[tuple[int, int]]:
     """Where a segment has rows that are in runs, by docs/internals/format.md; nowhere, if the header says nonsense."""
-    start, found = 0, []
+    start, runs = 0, []
     try:
         for record in layer["records"]:
             plain = record["kind"] in ("kept", "indexed", "latents") and record["codec"] not in ("klt", "lossless")
             rows = record["block"] if record["kind"] == "indexed" else 1024
             for name, size in zip(_names(record), record["sizes"], strict=True):
                 if plain and max(record["lengths"]) > rows and name.startswith(("keys", "values")):
-                    found.append((start, start + size))
+                    runs.append((start, start + size))
                 start += aligned(size)
     except (TypeError, KeyError, ValueError):
         return []
-    return found if all(type(end) is int for span in found for end in span) else []
+    return runs if all(type(end) is int for span in runs for end in span) else []
 
 
 def sorted_fields(value: Any) -> Any:
@@ -288,13 +288,13 @@ def boundaries(data: bytes) -> list[int]:
     parts = Parts(data)
     header = struct.unpack_from("<I", data, 12)[0]
     body, trailer = aligned(16 + header), len(data) - 40
-    found = {0, 8, 10, 12, 16, 16 + header, body, trailer, trailer + 8}
+    offsets = {0, 8, 10, 12, 16, 16 + header, body, trailer, trailer + 8}
     for layer in parts.fields["layers"]:
         start = body + layer["offset"]
         for size in (size for record in layer["records"] for size in record["sizes"]):
-            found |= {start, start + size, start + aligned(size)}
+            offsets |= {start, start + size, start + aligned(size)}
             start += aligned(size)
-    return sorted(found)
+    return sorted(offsets)
 
 
 def file_of(home: Path, cache_id: str) -> Path:

@@ -126,7 +126,7 @@ class Walk:
         assert (other.id if other else None) == (cache_id(number) if number in self._order else None)
         if published:
             self._known[number] = _Known("ready", write, made)
-            self._order = [each for each in self._order if each != number] + [number]
+            self._order = [one for one in self._order if one != number] + [number]
         else:
             self._index.abandon(write.name)
 
@@ -267,7 +267,7 @@ class Walk:
 
     def _end(self, number: int, state: str) -> None:
         self._known[number].state = state
-        self._order = [each for each in self._order if each != number]
+        self._order = [one for one in self._order if one != number]
 
     def _usage(self, tenant: str | None, *, promised: bool = False) -> StoredUsage:
         ready = [

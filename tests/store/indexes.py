@@ -140,10 +140,10 @@ def put(
     index.begin(write, Quota())
     published, _ = index.publish(write, made, over=over, cost_s=cost_s, now=now)
     assert published
-    return found(index, number, made.tenant)
+    return entry_of(index, number, made.tenant)
 
 
-def found(index: Index, number: int = 1, tenant: str = "me") -> Entry:
+def entry_of(index: Index, number: int = 1, tenant: str = "me") -> Entry:
     entry = index.find(cache_id(number), tenant)
     assert entry is not None
     return entry

@@ -188,7 +188,7 @@ class ObjectsPlace(Place):
     def change(self, manifest: Manifest, how: Callable[[bytearray], bytearray | None]) -> None:
         own = manifest.id.removeprefix("kvs_")
         blobs = {key: self._read(key) for key in self.server.keys(self.prefix) if f"/{own}-" in key}
-        key = max(blobs, key=lambda each: len(blobs[each]))
+        key = max(blobs, key=lambda name: len(blobs[name]))
         changed = how(bytearray(blobs[key]))
         if changed is None:
             self.server.client().delete_object(Bucket=BUCKET, Key=key)

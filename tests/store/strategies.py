@@ -47,8 +47,8 @@ def caches(draw: st.DrawFn) -> CompressedCache:
 
     def record() -> LayerRecord:
         """Entries, states, both or neither."""
-        has_entries, found = draw(st.booleans()), states() if draw(st.booleans()) else ()
-        return layer() if has_entries and not found else States(found, layer() if has_entries else None)
+        has_entries, state = draw(st.booleans()), states() if draw(st.booleans()) else ()
+        return layer() if has_entries and not state else States(state, layer() if has_entries else None)
 
     ends = draw(st.none() | st.sets(st.integers(0, num_tokens - 1), max_size=9))
     return CompressedCache(

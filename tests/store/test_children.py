@@ -45,18 +45,18 @@ def big(seed: int = 0, **fields: Any) -> CompressedCache:
 
 def family(generations: int, **fields: Any) -> list[CompressedCache]:
     """A cache, the cache that extends it, the cache that extends that one, and so on."""
-    found = [big(**fields)]
-    while len(found) < generations:
-        found.append(extended(found[-1], len(found)))
-    return found
+    caches = [big(**fields)]
+    while len(caches) < generations:
+        caches.append(extended(caches[-1], len(caches)))
+    return caches
 
 
 def put_all(store: Store, caches: list[CompressedCache], **fields: Any) -> list[Manifest]:
     """Each as the child of the one before."""
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     for cache in caches:
-        found.append(store.put(cache, parent_id=found[-1].id if found else None, **fields))
-    return found
+        manifests.append(store.put(cache, parent_id=manifests[-1].id if manifests else None, **fields))
+    return manifests
 
 
 def bytes_of(store: Shelf, cache_id: str) -> int:
@@ -74,8 +74,8 @@ def bases_of(store: Shelf, cache_id: str) -> int:
 
 @pytest.fixture(params=[PLAIN, SEALED], ids=["plain", "sealed"])
 def rules(request: pytest.FixtureRequest) -> Rules:
-    found: Rules = request.param
-    return found
+    param: Rules = request.param
+    return param
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def store(place: Place, clock: Clock, rules: Rules) -> Iterator[Shelf]:
 
 @pytest.mark.parametrize("codec", ["none", "int4:group=32,residual=8"])
 def test_a_child_is_stored_as_what_its_parent_lacks(store: Shelf, codec: str, place: Place) -> None:
-    caches = family(3) if codec == "none" else [each.encoded(codec) for each in family(1)]
+    caches = family(3) if codec == "none" else [cache.encoded(codec) for cache in family(1)]
     while len(caches) < 3:
         caches.append(extended(caches[-1], len(caches)))
     made = put_all(store, caches)
@@ -99,7 +99,7 @@ def test_a_child_is_stored_as_what_its_parent_lacks(store: Shelf, codec: str, pl
         assert new / 2 < bytes_of(store, child.id) < new + 8192
         assert (child.parent_id, store.stat(child.id).parent_id) == (parent.id, parent.id)
         assert cache.pack().nbytes == child.bytes_stored
-    assert [bases_of(store, each.id) for each in made] == [0, 1, 2]
+    assert [bases_of(store, manifest.id) for manifest in made] == [0, 1, 2]
     assert len(place.names()) == 3
 
 
@@ -110,14 +110,14 @@ def test_a_child_is_read_as_if_it_were_whole(store: Shelf) -> None:
         with store.open_cache(manifest.id) as arriving:
             arriving.read()
             require_equal(cache, arriving.cache())
-        with store.open_blob(manifest.id) as found:
-            assert (found.file.read(), found.digest) == (cache.to_bytes(), manifest.blob_digest)
+        with store.open_blob(manifest.id) as blob:
+            assert (blob.file.read(), blob.digest) == (cache.to_bytes(), manifest.blob_digest)
         with store.open_parts(manifest.id) as parts:
             for index in range(parts.num_layers):
                 layer = parts.layer(index)
                 layer.fetch(range(layer.num_runs))
             assert parts.whole
-    assert {found.problem for found in store.scrub()} == {None}
+    assert {scrubbed.problem for scrubbed in store.scrub()} == {None}
 
 
 def test_runs_of_a_child_are_read_alone(place: Place, clock: Clock) -> None:
@@ -146,7 +146,7 @@ def test_what_shares_little_is_stored_whole(store: Shelf) -> None:
 
 def test_usage_and_receipts_count_own_bytes(store: Shelf) -> None:
     made = put_all(store, family(3))
-    own = [bytes_of(store, each.id) for each in made]
+    own = [bytes_of(store, manifest.id) for manifest in made]
     assert (store.usage().caches, store.usage().bytes) == (3, sum(own))
     assert store.delete(made[2].id).bytes_freed == own[2]
     receipt = store.delete(made[0].id, cascade=True)
@@ -158,7 +158,7 @@ def test_children_are_listed(store: Shelf) -> None:
     root = store.put(big())
     made = [store.put(extended(big(), seed), parent_id=root.id) for seed in (1, 2)]
     store.put(extended(extended(big(), 1), 3), parent_id=made[0].id)
-    assert {each.id for each in store.list(parent_id=root.id).data} == {each.id for each in made}
+    assert {manifest.id for manifest in store.list(parent_id=root.id).data} == {manifest.id for manifest in made}
     assert store.list(parent_id=made[1].id).data == ()
 
 
@@ -170,7 +170,7 @@ def test_a_parent_that_expired_leaves_its_children_what_they_need(store: Shelf, 
     root = store.put(caches[0], ttl_s=10, source="the text")
     child = store.put(caches[1], parent_id=root.id, ttl_s=100)
     grandchild = store.put(caches[2], parent_id=child.id)
-    own = [bytes_of(store, each.id) for each in (root, child, grandchild)]
+    own = [bytes_of(store, manifest.id) for manifest in (root, child, grandchild)]
     clock.time += 20
     store.sweep()
     with pytest.raises(CacheExpired):
@@ -212,12 +212,12 @@ def test_only_caches_that_are_no_base_are_evicted(place: Place, clock: Clock) ->
         assert [entry.id for entry in store.index.victims(9)] == [made[2].id]
         for seed in range(7, 12):
             kept = {store.put(big(seed), timings=Timings(prefill_s=100.0)).id}
-            gone = [each for each in made if each.id not in {found.id for found in store.list().data}]
+            gone = [manifest for manifest in made if manifest.id not in {manifest.id for manifest in store.list().data}]
             assert gone == made[len(made) - len(gone) :]
-            assert kept <= {each.id for each in store.list().data}
+            assert kept <= {manifest.id for manifest in store.list().data}
             assert store.check() == []
-            for each in store.list().data:
-                store.get(each.id)
+            for manifest in store.list().data:
+                store.get(manifest.id)
         assert gone == made
 
 
@@ -234,9 +234,9 @@ def test_a_cache_with_children_is_deleted_only_with_them(store: Shelf, place: Pl
     assert len(store.list().data) == 3
     receipt = store.delete(made[0].id, cascade=True)
     assert receipt.descendants == (made[2].id, made[1].id)
-    for each in made:
+    for manifest in made:
         with pytest.raises(CacheNotFound):
-            store.get(each.id)
+            store.get(manifest.id)
     assert place.names() == set()
     assert not any(secret in data for data in place.contents())
     with pytest.raises(CacheNotFound):
@@ -314,8 +314,8 @@ def test_a_parent_ends_while_its_child_is_written(place: Place, clock: Clock, st
                     store.put(caches[2], parent_id=made[1].id)
                 assert store.list().data == ()
             else:
-                found = store.put(caches[2], parent_id=made[1].id)
-                require_equal(caches[2], store.get(found.id))
+                again = store.put(caches[2], parent_id=made[1].id)
+                require_equal(caches[2], store.get(again.id))
             store.sweep()
             assert store.check() == []
             assert len(place.names()) == {"delete": 0, "expire": 1}.get(how, len(place.names()))
@@ -337,11 +337,11 @@ def test_an_expired_parent_is_no_error(store: Shelf, clock: Clock) -> None:
 def test_long_chains_are_compacted(store: Shelf, place: Place) -> None:
     caches = family(11)
     made = put_all(store, caches)
-    before = [store.stat(each.id) for each in made]
+    before = [store.stat(manifest.id) for manifest in made]
     assert store.compact() == 3
     assert store.compact() == 0
-    assert [bases_of(store, each.id) for each in made] == [*range(8), 0, 0, 0]
-    assert [store.stat(each.id) for each in made] == before
+    assert [bases_of(store, manifest.id) for manifest in made] == [*range(8), 0, 0, 0]
+    assert [store.stat(manifest.id) for manifest in made] == before
     for manifest, cache in zip(made, caches, strict=True):
         require_equal(cache, store.get(manifest.id))
     assert len(place.names()) == 11
@@ -372,7 +372,7 @@ def test_a_chain_for_which_there_is_no_room_stays(place: Place, clock: Clock, ca
         with place.open(now=clock, rules=Rules(quota=quota)) as store:
             assert store.compact() == 0
             assert len(store.list().data) == 10
-            assert [bases_of(store, each.id) for each in made] == [*range(10)]
+            assert [bases_of(store, manifest.id) for manifest in made] == [*range(10)]
     assert len(caplog.records) == 2
     with place.open(now=clock) as store:
         assert store.compact() == 2
@@ -386,10 +386,10 @@ def test_resealing_ends_with_all_bytes_under_the_new_key(place: Place, clock: Cl
     with place.open(now=clock, rules=Rules(keyring=Keyring([new, old]))) as store:
         made.append(store.put(extended(caches[2], 9), parent_id=made[2].id))
         caches.append(extended(caches[2], 9))
-        assert [found.problem for found in store.reseal()] == [None] * 4
+        assert [scrubbed.problem for scrubbed in store.reseal()] == [None] * 4
         assert store.check() == []
         assert len(place.names()) == 4
-        assert [bases_of(store, each.id) for each in made] == [0, 1, 2, 3]
+        assert [bases_of(store, manifest.id) for manifest in made] == [0, 1, 2, 3]
     with place.open(now=clock, rules=Rules(keyring=Keyring([new]))) as store:
         for manifest, cache in zip(made, caches, strict=True):
             require_equal(cache, store.get(manifest.id))
@@ -400,9 +400,9 @@ def test_a_damaged_base_is_found_by_every_reader(place: Place, clock: Clock) -> 
     with place.open(now=clock) as store:
         made = put_all(store, caches, source="the text")
         place.change(made[0], flip)
-        for each in reversed(made):
+        for manifest in reversed(made):
             with pytest.raises(CacheCorrupt):
-                store.get(each.id)
+                store.get(manifest.id)
         assert len(store.check()) == 3
         for manifest, cache in zip(made, caches, strict=True):
             store.mend(cache, manifest.id, tenant="default")
@@ -416,9 +416,9 @@ def test_a_corrupt_parent_is_put_again(place: Place, clock: Clock) -> None:
     with place.open(now=clock) as store:
         made = put_all(store, caches)
         place.change(made[0], flip)
-        for each in made[:2]:
+        for manifest in made[:2]:
             with pytest.raises(CacheCorrupt):
-                store.get(each.id)
+                store.get(manifest.id)
         again = put_all(store, caches[:2])
         require_equal(caches[1], store.get(again[1].id))
         with pytest.raises(CacheCorrupt):
@@ -439,7 +439,7 @@ def test_a_longer_life_is_that_of_the_bases_too(place: Place, clock: Clock) -> N
             assert all(client.ttl(key) > 1500 for key in keys)
             store.update(child.id, ttl_s=None)
             assert all(client.ttl(key) == -1 for key in keys)
-            ids = (f"{{{place.prefix}}}:c:{each.id}" for each in (root, child))
+            ids = (f"{{{place.prefix}}}:c:{manifest.id}" for manifest in (root, child))
             assert [client.ttl(key) for key in ids] == [-1, -1]
     with place.open(now=lambda: clock.time + 1e9) as store:
         store.sweep()
@@ -467,7 +467,7 @@ def test_tiers_hold_whole_caches(tiered: TieredStore, place: Place, tmp_path: Pa
     made = put_all(tiered, caches)
     scratch = DiskPlace(tmp_path / "scratch")
     assert sorted(path.stat().st_size for path in (scratch.folder / "blobs").iterdir()) == [
-        each.bytes_stored for each in made
+        manifest.bytes_stored for manifest in made
     ]
     for manifest, cache in zip(made, caches, strict=True):
         require_equal(cache, tiered.get(manifest.id))
@@ -478,9 +478,9 @@ def test_tiers_hold_whole_caches(tiered: TieredStore, place: Place, tmp_path: Pa
     assert place.names() == scratch.names() == set()
     secret = caches[0].layers[0].keys.numpy().tobytes()[:4096]
     assert not any(secret in data for data in (*place.contents(), *scratch.contents()))
-    for each in made:
+    for manifest in made:
         with pytest.raises(CacheNotFound):
-            tiered.open_blob(each.id)
+            tiered.open_blob(manifest.id)
 
 
 def test_a_tier_drops_a_parent_alone(tiered: TieredStore) -> None:
@@ -498,11 +498,11 @@ def test_damage_at_home_is_mended_from_a_tier(tiered: TieredStore, place: Place)
     caches = family(3)
     made = put_all(tiered, caches)
     place.change(made[0], flip)
-    assert sum(found.problem is not None for found in tiered.scrub()) == 3
+    assert sum(scrubbed.problem is not None for scrubbed in tiered.scrub()) == 3
     home = tiered.home
     for manifest, cache in zip(made, caches, strict=True):
         require_equal(cache, home.get(manifest.id))
-    assert [bases_of(home, each.id) for each in made] == [0, 0, 0]
+    assert [bases_of(home, manifest.id) for manifest in made] == [0, 0, 0]
 
 
 def test_a_home_that_lost_everything_learns_of_parents_again(
@@ -522,7 +522,7 @@ def test_a_home_that_lost_everything_learns_of_parents_again(
             store.sweep()
             for manifest, cache in zip(made, caches, strict=True):
                 require_equal(cache, store.home.get(manifest.id))
-            assert {each.id for each in store.list(parent_id=made[0].id).data} == {made[1].id}
+            assert {manifest.id for manifest in store.list(parent_id=made[0].id).data} == {made[1].id}
             with pytest.raises(CacheHasChildren, match="2 caches"):
                 store.delete(made[0].id)
             assert len(store.delete(made[0].id, cascade=True).descendants) == 2

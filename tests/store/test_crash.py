@@ -292,7 +292,7 @@ def test_killed_at_random_moments_while_caches_grow(place: Place, tmp_path: Path
                         log.say(f"deleted {' '.join(line[line.index(first) :])}")
                     else:
                         there = {manifest.id for manifest in store.list(limit=1000).data}
-                        depth = next((n for n, each in enumerate(line) if each not in there), None)
+                        depth = next((n for n, cache_id in enumerate(line) if cache_id not in there), None)
                         if depth is not None:
                             log.say(f"begin {line[depth]}")
                             parent_id = line[depth - 1] if depth else None

@@ -62,7 +62,7 @@ class Things:
 
     def left(self, place: Place, *before: Copies) -> set[str]:
         """before: copies in front of the place."""
-        contents = [data for each in (place, *before) for data in each.contents()]
+        contents = [data for home in (place, *before) for data in home.contents()]
         return {of for of, word in self.words.items() if any(word in data for data in contents)}
 
 

@@ -58,12 +58,12 @@ def test_everything_of_a_subject_goes(place: Place, clock: Clock) -> None:
         assert (shown.status, things.left(place)) == ("dry_run", set(things.words))
         receipt = shelf.erase(ME)
         assert things.left(place) == {"label"}, "that of the other tenant"
-        assert [(each.kind, each.id, each.digest) for each in shown.erased] == [
-            (each.kind, each.id, each.digest) for each in receipt.erased
+        assert [(thing.kind, thing.id, thing.digest) for thing in shown.erased] == [
+            (thing.kind, thing.id, thing.digest) for thing in receipt.erased
         ]
         assert receipt.counts == {"cache": 2, "source": 2, "response": 1, "file": 2, "lines": 1}
-        assert all(each.erased_at == clock.time for each in receipt.erased)
-        assert {each.id for each in receipt.stays if each.kind == "tombstone"} == {things.root, things.turn}
+        assert all(thing.erased_at == clock.time for thing in receipt.erased)
+        assert {thing.id for thing in receipt.stays if thing.kind == "tombstone"} == {things.root, things.turn}
         require_others(shelf, others)
         assert shelf.erase(ME) == receipt, "it says the same again"
         clock.time += RECORD_S
@@ -95,10 +95,10 @@ def test_what_a_day_tells_apart_by_the_subjects_label_goes(place: Place) -> None
             meter.add(ME.tenant, guard_group=group, guarded=1)
         meter.flush()
         assert things.left(place) == {"label"}
-        assert [each.kind for each in shelf.erase(ME, dry_run=True).erased] == ["lines"]
+        assert [thing.kind for thing in shelf.erase(ME, dry_run=True).erased] == ["lines"]
         receipt = shelf.erase(ME)
         assert things.left(place) == set()
-        assert [(each.kind, each.lines) for each in receipt.erased] == [("lines", 1)]
+        assert [(thing.kind, thing.lines) for thing in receipt.erased] == [("lines", 1)]
         (stay,) = receipt.stays
         assert "ids of conversations and values of the guard's label" in stay.why
         (day,) = shelf.metering.days(today(), today(), tenant=ME.tenant)
@@ -171,8 +171,8 @@ def test_a_waiting_request_is_found_by_the_labels_that_it_asks_for(place: Place)
             body = msgpack.packb({"document": f"the orchid of {id}", "labels": labels})
             shelf.requests.open(id, tenant="default", body=body)
         receipt = shelf.erase(ME)
-        assert [(each.kind, each.id) for each in receipt.erased] == [("request", "req_1")]
-        assert [each.why for each in receipt.stays] == ["it had not ended; erase again when it has"]
+        assert [(thing.kind, thing.id) for thing in receipt.erased] == [("request", "req_1")]
+        assert [thing.why for thing in receipt.stays] == ["it had not ended; erase again when it has"]
         contents = list(place.contents())
         assert not any(b"the orchid of req_1" in data for data in contents)
         assert any(b"the orchid of req_2" in data for data in contents)
@@ -198,7 +198,7 @@ def test_lines_go_and_the_others_keep_their_numbers(place: Place, clock: Clock) 
         journal.append([Row("in.jsonl", 2, custom_id="the aster", cache_id=cache_id)])
         receipt = shelf.erase(ME)
         assert receipt.counts == {"cache": 1, "lines": 2}
-        assert [each.id for each in receipt.stays if each.kind == "batch"] == [batch.id]
+        assert [thing.id for thing in receipt.stays if thing.kind == "batch"] == [batch.id]
         with shelf.files.open(input_id, tenant="default") as opened:
             lines = opened.file.read().split(b"\n")
         assert [bool(line) for line in lines] == [True, False, True, False]
@@ -229,7 +229,7 @@ def test_tiers_on_this_machine_lose_their_copies(tmp_path: Path, clock: Clock) -
         assert any(b"the aster" in data for data in copies.contents())
         receipt = store.erase(ME)
         assert receipt.homes == ["disk", "disk"]
-        assert [each.id for each in receipt.erased if each.kind == "cache"] == [cache_id]
+        assert [thing.id for thing in receipt.erased if thing.kind == "cache"] == [cache_id]
         for word in (b"the aster", b"the iris", b"heliotrope"):
             assert not any(word in data for place in (home, copies) for data in place.contents())
 
@@ -241,7 +241,7 @@ def test_the_time_may_be_over_before_the_end(place: Place, clock: Clock) -> None
         assert (first.status, things.left(place)) == ("in_progress", set(things.words))
         last = shelf.erase(ME)
         assert (last.status, last.id, last.created_at) == ("completed", first.id, first.created_at)
-        assert [each.id for each in last.erased] == [each.id for each in first.erased]
+        assert [thing.id for thing in last.erased] == [thing.id for thing in first.erased]
 
 
 def test_two_at_once_do_not_meet(place: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +276,10 @@ def killed_and_resumed(place: Place, clock: Clock, count: int) -> bool:
     with place.open(now=clock) as shelf:
         receipt = shelf.erase(ME)
         assert things.left(place) == set()
-        assert {(each.kind, each.id) for each in receipt.erased} == {(each.kind, each.id) for each in wanted.erased}
-        assert all(each.erased_at for each in receipt.erased)
+        assert {(thing.kind, thing.id) for thing in receipt.erased} == {
+            (thing.kind, thing.id) for thing in wanted.erased
+        }
+        assert all(thing.erased_at for thing in receipt.erased)
         assert shelf.check() == []
     return killed
 

@@ -22,7 +22,7 @@ from tests.store.indexes import (
     cache_id,
     disk_home,
     empty_redis_home,
-    found,
+    entry_of,
     manifest,
     of_no_cache,
     put,
@@ -57,7 +57,7 @@ def listed(index: Index, query: Filters | None = None, now: float = NOW, before:
 
 def numbers(index: Index, **filters: object) -> list[int]:
     """The caches of "me" that a listing with these filters shows."""
-    return [int(each[4:], 16) for each in listed(index, Filters("me", **filters))]  # type: ignore[arg-type]
+    return [int(id[4:], 16) for id in listed(index, Filters("me", **filters))]  # type: ignore[arg-type]
 
 
 def abandoned_names(index: Index) -> set[str]:
@@ -73,7 +73,7 @@ def test_a_cache_is_visible_once_it_is_published(index: Index) -> None:
     assert index.find(made.id, "me") is None
     assert index.usage("me") == StoredUsage(caches=0, bytes=0)
     assert index.publish(write, made, over=None, cost_s=0.1, now=NOW) == (True, None)
-    entry = found(index)
+    entry = entry_of(index)
     assert entry == Entry(
         seq=entry.seq,
         id=made.id,
@@ -104,7 +104,7 @@ def test_a_cache_is_its_tenants_alone(index: Index) -> None:
     assert listed(index, Filters("you")) == []
     assert index.usage("you") == StoredUsage(caches=0, bytes=0)
     index.touch(entry.id, "you", NOW)
-    assert found(index).uses == 0
+    assert entry_of(index).uses == 0
 
 
 @pytest.mark.parametrize("tenant", ["a b", "{x}:1", "me\n1 2", "漢", "-", "a" * 512])
@@ -124,7 +124,7 @@ def test_the_first_of_two_writers_wins(index: Index) -> None:
     late = writing()
     index.begin(late, Quota())
     assert index.publish(late, manifest(name="late"), over=None, cost_s=1, now=NOW) == (False, first)
-    assert found(index) == first
+    assert entry_of(index) == first
     assert index.knows(late.name)
     index.abandon(late.name)
     assert not index.knows(late.name)
@@ -136,9 +136,9 @@ def test_a_cache_whose_blob_was_replaced_since_does_not_give_way(index: Index) -
     index.begin(repair, Quota())
     index.begin(second, Quota())
     assert index.swap(seen, manifest(), repair)
-    changed = found(index)
+    changed = entry_of(index)
     assert index.publish(second, manifest(), over=seen, cost_s=1, now=NOW) == (False, changed)
-    assert found(index) == changed
+    assert entry_of(index) == changed
     assert index.publish(second, changed.manifest(), over=changed, cost_s=1, now=NOW) == (True, changed)
 
 
@@ -146,11 +146,11 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     first = put(index, nbytes=1010, labels={"a": "1"}, expires_at=NOW + 50, pinned=True)
     put(index, 2)
     index.touch(first.id, "me", NOW)
-    first = found(index)
+    first = entry_of(index)
     write = writing(nbytes=1020)
     index.begin(write, Quota())
     assert index.swap(first, first.manifest(), write)
-    entry = found(index)
+    entry = entry_of(index)
     assert entry == replace(first, name=write.name, nbytes=1020, version=first.version + 1, text=entry.text)
     assert entry.manifest() == first.manifest()
     assert numbers(index, labels={"a": "1"}) == [1]
@@ -159,18 +159,18 @@ def test_bytes_are_replaced_and_all_else_stays(index: Index) -> None:
     late = writing()
     index.begin(late, Quota())
     assert not index.swap(first, first.manifest(), late), "it has changed since"
-    assert found(index) == entry
+    assert entry_of(index) == entry
 
 
 def test_a_corrupt_cache_is_ready_again_with_other_bytes(index: Index) -> None:
     made = manifest(labels={"a": "1"})
     first = put(index, nbytes=1000, labels={"a": "1"})
     assert index.mark_corrupt(first, "broken")
-    corrupt = found(index)
+    corrupt = entry_of(index)
     write = writing(nbytes=900)
     index.begin(write, Quota())
     assert index.swap(corrupt, made, write)
-    entry = found(index)
+    entry = entry_of(index)
     assert (entry.state, entry.problem, entry.name) == ("ready", None, write.name)
     assert numbers(index, labels={"a": "1"}) == [1]
     assert index.usage("me") == StoredUsage(caches=1, bytes=900)
@@ -185,18 +185,18 @@ def test_what_has_ended_is_not_replaced(index: Index, state: Literal["deleted", 
     index.begin(write, Quota())
     assert index.bury(entry, state, NOW + 2)
     assert not index.swap(entry, entry.manifest(), write)
-    assert found(index).state == state
+    assert entry_of(index).state == state
     assert index.usage("me") == StoredUsage(caches=0, bytes=0)
 
 
 def test_a_cache_that_the_writer_knows_to_be_broken_gives_way(index: Index) -> None:
     first = put(index, nbytes=1010, labels={"a": "1"}, expires_at=NOW + 50)
     index.touch(first.id, "me", NOW)
-    first = found(index)
+    first = entry_of(index)
     second = writing(nbytes=300)
     index.begin(second, Quota())
     assert index.publish(second, manifest(), over=first, cost_s=1, now=NOW) == (True, first)
-    entry = found(index)
+    entry = entry_of(index)
     assert (entry.name, entry.expires_at, entry.uses) == (second.name, None, 0)
     assert entry.seq > first.seq
     assert index.usage("me") == StoredUsage(caches=1, bytes=300)
@@ -215,7 +215,7 @@ def test_what_is_not_live_gives_way(index: Index) -> None:
     assert index.publish(write, manifest(1), over=None, cost_s=1, now=NOW + 10) == (True, expired)
 
     assert index.mark_corrupt(put(index, 2), "a bit was flipped")
-    corrupt = found(index, 2)
+    corrupt = entry_of(index, 2)
     write = writing(2)
     index.begin(write, Quota())
     assert index.publish(write, manifest(2), over=None, cost_s=1, now=NOW) == (True, corrupt)
@@ -224,7 +224,7 @@ def test_what_is_not_live_gives_way(index: Index) -> None:
     write = writing(3)
     index.begin(write, Quota())
     assert index.publish(write, manifest(3), over=None, cost_s=1, now=NOW) == (True, None)
-    assert found(index, 3).live(NOW)
+    assert entry_of(index, 3).live(NOW)
     assert index.usage("me") == StoredUsage(caches=3, bytes=3000)
     assert index.forget(NOW + 1) == 0
 
@@ -248,7 +248,7 @@ def test_a_writer_that_was_silent_can_do_nothing(home: Home) -> None:
         with pytest.raises(StoreUnavailable, match="longer to write than a writer may be silent"):
             act()
     assert index.find(late.cache_id, "me") is None
-    assert found(index, 3) == entry
+    assert entry_of(index, 3) == entry
     assert index.publish(alive, manifest(2), over=None, cost_s=1, now=NOW) == (True, None)
     assert sorted(index.abandoned(), key=lambda w: w.cache_id) == [late, repair]
     assert index.problems() == []
@@ -319,8 +319,8 @@ def test_a_tenant_keeps_as_many_bytes_as_it_may(index: Index, home: Home) -> Non
 def test_all_tenants_share_the_budget(index: Index) -> None:
     quota = Quota(budget_bytes=1000)
     put(index, 1, nbytes=400, tenant="you")
-    held = writing(2, 500)
-    index.begin(held, quota)
+    reserved = writing(2, 500)
+    index.begin(reserved, quota)
     refused = writing(3, 101)
     with pytest.raises(StorageFull, match="101 bytes do not fit") as full:
         index.begin(refused, quota)
@@ -330,7 +330,7 @@ def test_all_tenants_share_the_budget(index: Index) -> None:
     assert never.value.details == {"fits": False}
     assert not index.knows(refused.name)
     index.begin(writing(3, 100), quota)
-    index.abandon(held.name)
+    index.abandon(reserved.name)
     index.begin(writing(4, 500), quota)
     index.begin(writing(1, 400, tenant="you"), quota)
 
@@ -344,14 +344,14 @@ def test_listings_show_live_caches_newest_first(index: Index) -> None:
     put(index, 6, tenant="you")
     assert numbers(index) == [3, 2, 4, 1, 5]
     assert listed(index, now=NOW + 10) == [cache_id(n) for n in (3, 2, 1, 5)]
-    assert index.bury(found(index, 2), "deleted", NOW)
-    assert index.mark_corrupt(found(index, 1), "broken")
+    assert index.bury(entry_of(index, 2), "deleted", NOW)
+    assert index.mark_corrupt(entry_of(index, 1), "broken")
     assert numbers(index) == [3, 4, 5]
     page = index.listing(Filters("me"), NOW, None, 2)
     assert [entry.id for entry in page] == [cache_id(3), cache_id(4)]
     assert listed(index, before=page[-1].seq) == [cache_id(5)]
-    assert listed(index, before=found(index, 5).seq) == []
-    assert index.listing(Filters("me"), NOW, None, 1)[0] == found(index, 3)
+    assert listed(index, before=entry_of(index, 5).seq) == []
+    assert index.listing(Filters("me"), NOW, None, 1)[0] == entry_of(index, 3)
 
 
 def test_filters_are_joined_by_and(index: Index) -> None:
@@ -381,7 +381,7 @@ def test_a_cache_is_found_by_its_name_and_by_the_beginning_of_its_id(index: Inde
     assert (
         numbers(index, id_prefix="kvs_abcf") == numbers(index, id_prefix="kvs_0000") == numbers(index, name="of") == []
     )
-    entry = found(index, near[1])
+    entry = entry_of(index, near[1])
     assert index.swap(entry, manifest(near[1], name="of 0"))
     assert numbers(index, name="of 1") == []
     assert numbers(index, name="of 0") == near[::-1]
@@ -389,10 +389,10 @@ def test_a_cache_is_found_by_its_name_and_by_the_beginning_of_its_id(index: Inde
 
 def test_labels_are_told_apart_whatever_is_in_them(index: Index) -> None:
     labels = [{"a": "b:c"}, {"a:b": "c"}, {"a": "b"}, {"a": "b "}, {"a,b": "c"}, {"{a}": "*"}, {"k": ""}, {"漢": "\n"}]
-    for number, each in enumerate(labels):
-        put(index, number, labels=each)
-    for number, each in enumerate(labels):
-        assert numbers(index, labels=each) == [number]
+    for number, label in enumerate(labels):
+        put(index, number, labels=label)
+    for number, label in enumerate(labels):
+        assert numbers(index, labels=label) == [number]
 
 
 def test_a_long_listing_comes_whole(index: Index) -> None:
@@ -413,13 +413,13 @@ def test_a_manifest_is_rewritten(index: Index) -> None:
     entry = put(index, labels={"a": "1", "b": "2"}, expires_at=NOW + 10)
     made = manifest(labels={"b": "3"}, pinned=True, name="renamed")
     assert index.swap(entry, made)
-    again = found(index)
+    again = entry_of(index)
     assert again == replace(entry, version=1, expires_at=None, pinned=True, text=made.model_dump_json())
     assert numbers(index, labels={"b": "3"}) == [1]
     assert numbers(index, labels={"a": "1"}) == numbers(index, labels={"b": "2"}) == []
     assert (index.expired(NOW + 100, 10), index.victims(10)) == ([], [])
     assert not index.swap(entry, manifest(name="an older reader's"))
-    assert found(index) == again
+    assert entry_of(index) == again
     assert index.swap(again, manifest(expires_at=NOW + 20))
     assert [e.id for e in index.expired(NOW + 20, 10)] == [e.id for e in index.victims(10)] == [entry.id]
     assert index.usage("me") == StoredUsage(caches=1, bytes=1000)
@@ -431,9 +431,9 @@ def test_only_what_is_ready_is_rewritten(index: Index) -> None:
     assert index.bury(ended, "deleted", NOW)
     put(index, 3, over=replaced)
     for number, entry in ((1, corrupt), (2, ended), (3, replaced)):
-        before = found(index, number)
+        before = entry_of(index, number)
         assert not index.swap(entry, manifest(number, name="new"))
-        assert found(index, number) == before
+        assert entry_of(index, number) == before
 
 
 def test_changes_since_a_place_are_told_in_their_order(index: Index) -> None:
@@ -445,18 +445,18 @@ def test_changes_since_a_place_are_told_in_their_order(index: Index) -> None:
         put(index, number)
     put(index, 5, tenant="you")
     index.touch(cache_id(2), "me", NOW)  # a use is none
-    relabelled = found(index, 1)
+    relabelled = entry_of(index, 1)
     assert index.swap(relabelled, relabelled.manifest().model_copy(update={"labels": {"a": "b"}}))
-    assert index.bury(found(index, 3), "deleted", NOW)
-    assert index.mark_corrupt(found(index, 4), "torn")
-    told, after = index.changes("me", place, 10)
-    assert [(int(entry.id[4:], 16), entry.state) for entry in told] == [
+    assert index.bury(entry_of(index, 3), "deleted", NOW)
+    assert index.mark_corrupt(entry_of(index, 4), "torn")
+    changed, after = index.changes("me", place, 10)
+    assert [(int(entry.id[4:], 16), entry.state) for entry in changed] == [
         (2, "ready"), (1, "ready"), (3, "deleted"), (4, "corrupt")
     ]  # fmt: skip
-    assert told[1].manifest().labels == {"a": "b"}
+    assert changed[1].manifest().labels == {"a": "b"}
     first, between = index.changes("me", place, 1)
     rest, end = index.changes("me", between, 10)
-    assert ([*first, *rest], end) == (told, after)
+    assert ([*first, *rest], end) == (changed, after)
     put(index, 3)
     assert [entry.state for entry in index.changes("me", after, 10)[0]] == ["ready"]
 
@@ -466,7 +466,7 @@ def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
     assert entry.priority == eviction.priority(0.0, 1, 0.7, 3_000_000)
     index.touch(entry.id, "me", NOW + 1)
     index.touch(entry.id, "me", NOW + 2.25)
-    after = found(index)
+    after = entry_of(index)
     assert (after.uses, after.last_used_at) == (2, NOW + 2.25)
     assert after.priority == eviction.priority(0.0, 3, 0.7, 3_000_000)
     assert after.version == 0, "a use is no change of the manifest"
@@ -475,17 +475,17 @@ def test_uses_are_counted_and_lift_the_priority(index: Index) -> None:
     assert index.find(cache_id(9), "me") is None
     assert index.bury(after, "deleted", NOW)
     index.touch(entry.id, "me", NOW + 3)
-    assert found(index).last_used_at != NOW + 3
+    assert entry_of(index).last_used_at != NOW + 3
     assert index.victims(10) == []
 
 
 def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> None:
     entry = put(index, expires_at=NOW + 10)
     assert index.mark_corrupt(entry, "a bit was flipped")
-    after = found(index)
+    after = entry_of(index)
     assert (after.state, after.problem, after.name) == ("corrupt", "a bit was flipped", entry.name)
     assert not index.mark_corrupt(entry, "again")
-    assert found(index) == after
+    assert entry_of(index) == after
     assert index.usage("me") == index.usage(None) == StoredUsage(caches=0, bytes=0)
     assert (listed(index), index.victims(10)) == ([], [])
     assert [e.id for e in index.stored()] == [e.id for e in index.expired(NOW + 10, 10)] == [entry.id]
@@ -494,13 +494,13 @@ def test_a_corrupt_cache_keeps_its_bytes_and_counts_no_more(index: Index) -> Non
     assert not index.swap(after, manifest())
     second = put(index, expires_at=NOW + 10)
     assert not index.mark_corrupt(entry, "of the blob before"), "another blob has taken its place"
-    assert found(index) == second
+    assert entry_of(index) == second
 
 
 def test_a_tombstone_holds_nothing_of_the_cache(index: Index) -> None:
     entry = put(index, labels={"a": "1"}, name="secret", expires_at=NOW + 100)
     assert index.bury(entry, "deleted", NOW + 3)
-    tomb = found(index)
+    tomb = entry_of(index)
     assert (tomb.state, tomb.ended_at, tomb.seq, tomb.tenant) == ("deleted", NOW + 3, entry.seq, "me")
     assert (tomb.name, tomb.nbytes, tomb.text, tomb.problem, tomb.names()) == (None, 0, None, None, [])
     assert index.usage(None) == StoredUsage(caches=0, bytes=0)
@@ -515,14 +515,14 @@ def test_what_may_become_a_tombstone(index: Index) -> None:
     assert index.bury(entry, "expired", NOW + 10)
     assert not index.bury(entry, "expired", NOW + 10)
     assert not index.bury(entry, "evicted", NOW + 10)
-    assert found(index).state == "expired"
+    assert entry_of(index).state == "expired"
     assert index.bury(entry, "deleted", NOW + 11), "deleted is laid over all others"
     assert not index.bury(entry, "deleted", NOW + 12)
-    assert (found(index).state, found(index).ended_at) == ("deleted", NOW + 11)
+    assert (entry_of(index).state, entry_of(index).ended_at) == ("deleted", NOW + 11)
 
     again = put(index, 1)
     assert not index.bury(entry, "deleted", NOW), "it was put again since"
-    assert found(index) == again
+    assert entry_of(index) == again
     assert not index.bury(again, "expired", NOW + 1e9), "it never expires"
     assert not index.bury(put(index, 2, pinned=True), "evicted", NOW)
     assert index.bury(again, "evicted", NOW)
@@ -549,7 +549,7 @@ def test_the_cache_whose_loss_costs_least_goes_first(index: Index) -> None:
     put(index, 4, cost_s=0.5)
     put(index, 5, cost_s=0.1, tenant="you")
     assert [e.id for e in index.victims(10)] == [cache_id(n) for n in (5, 4, 1, 2)]
-    assert index.victims(1) == [found(index, 5, "you")]
+    assert index.victims(1) == [entry_of(index, 5, "you")]
     for _ in range(9):
         index.touch(cache_id(5), "you", NOW)
     index.touch(cache_id(4), "me", NOW)
@@ -562,7 +562,7 @@ def test_the_clock_of_eviction_is_the_priority_of_the_last_one_evicted(index: In
     assert index.bury(old, "evicted", NOW)
     assert put(index, 4, cost_s=0.1).priority == eviction.priority(old.priority, 1, 0.1, 1000)
     assert index.bury(costly, "evicted", NOW)
-    assert index.bury(found(index, 4), "evicted", NOW)
+    assert index.bury(entry_of(index, 4), "evicted", NOW)
     again = home.open()
     assert put(again, 5, cost_s=0.1).priority == eviction.priority(costly.priority, 1, 0.1, 1000), "it never goes back"
     again.close()
@@ -583,7 +583,7 @@ def test_a_home_outlives_its_connections(index: Index, home: Home) -> None:
     again = home.open()
     assert again.key == index.key
     assert len(again.key) == 32
-    assert found(again) == entry
+    assert entry_of(again) == entry
     again.close()
 
 
@@ -636,7 +636,7 @@ def test_two_processes_do_not_publish_one_cache(index: Index, home: Home) -> Non
 def test_two_processes_do_not_bury_one_cache(index: Index, home: Home) -> None:
     for number in range(50):
         put(index, number)
-    assert race(home, 50, lambda index, number: index.bury(found(index, number), "deleted", NOW)) == [1] * 50
+    assert race(home, 50, lambda index, number: index.bury(entry_of(index, number), "deleted", NOW)) == [1] * 50
     assert index.usage("me") == StoredUsage(caches=0, bytes=0)
 
 

@@ -36,8 +36,8 @@ def test_it_is_of_the_cache_as_it_was_seen(place: Place) -> None:
         renamed = shelf.update(bare.id, name="another")
         with pytest.raises(EtagMismatch):
             shelf.keep_judgement(bare.id, GOOD, if_revision=[bare.revision])
-        asked = Judgement(min_quality=0.5)
-        seen = shelf.keep_judgement(bare.id, asked, if_revision=[renamed.revision])
+        floor = Judgement(min_quality=0.5)
+        seen = shelf.keep_judgement(bare.id, floor, if_revision=[renamed.revision])
         assert seen.revision != renamed.revision, "a floor that was raised is seen by who saw the former one"
 
 
@@ -46,8 +46,8 @@ def test_it_goes_with_other_changes(place: Place) -> None:
         bare = shelf.put(make_cache())
         shelf.update(bare.id, name="kept")
         shelf.keep_judgement(bare.id, GOOD)
-        found = shelf.update(bare.id, labels={"a": "b"})
-        assert (found.name, found.labels, found.quality) == ("kept", {"a": "b"}, GOOD.quality)
+        updated = shelf.update(bare.id, labels={"a": "b"})
+        assert (updated.name, updated.labels, updated.quality) == ("kept", {"a": "b"}, GOOD.quality)
 
 
 def test_what_is_not_there_is_not_judged(place: Place) -> None:

@@ -62,12 +62,12 @@ def test_no_cache_is_kept_longer_than_the_maximum(place: Place, clock: Clock) ->
         manifest = shelf.put(make_cache())
         assert manifest.expires_at == clock.time + 60
         too_long: list[dict[str, Any]] = [{"ttl_s": 61}, {"expires_at": clock.time + 61}]
-        for asked in too_long:
+        for fields in too_long:
             with pytest.raises(InvalidRequest, match="kept for 60 s at most") as refusal:
-                shelf.put(make_cache(1), **asked)
-            assert refusal.value.param in asked
+                shelf.put(make_cache(1), **fields)
+            assert refusal.value.param in fields
             with pytest.raises(InvalidRequest):
-                shelf.expiry(**{"ttl_s": None, "expires_at": None} | asked)
+                shelf.expiry(**{"ttl_s": None, "expires_at": None} | fields)
         with pytest.raises(InvalidRequest, match="no expiry"):
             shelf.update(manifest.id, ttl_s=None)
         assert shelf.update(manifest.id, ttl_s=10).expires_at == clock.time + 10
@@ -87,9 +87,9 @@ def test_each_use_prolongs_a_cache_that_renews(place: Place, clock: Clock) -> No
             assert shelf.stat(made.id).expires_at == clock.time + 100
         with pytest.raises(CacheExpired):
             shelf.stat(fixed.id)
-        found = shelf.stat(made.id)
-        assert (found.uses, found.ttl_renew_s, found.revision) == (3, 100, made.revision)
-        assert found.source == made.source, "a source keeps its own end"
+        manifest = shelf.stat(made.id)
+        assert (manifest.uses, manifest.ttl_renew_s, manifest.revision) == (3, 100, made.revision)
+        assert manifest.source == made.source, "a source keeps its own end"
     with place.open(now=clock) as shelf:  # as after a restart
         clock.time += 90
         shelf.touch(made.id)
@@ -164,9 +164,9 @@ def test_a_renewal_keeps_what_was_changed_at_the_same_time(shelf: Shelf, clock: 
     ended.set()
     for user in users:
         user.join()
-    found = shelf.stat(made.id)
-    assert found.name == "19"
-    assert found.expires_at == pytest.approx(clock.time + 100, abs=5)
+    manifest = shelf.stat(made.id)
+    assert manifest.name == "19"
+    assert manifest.expires_at == pytest.approx(clock.time + 100, abs=5)
 
 
 # Quotas
@@ -338,7 +338,7 @@ def test_a_promise_beyond_the_budget_is_refused_and_says_what_is_free(place: Pla
         shelf.put(make_cache(0), guaranteed_until=until)
         plain = shelf.put(make_cache(1))
         pinned = shelf.put(make_cache(2), pinned=True)
-        told = (
+        message = (
             rf"{2 * SIZE} of {2 * SIZE + 7} bytes .* by this tenant \(tenant_promised_bytes\), 7 are free, .* {SIZE};"
         )
         tries: list[Callable[[], object]] = [
@@ -348,7 +348,7 @@ def test_a_promise_beyond_the_budget_is_refused_and_says_what_is_free(place: Pla
             lambda: shelf.update(plain.id, pinned=True, name="x"),
         ]
         for attempt in tries:
-            with pytest.raises(QuotaExceeded, match=told) as refusal:
+            with pytest.raises(QuotaExceeded, match=message) as refusal:
                 attempt()
             assert refusal.value.param == "guaranteed_until"
         assert (len(place.names()), shelf.stat(plain.id)) == (3, plain)
@@ -428,10 +428,10 @@ def test_what_another_evicted_first_is_room_as_well(
         victims = ours.index.victims
 
         def listed(limit: int) -> Any:
-            found = victims(limit)
+            entries = victims(limit)
             theirs.delete(first.id)
             monkeypatch.undo()
-            return found
+            return entries
 
         monkeypatch.setattr(ours.index, "victims", listed)
         second = ours.put(make_cache(1))
@@ -521,10 +521,10 @@ def test_what_gave_way_is_removed_although_its_remover_died(place: Place) -> Non
 def test_a_scrub_reads_everything_and_sets_aside_what_is_corrupt(place: Place) -> None:
     with place.open() as shelf:
         manifests = [shelf.put(make_cache(seed), tenant=f"t{seed % 2}", source="text") for seed in range(4)]
-        assert [found.problem for found in shelf.scrub()] == [None] * 4
+        assert [scrubbed.problem for scrubbed in shelf.scrub()] == [None] * 4
         shelf.blobs.remove(shelf.index.find(manifests[1].id, "t1").name, SIZE)  # type: ignore[union-attr, arg-type]
-        found = {one.id: one.problem for one in shelf.scrub()}
-        assert [found[m.id] is None for m in manifests] == [True, False, True, True]
+        problems = {one.id: one.problem for one in shelf.scrub()}
+        assert [problems[m.id] is None for m in manifests] == [True, False, True, True]
         with pytest.raises(CacheCorrupt):
             shelf.stat(manifests[1].id, tenant="t1")
 
@@ -550,8 +550,8 @@ def test_a_sealed_shelf_keeps_nothing_in_the_clear(place: Place) -> None:
         manifest = shelf.put(cache, source="a secret text")
         require_equal(cache, shelf.get(manifest.id))
         assert shelf.source(manifest.id) == "a secret text"
-        with shelf.open_blob(manifest.id) as found:
-            assert found.file.read() == cache.to_bytes(), "a download is the plain blob"
+        with shelf.open_blob(manifest.id) as blob:
+            assert blob.file.read() == cache.to_bytes(), "a download is the plain blob"
         assert not holds(shelf, cache)
         assert next(shelf.scrub()).problem is None
         assert shelf.check() == []
@@ -582,7 +582,7 @@ def test_what_is_changed_while_a_cache_is_sealed_anew_stays_changed(place: Place
     with place.open() as shelf:
         manifest = shelf.put(cache, labels={"a": "b"})
     with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
-        assert [found.problem for found in shelf.reseal()] == [None, None], (
+        assert [scrubbed.problem for scrubbed in shelf.reseal()] == [None, None], (
             "the cache, and the source that came meanwhile"
         )
         now = shelf.stat(manifest.id)
@@ -604,7 +604,7 @@ def test_a_cache_that_is_deleted_while_it_is_sealed_anew_stays_deleted(place: Pl
     with place.open() as shelf:
         manifest = shelf.put(make_cache(), source="text")
     with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
-        assert [found.problem for found in shelf.reseal()] == [None]
+        assert [scrubbed.problem for scrubbed in shelf.reseal()] == [None]
         with pytest.raises(CacheNotFound):
             shelf.stat(manifest.id)
         assert shelf.usage() == StoredUsage(caches=0, bytes=0)
@@ -622,7 +622,7 @@ def test_a_cache_that_never_rests_does_not_hold_up_the_others(place: Place) -> N
         shelf.touch(quiet.id)
         used = shelf.stat(quiet.id)
     with place.open(rules=sealed(1), on_step=meanwhile) as shelf:
-        problems = {found.id: found.problem for found in shelf.reseal()}
+        problems = {scrubbed.id: scrubbed.problem for scrubbed in shelf.reseal()}
         assert "changed 10 times" in (problems[busy.id] or "")
         assert problems[quiet.id] is None
         assert shelf.stat(quiet.id) == used, "nothing of it has changed"
@@ -638,7 +638,9 @@ def test_keys_are_rotated(place: Place) -> None:
         assert shelf.get(plain.id) is not None, "what is not sealed yet can be read"
     with place.open(rules=sealed(2, 1)) as shelf:
         new = shelf.put(caches[2])
-        assert sorted(found.id for found in shelf.reseal()) == sorted([plain.id, plain.id, old.id]), "a source, too"
+        assert sorted(scrubbed.id for scrubbed in shelf.reseal()) == sorted([plain.id, plain.id, old.id]), (
+            "a source, too"
+        )
         assert list(shelf.reseal()) == []
         assert shelf.sweep().orphans == 0
     with place.open(rules=sealed(2)) as shelf:

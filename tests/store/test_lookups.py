@@ -109,8 +109,8 @@ def test_another_tenant_s_thing_takes_as_long_as_none(filled: Place, what: str, 
             pairs.append((taken[theirs], taken[nothing]))
     # Both look-ups of a pair meet the same load: a busy machine moves the middle of all pairs less than two medians.
     middle_s = statistics.median(unknown for _, unknown in pairs)
-    more_s = statistics.median(found - unknown for found, unknown in pairs)
-    spread_s = statistics.median(abs(found - unknown - more_s) for found, unknown in pairs)
+    more_s = statistics.median(known_s - unknown for known_s, unknown in pairs)
+    spread_s = statistics.median(abs(known_s - unknown - more_s) for known_s, unknown in pairs)
     error_s = 1.253 * 1.4826 * spread_s / math.sqrt(len(pairs))  # of a median, by the normal distribution
     print(f"{what}: {middle_s * 1e6:.1f} us, another tenant's {more_s * 1e6:+.2f} +- {error_s * 1e6:.2f} us")
     assert abs(more_s) < 0.1 * middle_s + 10e-6 + 4 * error_s

@@ -17,6 +17,6 @@ def test_keyword_arguments_are_those_of_the_values() -> None:
 
 @pytest.mark.parametrize("call", ["list", "put", "update"])
 def test_a_name_that_does_not_exist_is_refused_as_by_a_call(store: Store, call: str) -> None:
-    given = {"list": [], "put": [None], "update": ["kvs_" + "0" * 40]}[call]
+    arguments = {"list": [], "put": [None], "update": ["kvs_" + "0" * 40]}[call]
     with pytest.raises(TypeError, match="unexpected keyword argument 'tag'"):
-        getattr(store, call)(*given, tag="a")
+        getattr(store, call)(*arguments, tag="a")

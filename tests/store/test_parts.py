@@ -59,15 +59,15 @@ def opened(data: bytes) -> tuple[PartialCache, CountedFile]:
 
 def rows(record: PackedRecord, run: int) -> list[torch.Tensor]:
     """Everything that a record has of one run, head by head."""
-    start, found = run * RUN_ROWS, []
+    start, tensors = run * RUN_ROWS, []
     for side in (record.keys, record.values):
         if isinstance(side, torch.Tensor):
-            found += [head[start : start + RUN_ROWS] for head in torch.split(side, record.lengths)]
+            tensors += [head[start : start + RUN_ROWS] for head in torch.split(side, record.lengths)]
         else:
             for head in (head for head in side.heads() if start < len(head)):
                 coded = head.coded(start, min(start + RUN_ROWS, len(head)))
-                found += [coded.codes, coded.scales, coded.zeros]
-    return found
+                tensors += [coded.codes, coded.scales, coded.zeros]
+    return tensors
 
 
 def require_rows(layer: PartialLayer, whole: LayerRecord) -> None:
@@ -226,7 +226,7 @@ def test_blocks_of_an_index_are_read_one_by_one(codec: str) -> None:
     layer.fetch([2, 5])
     assert file.count - head_bytes == sum(span.nbytes for run in (2, 5) for span in layer._layer.run_spans(run))
     for name in ("keys", "values"):
-        ours, right = (plain(getattr(each, name)).view(2, whole.lengths[0], -1) for each in (record, whole))
+        ours, right = (plain(getattr(side, name)).view(2, whole.lengths[0], -1) for side in (record, whole))
         for block in range(len(whole.summaries)):
             own = slice(16 * block, 16 * block + 16)
             assert torch.equal(ours[:, own], right[:, own]) == (block in (2, 5))
@@ -303,24 +303,24 @@ def test_object_storage_sends_no_more_than_was_asked_for(
     tmp_path: Path, shared_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for gaps that take less time than a request."""
-    asked: list[int] = []
+    sizes: list[int] = []
     fetch = ObjectBlobs.fetch_range
 
     def counted(blobs: ObjectBlobs, path: str, start: int, stop: int) -> memoryview:
-        asked.append(stop - start)
+        sizes.append(stop - start)
         return fetch(blobs, path, start, stop)
 
     monkeypatch.setattr(ObjectBlobs, "fetch_range", counted)
     place = ObjectsPlace(DiskPlace(tmp_path / "home"), shared_s3, start_child)
     with place.open() as shelf:
         manifest = shelf.put(make_cache(num_tokens=6000, lengths=((6000, 5500),), dims=(64, 64)))
-        asked.clear()
+        sizes.clear()
         with shelf.open_parts(manifest.id) as parts:
             layer = parts.layer(0)
             layer.fetch([2, 3])
         rows_of_a_head = 2 * RUN_ROWS * 64 * 4
-        assert sorted(asked)[-4:] == [rows_of_a_head] * 4
-        assert sum(asked) < 4 * rows_of_a_head + (64 << 10)
+        assert sorted(sizes)[-4:] == [rows_of_a_head] * 4
+        assert sum(sizes) < 4 * rows_of_a_head + (64 << 10)
 
 
 @contextmanager

@@ -68,9 +68,9 @@ class Bytes(RawIOBase):
 
 def sealed(parts: Sequence[Part] = PARTS, ring: Keyring = RING, tenant: str = TENANT, subject: str = SUBJECT) -> bytes:
     buffers = [[memoryview(part)] if isinstance(part, bytes) else [memoryview(b) for b in part] for part in parts]
-    found = seal(ring, tenant, subject, buffers)
-    data = b"".join(found.buffers)
-    assert len(data) == found.nbytes
+    sealed_parts = seal(ring, tenant, subject, buffers)
+    data = b"".join(sealed_parts.buffers)
+    assert len(data) == sealed_parts.nbytes
     return data
 
 
@@ -241,12 +241,12 @@ def test_a_refused_file_stays_open() -> None:
 def test_a_sealed_cache_is_read_as_a_plain_one(name: str, tmp_path: Path) -> None:
     cache = golden_caches()[name]
     packed = cache.pack()
-    found = seal(RING, TENANT, SUBJECT, packed.parts)
+    sealed_parts = seal(RING, TENANT, SUBJECT, packed.parts)
     path = tmp_path / "blob"
-    path.write_bytes(b"".join(found.buffers))
+    path.write_bytes(b"".join(sealed_parts.buffers))
 
     def file() -> SealedFile:
-        return unseal(RING, TENANT, SUBJECT, FileIO(path), found.nbytes)
+        return unseal(RING, TENANT, SUBJECT, FileIO(path), sealed_parts.nbytes)
 
     with file() as verified:
         assert blob.verify_file(verified, packed.nbytes).root == packed.root  # type: ignore[arg-type]

@@ -167,21 +167,21 @@ def test_a_spliced_file_reads_as_the_bytes_it_joins() -> None:
     with pytest.raises(BlobError, match="ended early"):
         file.read_ranges([(1739, memoryview(bytearray(2)))])
     file.close()
-    assert all(each.closed for each in files)
+    assert all(file.closed for file in files)
 
 
 def splice_of(child: Any, parent: Any) -> Splice | None:
     whole = parent.to_bytes()
     file = BytesFile(whole)
     shared = shared_with(child.pack(), blob.open_file(file, len(whole)), file)  # type: ignore[arg-type]
-    found = spliced(child.pack(), shared, (NAMES[0], len(whole)), file, ())
-    if found is None:
+    file_parts = spliced(child.pack(), shared, (NAMES[0], len(whole)), file, ())
+    if file_parts is None:
         return None
-    assert found.nbytes == sum(len(buffer) for part in found.parts for buffer in part)
-    own = b"".join(buffer for part in found.parts for buffer in part)
-    splice, start = read_splice(BytesFile(own), len(own), found.splice.bases)
+    assert file_parts.nbytes == sum(len(buffer) for part in file_parts.parts for buffer in part)
+    own = b"".join(buffer for part in file_parts.parts for buffer in part)
+    splice, start = read_splice(BytesFile(own), len(own), file_parts.splice.bases)
     assert SplicedFile(splice, start, [BytesFile(own), file], [len(own), len(whole)]).read() == child.to_bytes()
-    return found.splice
+    return file_parts.splice
 
 
 def test_whole_records_are_shared_in_few_runs() -> None:

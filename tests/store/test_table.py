@@ -78,8 +78,8 @@ def test_listings_go_from_the_newest_to_the_oldest_of_one_tenant(table: JobTable
         table.add(item(number))
     table.add(item(7, tenant="other"))
     table.add(item(8, kind="file"))
-    assert [found.id for found in table.listing("batch", "me", None, 3)] == ["batch_4", "batch_3", "batch_2"]
-    assert [found.id for found in table.listing("batch", "me", "batch_2", 3)] == ["batch_1", "batch_0"]
+    assert [item.id for item in table.listing("batch", "me", None, 3)] == ["batch_4", "batch_3", "batch_2"]
+    assert [item.id for item in table.listing("batch", "me", "batch_2", 3)] == ["batch_1", "batch_0"]
     for after in ("batch_7", "batch_8", "nothing"):
         assert table.listing("batch", "me", after, 3) == []
     assert table.find("batch_7", "me") is None
@@ -88,15 +88,15 @@ def test_listings_go_from_the_newest_to_the_oldest_of_one_tenant(table: JobTable
 def test_open_items_and_those_that_are_due(table: JobTable) -> None:
     for number in range(3):
         table.add(item(number, open=True, due=10.0 + number))
-    assert [found.id for found in table.open_items("batch")] == ["batch_0", "batch_1", "batch_2"]
+    assert [item.id for item in table.open_items("batch")] == ["batch_0", "batch_1", "batch_2"]
     assert table.change(item(1, open=False, due=None)) is not None
-    assert [found.id for found in table.open_items("batch")] == ["batch_0", "batch_2"]
+    assert [item.id for item in table.open_items("batch")] == ["batch_0", "batch_2"]
     assert table.open_items("file") == []
     assert table.forget("batch", 9.0) == table.forget("file", 99.0) == 0
     assert table.forget("batch", 11.0) == 1
     assert table.find("batch_0", "me") is None
     assert table.find("batch_1", "me") is not None, "it is due no more"
-    assert [found.id for found in table.open_items("batch")] == ["batch_2"]
+    assert [item.id for item in table.open_items("batch")] == ["batch_2"]
     assert table.remove("batch_2")
     assert not table.remove("batch_2")
     assert table.open_items("batch") == []
@@ -108,7 +108,7 @@ def test_many_items_are_forgotten_at_once(table: JobTable) -> None:
     for number in range(503):
         table.add(item(number, due=1.0 + number))
     assert table.forget("batch", 500.5) == 500
-    assert [found.id for found in table.open_items("batch")] == ["batch_500", "batch_501", "batch_502"]
+    assert [item.id for item in table.open_items("batch")] == ["batch_500", "batch_501", "batch_502"]
 
 
 def test_the_term_is_the_fence(table: JobTable, home: Home) -> None:
@@ -143,10 +143,10 @@ def test_the_term_is_the_fence(table: JobTable, home: Home) -> None:
     with pytest.raises(StateConflict):
         table.renew("batch_1", 3, lease_s=lease_s)  # it was released
     assert table.take("batch_1", lease_s=lease_s, holder="me") == 4
-    found = table.find("batch_1", "me")
-    assert found is not None
-    assert (found.holder, found.term, found.version) == ("me", 4, 2)
-    assert found.lease_until == pytest.approx(found.updated_at + lease_s, abs=1e-6)
+    stored = table.find("batch_1", "me")
+    assert stored is not None
+    assert (stored.holder, stored.term, stored.version) == ("me", 4, 2)
+    assert stored.lease_until == pytest.approx(stored.updated_at + lease_s, abs=1e-6)
     assert table.take("nothing", lease_s=lease_s) is None
     assert table.change(item(version=2, open=False), release=True) is not None
     assert table.take("batch_1", lease_s=lease_s) is None, "nothing is to be done"
@@ -180,7 +180,7 @@ def test_bytes_that_an_item_holds_stay_and_count(index: Index, home: Home) -> No
         index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
     assert index.problems() == []
     assert index.jobs.remove("batch_1")
-    assert [found.name for found in index.abandoned()] == [name]
+    assert [writing.name for writing in index.abandoned()] == [name]
     index.begin(Writing(new_name("kvs_" + "1" * 40), "kvs_" + "1" * 40, "me", 500), Quota(max_bytes=1000))
     index.abandon(name)
     assert not index.knows(name)
@@ -194,14 +194,14 @@ def test_bytes_that_an_item_lets_go_are_abandoned(index: Index, how: str) -> Non
     assert index.jobs.add(item(held=old, due=1.0)) is not None
     if how == "change":
         assert index.jobs.change(item(held=new)) is not None
-        assert [found.name for found in index.abandoned()] == [old]
+        assert [writing.name for writing in index.abandoned()] == [old]
         assert index.jobs.change(item(held=new, version=1)) is not None
-        assert [found.name for found in index.abandoned()] == [old], "it still holds the other one"
+        assert [writing.name for writing in index.abandoned()] == [old], "it still holds the other one"
         assert index.jobs.change(item(version=2)) is not None
-        assert {found.name for found in index.abandoned()} == {old, new}
+        assert {writing.name for writing in index.abandoned()} == {old, new}
     else:
         assert index.jobs.forget("batch", 2.0) == 1
-        assert [found.name for found in index.abandoned()] == [old]
+        assert [writing.name for writing in index.abandoned()] == [old]
 
 
 def begun(index: Index) -> str:

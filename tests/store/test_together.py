@@ -92,21 +92,21 @@ def test_a_reader_beside_a_writer_that_deletes_and_puts_again(place: Place, tmp_
                 store.delete(cache_id)
 
     writer = place.start(work)
-    found = missing = 0
+    present = missing = 0
     with place.open() as store:
         soon, late = time.monotonic() + 1.5, time.monotonic() + 60
         try:
-            while time.monotonic() < (soon if min(found, missing) > 0 else late):
+            while time.monotonic() < (soon if min(present, missing) > 0 else late):
                 try:
                     require_equal(cache, store.get(cache_id))
-                    found += 1
+                    present += 1
                 except CacheNotFound:
                     missing += 1
         finally:
             enough.touch()
         assert writer.wait() == 0
         assert store.check() == []
-    assert min(found, missing) > 0
+    assert min(present, missing) > 0
 
 
 def test_writers_on_a_full_shelf_evict_and_none_is_refused(place: Place, tmp_path: Path, soak: bool) -> None:

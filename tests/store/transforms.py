@@ -38,11 +38,11 @@ def make_coder(
 
 
 def _transform(heads: int, dim: int, generator: torch.Generator) -> RowTransform:
-    joint, *each = (
+    joint, *rotations = (
         torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for size in (heads * dim, *(dim,) * heads)
     )
     mean = torch.randn(heads, dim, generator=generator)
-    return RowTransform(mean, joint, torch.stack(each), (0,) * heads * dim, ((0,) * dim,) * heads, 1.0)
+    return RowTransform(mean, joint, torch.stack(rotations), (0,) * heads * dim, ((0,) * dim,) * heads, 1.0)
 
 
 def turned(states: Tensor, positions: Tensor, sign: int) -> Tensor:

@@ -85,8 +85,8 @@ def test_a_folder_is_read_with_all_that_is_below_it(corpus: Path) -> None:
         ("*.parquet", {"p1", "p2"}),
     ],
 )
-def test_a_pattern_chooses_files(corpus: Path, pattern: str, found: set[str | None]) -> None:
-    assert documents(read(corpus / pattern)).keys() == found
+def test_a_pattern_chooses_files(corpus: Path, pattern: str, expected: set[str | None]) -> None:
+    assert documents(read(corpus / pattern)).keys() == expected
 
 
 def test_a_file_by_its_url_and_one_whose_name_looks_like_a_pattern(corpus: Path) -> None:
@@ -104,8 +104,8 @@ def test_what_a_batch_writes_into_its_own_folder_is_no_part_of_it(
     (corpus / "c").write_text("another c")
     monkeypatch.chdir(corpus)
     for where in (".", str(corpus), f"file://{corpus}", str(corpus / "**"), str(corpus / "deep" / "..")):
-        found = {file.name for file in FileCorpus(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
-        assert found == {"c", "deep/b.md", "lines.jsonl", "packed.jsonl.gz", "table.parquet"}
+        names = {file.name for file in FileCorpus(where, {}, without=[Path("a.txt"), corpus / "alias/er/c"]).files}
+        assert names == {"c", "deep/b.md", "lines.jsonl", "packed.jsonl.gz", "table.parquet"}
     with pytest.raises(InvalidRequest, match="but what this batch writes itself"):
         FileCorpus("a.txt", {}, without=[corpus / "a.txt"])
 
@@ -164,17 +164,17 @@ def test_pdf_and_html_are_their_text_and_what_gives_none_is_an_error_row(
         (tmp_path / name).write_bytes(data)
     rows = read(tmp_path)
     assert documents(rows) == {"a.pdf": LINE, "b.html": LINE, "c": "By its first bytes.", "h.txt": "plain"}
-    told = {row.source: (row.error.code, row.error.message) for row in rows if row.error is not None}
-    assert {name: code for name, (code, _) in told.items()} == {
+    errors_of = {row.source: (row.error.code, row.error.message) for row in rows if row.error is not None}
+    assert {name: code for name, (code, _) in errors_of.items()} == {
         "d.PDF": "invalid_request",
         "e.pdf": "invalid_request",
         "f.pdf": "unsupported_media_type",
         "g.docx": "unsupported_media_type",
     }
-    assert told["d.PDF"][1].startswith("d.PDF cannot be read (")
-    assert told["e.pdf"][1] == "e.pdf is encrypted with a password; save it without one"
-    assert told["f.pdf"][1].startswith("f.pdf is no PDF")
-    assert told["g.docx"][1].startswith("g.docx is a ZIP archive")
+    assert errors_of["d.PDF"][1].startswith("d.PDF cannot be read (")
+    assert errors_of["e.pdf"][1] == "e.pdf is encrypted with a password; save it without one"
+    assert errors_of["f.pdf"][1].startswith("f.pdf is no PDF")
+    assert errors_of["g.docx"][1].startswith("g.docx is a ZIP archive")
     monkeypatch.setitem(sys.modules, "pypdf", None)
     (row,) = read(tmp_path / "a.pdf")
     assert row.error is not None
@@ -218,8 +218,8 @@ def test_names_and_folders_that_nobody_can_read_are_error_rows(corpus: Path) -> 
     (corpus / odd).write_text("its name is no UTF-8")
     (corpus / "gone").symlink_to(corpus / "nowhere")
     os.mkfifo(corpus / "pipe")  # reading it would wait for ever
-    found = errors(read(corpus))
-    assert found == [("gone", 1, "file_not_found")]
+    failures = errors(read(corpus))
+    assert failures == [("gone", 1, "file_not_found")]
     assert documents(read(corpus))[r"\xff.txt"] == "its name is no UTF-8"
 
 
@@ -255,7 +255,7 @@ def test_a_corpus_that_changes_while_it_is_read(
     shards = FileCorpus(str(corpus), {}).shards()
     change(corpus / name)
     rows = [row for shard in shards for row in shard.read()]
-    assert (name, code) in [(source, found) for source, _, found in errors(rows)]
+    assert (name, code) in [(source, error_code) for source, _, error_code in errors(rows)]
     assert documents(rows).keys() >= {"deep/b.md", "g1"}
 
 
@@ -312,8 +312,8 @@ def test_a_value_that_python_has_nothing_for_is_its_row_s_error_alone(tmp_path: 
     )
     rows = read(file)
     assert documents(rows) == {"a": "one", "e": "five"}
-    told = [(row.line, row.custom_id, row.error.code, row.error.message.split(":")[0]) for row in rows if row.error]
-    assert told == [
+    problems = [(row.line, row.custom_id, row.error.code, row.error.message.split(":")[0]) for row in rows if row.error]
+    assert problems == [
         (2, "b", "invalid_request", "expires_at"),
         (3, "c", "invalid_request", "document"),
         (4, "d", "invalid_request", "labels"),

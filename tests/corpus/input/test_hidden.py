@@ -55,8 +55,8 @@ SHOWING = [
 
 
 def text(page: str) -> str:
-    (found,) = html_text(page.encode(), "utf-8")
-    return " ".join(found.split())
+    (text,) = html_text(page.encode(), "utf-8")
+    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("attribute", HIDING)
@@ -90,8 +90,8 @@ def test_a_descendant_may_show_itself_again() -> None:
 
 
 def test_declarations() -> None:
-    given = declarations("Color : RED ; font:italic 12pt/1.5 'a;b' ! important; font-size:0; width:")
-    assert given == {"color": "red", "font-size": "12pt", "width": ""}
+    values = declarations("Color : RED ; font:italic 12pt/1.5 'a;b' ! important; font-size:0; width:")
+    assert values == {"color": "red", "font-size": "12pt", "width": ""}
 
 
 def test_styles_take_time_in_proportion_to_their_length() -> None:

@@ -23,7 +23,7 @@ def line(custom_id: Any = "a", url: str = URL, **fields: Any) -> dict[str, Any]:
 
 
 def rows(*lines: Any) -> list[Row]:
-    data = b"\n".join(json.dumps(each).encode() for each in lines)
+    data = b"\n".join(json.dumps(line).encode() for line in lines)
     return list(parse_jsonl(io.BytesIO(data), "in.jsonl", {}, endpoint="/v1/chat/completions"))
 
 
@@ -76,7 +76,7 @@ def test_a_bad_line_is_an_error_row_with_its_number(bad: dict[str, Any], message
 def test_questions_of_one_cache_are_together() -> None:
     caches = [f"kvs_{n % 7}" for n in range(40 * 7)]
     random.Random(1).shuffle(caches)
-    given = rows(*(line(str(n), cache_id=cache) for n, cache in enumerate(caches)))
-    order = [row.question.cache_id for row in ordered(iter(given)) if row.question is not None]
+    questions = rows(*(line(str(n), cache_id=cache) for n, cache in enumerate(caches)))
+    order = [row.question.cache_id for row in ordered(iter(questions)) if row.question is not None]
     assert sorted(order) == sorted(str(cache) for cache in caches)
     assert len(list(groupby(order))) == 7

@@ -38,8 +38,8 @@ def test_a_line_is_a_creation_with_a_custom_id() -> None:
 def test_a_row_says_how_its_source_is_kept() -> None:
     lines = ({"document": "x", "keep_source": how} for how in ("tokens", True, False, "text"))
     *kept, refused = rows({"document": "x"}, *lines, defaults={"keep_source": "tokens", "source_ttl_s": 60})
-    told = [row.spec and (row.spec.keep_source, row.spec.source_ttl_s) for row in kept]
-    assert told[:3] == [("tokens", 60), ("tokens", 60), (True, 60)]
+    sources = [row.spec and (row.spec.keep_source, row.spec.source_ttl_s) for row in kept]
+    assert sources[:3] == [("tokens", 60), ("tokens", 60), (True, 60)]
     assert wrong(refused)[1] == "invalid_request"
 
 
@@ -115,7 +115,7 @@ def test_an_error_row_keeps_the_custom_id_where_there_is_one() -> None:
 
 
 def test_custom_ids_that_repeat_are_refused_the_second_time() -> None:
-    found = rows(
+    parsed = rows(
         {"custom_id": "a", "document": "1"},
         {"document": "2"},
         {"custom_id": "a", "document": "3"},
@@ -123,24 +123,24 @@ def test_custom_ids_that_repeat_are_refused_the_second_time() -> None:
         {"custom_id": "b", "foo": 1},
         {"custom_id": "b", "document": "5"},
     )
-    assert [row.error is None for row in found] == [True, True, False, True, False, True]
-    assert wrong(found[2])[:2] == (3, "invalid_request")
-    assert "'a' stands in an earlier row" in wrong(found[2])[2]
+    assert [row.error is None for row in parsed] == [True, True, False, True, False, True]
+    assert wrong(parsed[2])[:2] == (3, "invalid_request")
+    assert "'a' stands in an earlier row" in wrong(parsed[2])[2]
 
 
 def test_a_line_beyond_the_limit_is_skipped_without_being_held() -> None:
     long = b'{"document": "' + b"x" * (20 << 20) + b'"}'
     stream = io.BytesIO(long + b'\n{"document": "fine"}\n' + long)
     tracemalloc.start()
-    found = list(parse_jsonl(stream, "in.jsonl", {}, max_line_bytes=1 << 16))
+    parsed = list(parse_jsonl(stream, "in.jsonl", {}, max_line_bytes=1 << 16))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [(row.line, None if row.error is None else row.error.code) for row in found] == [
+    assert [(row.line, None if row.error is None else row.error.code) for row in parsed] == [
         (1, "body_too_large"),
         (2, None),
         (3, "body_too_large"),
     ]
-    assert f"{len(long) + 1} bytes" in wrong(found[0])[2]
+    assert f"{len(long) + 1} bytes" in wrong(parsed[0])[2]
     assert peak < 1 << 20
 
 
@@ -246,8 +246,8 @@ def test_a_row_that_gives_both_is_not_mended() -> None:
 def test_a_default_that_does_not_go_with_a_row_s_choice_gives_way(
     row: dict[str, Any], defaults: dict[str, Any], made: dict[str, Any]
 ) -> None:
-    (found,) = rows({"document": "a", **row}, defaults=defaults)
-    assert found.spec == CreateCache(document="a", **made)
+    (parsed,) = rows({"document": "a", **row}, defaults=defaults)
+    assert parsed.spec == CreateCache(document="a", **made)
 
 
 def test_a_default_that_is_not_for_this_kind_of_document_gives_way() -> None:

@@ -62,7 +62,7 @@ MADE = BatchOptions(
 def report(tmp_path: Path, results: list[Row], summary: Summary = SUMMARY) -> str:
     path = tmp_path / "report.html"
     write_report(path, MADE, summary, results)
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
     return path.read_text()
 
 
@@ -107,8 +107,8 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
         "Measured on 8 of 8 documents",
     ):  # fmt: skip
         assert words in text, words
-    assert all(found["width"] == "100%" for name, found in tags.found if name == "svg" and "role" in found)
-    wide = [found["width"] or "" for name, found in tags.found if name == "rect"]
+    assert all(values["width"] == "100%" for name, values in tags.found if name == "svg" and "role" in values)
+    wide = [attributes["width"] or "" for name, attributes in tags.found if name == "rect"]
     assert max(float(width.removesuffix("%")) for width in wide) <= 60, "the rest of the width is for label and count"
     assert text.rindex("row-6") < text.rindex("row-5"), "the slowest first"
 
@@ -162,9 +162,9 @@ def test_memory_does_not_grow_with_the_results(tmp_path: Path, soak: bool) -> No
     def peak(count: int) -> int:
         tracemalloc.start()
         write_report(tmp_path / "report.html", MADE, replace(SUMMARY, total=count), results(count))
-        found = tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return found
+        return peak
 
     peak(100)
     small, large = peak(2000), peak(1_000_000 if soak else 20_000)

@@ -24,9 +24,9 @@ LEVELS = ({"cache_id": "kvs_1", "compression_ratio": 0.5}, {"cache_id": "kvs_2",
 
 def kept(path: Path) -> dict[int, Row]:
     with OutputJournal(FileLines(path), ABOUT) as journal:
-        found = list(journal.finished())
-    assert len({result.key for result in found}) == len(found)
-    return {result.line: result for result in found}
+        results = list(journal.finished())
+    assert len({result.key for result in results}) == len(results)
+    return {result.line: result for result in results}
 
 
 def test_a_journal_has_the_last_result_of_each_row(tmp_path: Path) -> None:
@@ -182,15 +182,15 @@ def test_the_lines_of_the_output_are_the_contract() -> None:
 
 
 def test_the_output_is_json_lines_or_parquet(tmp_path: Path) -> None:
-    found = [
+    results = [
         success(1, quality={"agreement": 0.9, "low": None, "high": 0.95, "kl": 0.1, "cues": 32, "version": 1}),
         failure(2),
     ]
-    found += [success(3, levels=LEVELS), success(4, custom_id='=1+1,"\n漢')]
-    assert write_output(tmp_path / "out.jsonl", iter(found), file=True) == 4
+    results += [success(3, levels=LEVELS), success(4, custom_id='=1+1,"\n漢')]
+    assert write_output(tmp_path / "out.jsonl", iter(results), file=True) == 4
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert lines == [result.output(file=True) for result in found]
-    assert write_output(tmp_path / "out.parquet", iter(found), file=True) == 4
+    assert lines == [result.output(file=True) for result in results]
+    assert write_output(tmp_path / "out.parquet", iter(results), file=True) == 4
     table = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["custom_id"] for row in table] == ["row-1", None, "row-3", '=1+1,"\n漢']
     assert table[0]["tokens"] == {"document": 100, "kept": 25}
@@ -240,15 +240,15 @@ def test_a_tally_adds_up() -> None:
     for result in (success(1, worker="a"), success(2, worker="a"), success(3, worker="b"), failure(4, seconds=1.0)):
         tally.add(result)
     tally.add(success(5, reused=True, seconds=0.0))
-    found = tally.counts()
-    assert (found["total"], found["done"], found["reused"], found["failed"]) == (10, 4, 1, 1)
-    assert (found["tokens"], found["bytes_full"], found["bytes_stored"]) == (400, 4000, 1000)
-    assert found["bytes_full_16bit"] == 2000
-    assert found["tokens_per_s"] == 150  # of new ones
-    assert found["gpu_hours"] == pytest.approx(2.5 / 3600)
-    assert (found["workers"]["a"].done, found["workers"]["b"].tokens) == (2, 100)
-    assert found["fraction"] == 0.5
-    assert found["eta_s"] == pytest.approx(2.0 * 50 / 40)  # what was reused says nothing about what is left
+    counts = tally.counts()
+    assert (counts["total"], counts["done"], counts["reused"], counts["failed"]) == (10, 4, 1, 1)
+    assert (counts["tokens"], counts["bytes_full"], counts["bytes_stored"]) == (400, 4000, 1000)
+    assert counts["bytes_full_16bit"] == 2000
+    assert counts["tokens_per_s"] == 150  # of new ones
+    assert counts["gpu_hours"] == pytest.approx(2.5 / 3600)
+    assert (counts["workers"]["a"].done, counts["workers"]["b"].tokens) == (2, 100)
+    assert counts["fraction"] == 0.5
+    assert counts["eta_s"] == pytest.approx(2.0 * 50 / 40)  # what was reused says nothing about what is left
 
 
 def test_a_replica_of_two_gpus_takes_two_hours_an_hour() -> None:

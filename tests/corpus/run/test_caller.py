@@ -81,8 +81,8 @@ def served(engine: Engine, store: Store) -> Iterator[Flaky]:
 
 @pytest.fixture
 async def engine(store: Store, tiny: Engine) -> AsyncIterator[Flaky]:
-    with served(tiny, store) as found:
-        yield found
+    with served(tiny, store) as served_engine:
+        yield served_engine
 
 
 def caller(
@@ -148,11 +148,11 @@ async def test_what_the_engine_refuses_is_final_after_one_attempt(engine: Flaky,
 
 
 async def test_a_row_with_levels_has_all_their_caches(engine: Flaky, store: Store) -> None:
-    asked = row(levels=[0.5, 0.75])
-    result = await caller(engine, store).settle(asked)
+    levelled = row(levels=[0.5, 0.75])
+    result = await caller(engine, store).settle(levelled)
     assert [level["compression_ratio"] for level in result.levels] == [0.5, 0.75]
     assert result.cache_id == result.levels[0]["cache_id"]
-    again = await caller(engine, store, began=time.time() + 1).settle(asked)
+    again = await caller(engine, store, began=time.time() + 1).settle(levelled)
     assert (again.reused, again.levels) == (True, result.levels)
 
 
@@ -189,8 +189,8 @@ async def test_failed_rows_are_tried_again_only_when_asked(engine: Flaky, store:
     await caller(engine, store).settle(bad)
     again = await caller(engine, store).settle(bad)
     assert (code(again), engine.calls) == ("invalid_request", 1)
-    asked = await caller(engine, store, retry_failed=True).settle(bad)
-    assert (code(asked), engine.calls) == ("invalid_request", 2)
+    retried = await caller(engine, store, retry_failed=True).settle(bad)
+    assert (code(retried), engine.calls) == ("invalid_request", 2)
 
 
 async def test_a_missing_worker_is_waited_for(engine: Flaky, store: Store) -> None:
@@ -222,7 +222,7 @@ async def test_rows_of_one_model_wait_for_a_worker_while_those_of_another_go_on(
     gone.running, gone.fails = 0, [NoWorker("none", retry_after_s=0.01)] * 1000
     monkeypatch.setattr(engine._replica, "create", _forever)
     one = caller(engine, store, others={"gone": gone})
-    work = [asyncio.create_task(one.settle(each)) for each in (row(1), row(2, model="gone"))]
+    work = [asyncio.create_task(one.settle(first_row)) for first_row in (row(1), row(2, model="gone"))]
     while not (engine.calls and gone.calls):
         await asyncio.sleep(0.01)
     assert (one.at_work, one.trouble) == (2, "")
@@ -381,12 +381,12 @@ async def test_a_document_beyond_its_tenant_s_quota_is_a_row_s_own_error(tiny: E
 async def test_rows_that_failed_once_are_tried_one_at_a_time(engine: Flaky, store: Store) -> None:
     one = caller(engine, store)
     rows = [row(number) for number in range(1, 5)]
-    for each in rows:
-        job = one.job(each, creation(each))
+    for row in rows:
+        job = one.job(row, creation(row))
         store.requests.open(job.id, tenant="me", body=b"")
         store.requests.start(job.id, worker="w", lease_s=0.001)
     await asyncio.sleep(0.01)
-    results = await asyncio.gather(*(one.settle(each) for each in rows))
+    results = await asyncio.gather(*(one.settle(row) for row in rows))
     assert [(code(result), result.attempts) for result in results] == [(None, 2)] * 4
     assert engine.most_at_once == 1
 
@@ -425,8 +425,8 @@ async def test_a_row_that_is_done_when_it_is_cancelled_is_no_earlier_one_s(
     """Its replica has written the end down, and the answer is on its way."""
     create = engine._replica.create
 
-    async def slow_to_answer(*given: Any, **options: Any) -> Any:
-        await create(*given, **options)
+    async def slow_to_answer(*args: Any, **options: Any) -> Any:
+        await create(*args, **options)
         answered.set()
         await asyncio.sleep(60)
 

@@ -61,8 +61,8 @@ def ends(*outcomes: KvshelfError | str) -> Callable[[], Awaitable[str]]:
 def test_attempts_that_count_and_those_that_do_not(outcomes: list[KvshelfError | str], end: str, attempts: int) -> None:
     runner = Runner(StoreError, QuotaExceeded)
     runner.going.set()
-    found, counted = asyncio.run(runner.tried(ends(*outcomes), 3))
-    assert (found.code if isinstance(found, KvshelfError) else found, counted) == (end, attempts)
+    outcome, counted = asyncio.run(runner.tried(ends(*outcomes), 3))
+    assert (outcome.code if isinstance(outcome, KvshelfError) else outcome, counted) == (end, attempts)
 
 
 def test_the_time_of_failed_attempts_counts(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_what_an_earlier_run_ended_comes_as_it_ended(tmp_path: Path, *, again: b
         data = "\n".join(json.dumps({"custom_id": f"q-{n}", **request}) for n in range(1, 5)).encode()
         path = tmp_path / "q.jsonl"
         path.write_bytes(data)
-        with path.open("rb") as given:
-            file = store.files.create(given, tenant="me", filename="q.jsonl", purpose="batch")
+        with path.open("rb") as content:
+            file = store.files.create(content, tenant="me", filename="q.jsonl", purpose="batch")
         batch_id = store.batches.create("me", {}, now=1.0, expires_at=2.0).id
         term = store.batches.table.take(batch_id, lease_s=0.0)
         assert term is not None

@@ -55,8 +55,8 @@ def test_a_line_that_the_service_would_not_read_is_an_error_row_and_is_not_sent(
 
 def test_a_null_of_a_row_keeps_the_batch_s_default_away_from_it_at_the_service_too(tmp_path: Path) -> None:
     defaults = {"ttl_s": 60.0, "labels": {"by": "cli"}, "compression_ratio": 0.5}
-    given = [{"document": "x", "ttl_s": None}, {"document": "y", "budget_tokens": 8, "labels": {"of": "me"}}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    lines = [{"document": "x", "ttl_s": None}, {"document": "y", "budget_tokens": 8, "labels": {"of": "me"}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     upload = io.BytesIO()
     list(uploaded_rows(FileCorpus(str(tmp_path), defaults).shards(), upload))
     at_service = parse_jsonl(io.BytesIO(upload.getvalue()), "c.jsonl", defaults)
@@ -68,10 +68,10 @@ def test_a_null_of_a_row_keeps_the_batch_s_default_away_from_it_at_the_service_t
 
 
 def test_ctrl_c_cancels_the_batch_and_is_the_reason_of_its_end() -> None:
-    asked: list[str] = []
+    calls: list[str] = []
 
     def service(request: httpx.Request) -> httpx.Response:
-        asked.append(f"{request.method} {request.url.path}")
+        calls.append(f"{request.method} {request.url.path}")
         running, cancelled = BATCH | {"status": "in_progress"}, BATCH | {"status": "cancelled"}
         if request.url.path.endswith("/events"):
             return httpx.Response(200, content=f"id: 1\ndata: {json.dumps(running)}\n\n")
@@ -89,7 +89,7 @@ def test_ctrl_c_cancels_the_batch_and_is_the_reason_of_its_end() -> None:
     with Client("http://service.test:1", transport=httpx.MockTransport(service)) as client:
         summary, results = run_at(client, shards([{"document": "x"}]), {}, "rows.jsonl", interrupt)
     assert (summary.state, summary.reason, results) == (RunState.CANCELLED, INTERRUPTED, [])
-    assert "POST /v1/batches/batch_1/cancel" in asked
+    assert "POST /v1/batches/batch_1/cancel" in calls
 
 
 def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() -> None:
@@ -107,8 +107,8 @@ def test_every_result_that_the_service_has_is_brought_whatever_one_of_them_is() 
             del files[rest[0]]
             return httpx.Response(200, json={"id": rest[0], "object": "file", "deleted": True})
         if rest:
-            found = [json.dumps(result.output(file=False)).encode() for result in files[rest[0]]]
-            return httpx.Response(200, content=b"\n".join(found))
+            texts = [json.dumps(result.output(file=False)).encode() for result in files[rest[0]]]
+            return httpx.Response(200, content=b"\n".join(texts))
         return httpx.Response(200, json=FILE if kind == "files" else BATCH)
 
     with Client("http://service.test:1", transport=httpx.MockTransport(service)) as client:

@@ -67,11 +67,11 @@ def test_every_row_has_an_end(undisturbed: Any, count: int, run_cluster: RunClus
     assert len(journal.results) == len(lines)
     assert journal.appended == len(lines)
     assert all(result.attempts == 1 for result in journal.results.values() if result.cache_id)
-    found = journal.by_id()
-    assert found["odd"].error is not None
-    assert found["odd"].error.code == "invalid_request"
-    assert found["vast"].error is not None
-    assert found["vast"].error.code == "document_too_long"
+    results = journal.by_id()
+    assert results["odd"].error is not None
+    assert results["odd"].error.code == "invalid_request"
+    assert results["vast"].error is not None
+    assert results["vast"].error.code == "document_too_long"
     assert sum(worker.done for worker in summary.workers.values()) == count
     assert summary.fraction == 1.0
     assert summary.tokens_per_s > 0
@@ -102,11 +102,11 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_clust
     for number, kind in enumerate(kinds):
         lines.insert(number * 7, document(1000 + number, kind=kind))
     summary, journal = whole(run_cluster, lines, options(document_deadline_s=8, max_attempts=3))
-    found = journal.by_id()
-    failed = {name: result.error.code for name, result in found.items() if result.error is not None}
+    results = journal.by_id()
+    failed = {name: result.error.code for name, result in results.items() if result.error is not None}
     assert (summary.state, summary.done, summary.failed) == (RunState.COMPLETED, 40, len(kinds)), failed
     for number, kind in enumerate(kinds):
-        result = found[f"d{1000 + number}"]
+        result = results[f"d{1000 + number}"]
         assert result.error is not None
         assert result.error.code == KINDS[kind]
         assert result.attempts == 3
@@ -115,11 +115,11 @@ def test_documents_that_do_harm_are_error_rows_and_the_others_are_done(run_clust
 
 def taken(run_cluster: RunCluster, journal: Remembered) -> dict[str, tuple[str, ...]]:
     """The digests of a run's caches, which are deleted: what is left on the shelf costs the next run no time."""
-    found = digests(run_cluster, list(journal.results.values()))
+    contents = digests(run_cluster, list(journal.results.values()))
     with run_cluster.store.open() as shelf:
-        for cache_id in found:
+        for cache_id in contents:
             shelf.delete(cache_id, tenant="me")
-    return found
+    return contents
 
 
 @pytest.fixture(scope="module")
@@ -183,17 +183,17 @@ def test_a_run_that_is_cancelled_ends_at_once_and_goes_on_later(run_cluster: Run
     lines = [document(number, kind=SLOW) for number in range(2000, 2010)]  # told in order: the first may end last
     journal = Remembered()
     hopeful = {
-        name: RemoteEngine(each.model, each.app, each.handle, target_replicas=3)
-        for name, each in run_cluster.engines.items()
+        name: RemoteEngine(engine.model, engine.app, engine.handle, target_replicas=3)
+        for name, engine in run_cluster.engines.items()
     }
     run = begun(replace(run_cluster, engines=hopeful), lines, journal, how)
     with run_cluster.store.open() as shelf:  # at work as if the replicas that were asked for all ran
         until(lambda: len(shelf.requests.unfinished()) > IN_FLIGHT_PER_REPLICA)
     until(lambda: run.progress().done >= 1)
-    asked = time.monotonic()
+    began_at = time.monotonic()
     run.cancel("enough")
     summary = ended(run)
-    assert time.monotonic() - asked < 30
+    assert time.monotonic() - began_at < 30
     assert (summary.state, summary.reason) == (RunState.CANCELLED, "enough")
     assert 0 < summary.done == len(journal.results) < len(lines)
     require_order(run_cluster)
@@ -249,9 +249,9 @@ def test_a_journal_that_has_no_room_holds_the_run_up_and_loses_nothing(run_clust
     until_waiting(run, "no room for results")
     with run_cluster.store.open() as shelf:
         until_at_rest(shelf, "held")
-        held = shelf.usage(tenant="held").caches
+        count = shelf.usage(tenant="held").caches
         time.sleep(5)
-        assert shelf.usage(tenant="held").caches == held < len(lines)
+        assert shelf.usage(tenant="held").caches == count < len(lines)
     assert run.progress().state is RunState.WAITING
     journal.refuse = None
     summary = ended(run)
@@ -278,10 +278,10 @@ def test_long_documents_come_first() -> None:
     from kvshelf.corpus.input.reading import ordered
 
     rows = [row for shard in shards(corpus(100, tokens=(1, 5000))) for row in shard.read()]
-    found = list(ordered(iter(rows)))
-    lengths = [row.length for row in found]
+    in_order = list(ordered(iter(rows)))
+    lengths = [row.length for row in in_order]
     assert lengths == sorted(lengths, reverse=True)
-    assert sorted(row.line for row in found) == list(range(1, 101))
+    assert sorted(row.line for row in in_order) == list(range(1, 101))
 
 
 def test_a_row_that_waits_holds_back_no_other_one(run_cluster: RunCluster) -> None:
@@ -292,14 +292,14 @@ def test_a_row_that_waits_holds_back_no_other_one(run_cluster: RunCluster) -> No
     with run_cluster.store.open() as shelf:
         caller = RowCaller(run_cluster.engines, shelf, how, 0.0, 1)
         assert first.spec is not None
-        held = caller.job(first, first.spec).id
-        shelf.requests.open(held, tenant="me", body=b"")
-        attempt = shelf.requests.start(held, worker="another", lease_s=600)
+        request_id = caller.job(first, first.spec).id
+        shelf.requests.open(request_id, tenant="me", body=b"")
+        attempt = shelf.requests.start(request_id, worker="another", lease_s=600)
         run = begun(run_cluster, lines, journal, how)
         until(lambda: run.progress().done >= len(lines) - 1)
         assert run.wait(0) is None
         assert len(journal.results) == len(lines) - 1
-        shelf.requests.fail(held, attempt, code="no_worker", message="let go", final=False, counted=False)
+        shelf.requests.fail(request_id, attempt, code="no_worker", message="let go", final=False, counted=False)
     assert (ended(run).state, run.progress().done) == (RunState.COMPLETED, len(lines))
 
 

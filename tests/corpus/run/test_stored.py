@@ -81,8 +81,8 @@ def test_who_was_overtaken_adds_nothing(store: Store, batch_id: str) -> None:
 def test_a_file_of_the_home_is_a_source(store: Store, config: StoreConfig, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"custom_id": "a", "document": "one"}\nno row\n{"document": "two", "policy": "full"}')
-    with path.open("rb") as given:
-        file = store.files.create(given, tenant="me", filename="rows.jsonl", purpose="batch")
+    with path.open("rb") as content:
+        file = store.files.create(content, tenant="me", filename="rows.jsonl", purpose="batch")
     shard = StoredShard(config, "me", file.id, file.filename, {"policy": "lagkv"}, file.nbytes, 3)
     rows = list(pickle.loads(pickle.dumps(shard)).read())
     assert [(row.source, row.line, row.custom_id, row.error is None) for row in rows] == [

@@ -71,7 +71,7 @@ def test_what_is_pushed_is_pulled_with_what_is_said_of_it(place: Path, trust: Tr
     first, second, third = bundle.about.caches
     assert (first.name, first.labels, first.quality) == ("a", {"team": "law"}, QUALITY)
     assert (second.codec, second.quality, third.codec) == ("int8", None, "lossless")
-    assert [said.root for said in bundle.about.caches] == [inspect(split(each).blob).root.hex() for each in EXPORTS]
+    assert [said.root for said in bundle.about.caches] == [inspect(split(export).blob).root.hex() for export in EXPORTS]
     assert len(bundle.about.models) == 1
     model = inspect(split(EXPORTS[0]).blob).header.to_identity().model
     bundle.require_models([model.fingerprint()])
@@ -88,9 +88,9 @@ def test_the_files_are_those_of_an_oci_image(place: Path) -> None:
     (entry,) = index["manifests"]
     manifest = json.loads((place / "blobs/sha256" / entry["digest"].removeprefix("sha256:")).read_text())
     assert index["schemaVersion"] == manifest["schemaVersion"] == 2
-    for each in (manifest["config"], *manifest["layers"]):
-        data = (place / "blobs/sha256" / each["digest"].removeprefix("sha256:")).read_bytes()
-        assert (layout.digest_of(data), len(data)) == (each["digest"], each["size"])
+    for descriptor in (manifest["config"], *manifest["layers"]):
+        data = (place / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).read_bytes()
+        assert (layout.digest_of(data), len(data)) == (descriptor["digest"], descriptor["size"])
 
 
 def test_bundles_of_several_names_lie_side_by_side(place: Path, trust: Trust) -> None:

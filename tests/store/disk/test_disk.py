@@ -182,18 +182,18 @@ def test_filters_are_joined(store: DiskStore) -> None:
     b = store.put(make_cache(1, policy="lagkv"), labels={"team": "x"})
     c = store.put(make_cache(2, policy="lagkv"))
 
-    def found(**filters: Any) -> list[str]:
+    def ids(**filters: Any) -> list[str]:
         return [m.id for m in store.list(**filters).data]
 
     assert a.document_id == b.document_id
-    assert found(document_id=a.document_id) == [b.id, a.id]
-    assert found(policy="lagkv") == [c.id, b.id]
-    assert found(policy="lagkv", document_id=a.document_id) == [b.id]
-    assert found(model="tiny") == [c.id, b.id, a.id]
-    assert found(model="other") == found(document_id="doc_1") == found(policy="' OR 1=1 --") == []
-    assert found(labels={"team": "x"}) == [b.id, a.id]
-    assert found(labels={"team": "x", "year": "2026"}) == [a.id]
-    assert found(labels={"team": "x", "year": "2025"}) == found(labels={"year": "x"}) == []
+    assert ids(document_id=a.document_id) == [b.id, a.id]
+    assert ids(policy="lagkv") == [c.id, b.id]
+    assert ids(policy="lagkv", document_id=a.document_id) == [b.id]
+    assert ids(model="tiny") == [c.id, b.id, a.id]
+    assert ids(model="other") == ids(document_id="doc_1") == ids(policy="' OR 1=1 --") == []
+    assert ids(labels={"team": "x"}) == [b.id, a.id]
+    assert ids(labels={"team": "x", "year": "2026"}) == [a.id]
+    assert ids(labels={"team": "x", "year": "2025"}) == ids(labels={"year": "x"}) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1001, True, "5", 2.0])
@@ -339,10 +339,10 @@ def test_a_cache_is_kept_under_a_codec(store: DiskStore, home: Path, codec: str)
     assert manifest.id == store.cache_id(cache.identity, codec=codec) != plain.id
     assert (manifest.bytes_full, manifest.kept_tokens) == (plain.bytes_full, plain.kept_tokens)
     assert manifest.bytes_stored < plain.bytes_stored
-    found = store.get(manifest.id)
-    require_equal(cache.encoded(codec), found)
-    assert found.codec == codec
-    assert store.put(found).id == store.put(found, codec=codec).id == manifest.id, "nothing is encoded twice"
+    read_cache = store.get(manifest.id)
+    require_equal(cache.encoded(codec), read_cache)
+    assert read_cache.codec == codec
+    assert store.put(read_cache).id == store.put(read_cache, codec=codec).id == manifest.id, "nothing is encoded twice"
     assert len(blob_files(home)) == 2
 
 
@@ -425,10 +425,10 @@ def test_touch_records_the_last_use(store: DiskStore, clock: Clock) -> None:
 def test_a_download_is_the_blob_and_outlives_its_cache(store: DiskStore) -> None:
     cache = make_cache()
     manifest = store.put(cache)
-    with store.open_blob(manifest.id) as found:
-        assert (found.nbytes, found.digest) == (manifest.bytes_stored, manifest.blob_digest)
+    with store.open_blob(manifest.id) as opened:
+        assert (opened.nbytes, opened.digest) == (manifest.bytes_stored, manifest.blob_digest)
         store.delete(manifest.id)
-        assert found.file.read() == cache.to_bytes()
+        assert opened.file.read() == cache.to_bytes()
 
 
 # Housekeeping

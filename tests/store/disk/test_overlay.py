@@ -51,12 +51,12 @@ def url(tmp_path: Path, theirs: Path) -> str:
 
 def contents(folder: Path) -> dict[str, Any]:
     """Every file of a folder: its bytes, its mode and when it and its folder last changed."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in [folder, *folder.rglob("*")]:
         status = path.lstat()
         data = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (data, status.st_mode, status.st_mtime_ns, status.st_ctime_ns)
-    return found
+        files[str(path.relative_to(folder))] = (data, status.st_mode, status.st_mtime_ns, status.st_ctime_ns)
+    return files
 
 
 def test_what_is_below_is_read_as_if_it_were_here(url: str, theirs: Path) -> None:
@@ -121,15 +121,15 @@ def test_a_listing_has_each_cache_once(url: str, limit: int) -> None:
         own = [mine.put(make_cache(seed)).id for seed in (7, 8)]
         copied = mine.update(mine.cache_id(make_cache(2).identity), name="copied").id
         below = [mine.cache_id(make_cache(seed).identity) for seed in (4, 3, 1, 0)]
-        found: list[str] = []
+        ids: list[str] = []
         page = mine.list(limit=limit)
         while True:
             assert len(page.data) <= limit
-            found += [cache.id for cache in page.data]
+            ids += [cache.id for cache in page.data]
             if not page.has_more:
                 break
-            page = mine.list(limit=limit, after=found[-1])
-        assert found == [copied, *reversed(own), *below]
+            page = mine.list(limit=limit, after=ids[-1])
+        assert ids == [copied, *reversed(own), *below]
         assert [cache.id for cache in mine.list(labels={"seed": "3"}).data] == [below[1]]
 
 

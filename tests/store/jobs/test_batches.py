@@ -40,14 +40,16 @@ def test_a_batch_from_its_beginning_to_its_end(store: Store, clock: Clock) -> No
     assert term is not None
     store.batches.table.append(record.id, term, [b"a", b"b"])
     assert list(store.batches.journal(record.id)) == [b"a", b"b"]
-    assert store.batches.update(record.id, lambda found: found, tenant="me") == record, "nothing was to change"
-    begun = store.batches.update(record.id, lambda found: found.entered("in_progress", 1001.0), tenant="me", term=term)
+    assert store.batches.update(record.id, lambda record: record, tenant="me") == record, "nothing was to change"
+    begun = store.batches.update(
+        record.id, lambda record: record.entered("in_progress", 1001.0), tenant="me", term=term
+    )
     assert (begun.state, begun.version) == ("in_progress", 1)
     with pytest.raises(StateConflict, match="is over"):
-        store.batches.update(record.id, lambda found: found.entered("failed", 1.0), tenant="me", term=term + 1)
+        store.batches.update(record.id, lambda record: record.entered("failed", 1.0), tenant="me", term=term + 1)
 
-    def end(found: BatchRecord) -> BatchRecord:
-        return found.entered("completed", clock(), output_file_id="file_2")
+    def end(record_now: BatchRecord) -> BatchRecord:
+        return record_now.entered("completed", clock(), output_file_id="file_2")
 
     ended = store.batches.update(record.id, end, tenant="me")
     assert store.batches.get(record.id, tenant="me") == ended
@@ -65,11 +67,11 @@ def test_a_change_is_made_again_where_another_one_was_faster(store: Store) -> No
     record = batch(store)
     seen: list[int] = []
 
-    def change(found: BatchRecord) -> BatchRecord:
-        seen.append(found.version)
+    def change(record_now: BatchRecord) -> BatchRecord:
+        seen.append(record_now.version)
         if len(seen) == 1:
-            store.batches.update(record.id, lambda each: each.entered("in_progress", 5.0), tenant="me")
-        return found.model_copy(update={"attempts": 7})
+            store.batches.update(record.id, lambda record: record.entered("in_progress", 5.0), tenant="me")
+        return record_now.model_copy(update={"attempts": 7})
 
     changed = store.batches.update(record.id, change, tenant="me")
     assert seen == [0, 1]
@@ -79,7 +81,7 @@ def test_a_change_is_made_again_where_another_one_was_faster(store: Store) -> No
 
 def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None:
     theirs = batch(store, "other")
-    file = store.files.create(given(tmp_path, b"secret"), tenant="other", filename="x", purpose="batch")
+    file = store.files.create(file_with(tmp_path, b"secret"), tenant="other", filename="x", purpose="batch")
     for call, known, error in (
         (store.batches.get, theirs.id, BatchNotFound),
         (store.files.get, file.id, FileNotFound),
@@ -88,10 +90,10 @@ def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None
         (store.batches.get, file.id, BatchNotFound),
     ):
         messages = []
-        for asked in (known, known[:-4] + "0000"):
+        for id in (known, known[:-4] + "0000"):
             with pytest.raises(error) as caught:
-                call(asked, tenant="me")
-            messages.append(caught.value.message.replace(asked, "ID"))
+                call(id, tenant="me")
+            messages.append(caught.value.message.replace(id, "ID"))
         assert messages[0] == messages[1]
     assert store.batches.list(tenant="me", limit=5) == ([], False)
     assert store.files.list(tenant="me", limit=5) == ([], False)
@@ -100,7 +102,7 @@ def test_tenants_see_nothing_of_each_other(store: Store, tmp_path: Path) -> None
             listing(tenant="me", limit=5, after=after)
 
 
-def given(folder: Path, data: bytes) -> BinaryIO:
+def file_with(folder: Path, data: bytes) -> BinaryIO:
     path = folder / secrets.token_hex(4)
     path.write_bytes(data)
     return path.open("rb")
@@ -112,7 +114,7 @@ def test_a_file_comes_back_as_it_went_in(place: Place, tmp_path: Path, nbytes: i
     data = secrets.token_bytes(nbytes)
     rules = Rules(keyring=Keyring([secrets.token_bytes(32)]) if sealed else None)
     with place.open(rules=rules) as store:
-        record = store.files.create(given(tmp_path, data), tenant="me", filename="rows.jsonl", purpose="batch")
+        record = store.files.create(file_with(tmp_path, data), tenant="me", filename="rows.jsonl", purpose="batch")
         assert store.files.get(record.id, tenant="me") == record
         assert (record.nbytes, record.filename, len(place.names())) == (nbytes, "rows.jsonl", min(nbytes, 1))
         with store.files.open(record.id, tenant="me") as opened:
@@ -132,26 +134,26 @@ def test_a_file_comes_back_as_it_went_in(place: Place, tmp_path: Path, nbytes: i
 
 def test_a_file_counts_for_the_quota_until_it_is_deleted(place: Place, tmp_path: Path) -> None:
     with place.open(rules=Rules(quota=Quota(max_bytes=1000))) as store:
-        first = store.files.create(given(tmp_path, b"x" * 600), tenant="me", filename="", purpose="batch")
+        first = store.files.create(file_with(tmp_path, b"x" * 600), tenant="me", filename="", purpose="batch")
         with pytest.raises(QuotaExceeded):
-            store.files.create(given(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
-        store.files.create(given(tmp_path, b"z" * 600), tenant="other", filename="", purpose="batch")
+            store.files.create(file_with(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
+        store.files.create(file_with(tmp_path, b"z" * 600), tenant="other", filename="", purpose="batch")
         store.files.delete(first.id, tenant="me")
-        store.files.create(given(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
+        store.files.create(file_with(tmp_path, b"y" * 600), tenant="me", filename="", purpose="batch")
         assert len(place.names()) == 2
         over = {"tenant": "me", "filename": "", "purpose": "batch_output", "beyond_quota": True}
         for _ in range(2):
-            store.files.create(given(tmp_path, b"o" * 600), **over)
+            store.files.create(file_with(tmp_path, b"o" * 600), **over)
         store.files.delete(store.files.list(tenant="me", limit=3)[0][-1].id, tenant="me")
         with pytest.raises(QuotaExceeded, match="1200 of 1000"):
-            store.files.create(given(tmp_path, b"x"), tenant="me", filename="", purpose="batch")
+            store.files.create(file_with(tmp_path, b"x"), tenant="me", filename="", purpose="batch")
 
 
 def test_expired_files_are_gone_at_once_and_their_bytes_with_the_next_sweep(
     store: Store, place: Place, clock: Clock, tmp_path: Path
 ) -> None:
-    kept = store.files.create(given(tmp_path, b"kept"), tenant="me", filename="", purpose="batch")
-    file = store.files.create(given(tmp_path, b"brief"), tenant="me", filename="", purpose="batch", ttl_s=60)
+    kept = store.files.create(file_with(tmp_path, b"kept"), tenant="me", filename="", purpose="batch")
+    file = store.files.create(file_with(tmp_path, b"brief"), tenant="me", filename="", purpose="batch", ttl_s=60)
     assert file.expires_at == clock() + 60
     assert store.files.list(tenant="me", limit=1) == ([file], True)
     clock.time += 61
@@ -166,16 +168,16 @@ def test_expired_files_are_gone_at_once_and_their_bytes_with_the_next_sweep(
 def test_listing_files_by_purpose(store: Store, tmp_path: Path) -> None:
     for number in range(5):
         purpose = "batch" if number % 2 else "batch_output"
-        store.files.create(given(tmp_path, b"x"), tenant="me", filename=str(number), purpose=purpose)
-    found, more = store.files.list(tenant="me", limit=2, purpose="batch_output")
-    assert ([file.filename for file in found], more) == (["4", "2"], True)
-    rest, more = store.files.list(tenant="me", limit=2, purpose="batch_output", after=found[-1].id)
+        store.files.create(file_with(tmp_path, b"x"), tenant="me", filename=str(number), purpose=purpose)
+    listed, more = store.files.list(tenant="me", limit=2, purpose="batch_output")
+    assert ([file.filename for file in listed], more) == (["4", "2"], True)
+    rest, more = store.files.list(tenant="me", limit=2, purpose="batch_output", after=listed[-1].id)
     assert ([file.filename for file in rest], more) == (["0"], False)
 
 
 def test_a_reader_finishes_a_file_that_is_deleted_meanwhile(store: Store, tmp_path: Path) -> None:
     data = secrets.token_bytes(3_000_000)
-    record = store.files.create(given(tmp_path, data), tenant="me", filename="", purpose="batch")
+    record = store.files.create(file_with(tmp_path, data), tenant="me", filename="", purpose="batch")
     with store.files.open(record.id, tenant="me") as opened:
         begun = opened.file.read(10)
         store.files.delete(record.id, tenant="me")
@@ -195,7 +197,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
     writer = place.open(now=clock, on_step=die)
     writer.files.bodies.writer.discard = lambda _: None  # type: ignore[method-assign]  # dead processes undo nothing
     with pytest.raises(Died):
-        writer.files.create(given(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
+        writer.files.create(file_with(tmp_path, b"lost"), tenant="me", filename="", purpose="batch")
     place.let_leases_run_out(clock)
     with place.open(now=clock) as store:
         store.sweep()
@@ -206,7 +208,7 @@ def test_what_is_written_and_not_kept_is_swept(place: Place, clock: Clock, tmp_p
 
 
 def test_a_file_whose_bytes_are_gone_says_so(store: Store, place: Place, tmp_path: Path) -> None:
-    record = store.files.create(given(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
+    record = store.files.create(file_with(tmp_path, b"rows"), tenant="me", filename="", purpose="batch")
     assert record.body is not None
     store.blobs.remove(record.body.name, record.body.stored_bytes)
     with pytest.raises(FileNotFound, match="upload it again"):

@@ -183,28 +183,28 @@ def test_a_lifetime_in_redis_is_by_the_clock_of_the_server(redis_place: RedisPla
 def test_the_server_is_asked_once_a_minute(redis_place: RedisPlace) -> None:
     uptime = Clock()
     link = RedisLink(address.parse(redis_place.server.url))
-    asked = count_calls(link)
+    calls = count_calls(link)
     clock = RedisClock(link, "{x}:home", uptime)
     first = clock()
     uptime.time += 59
     assert clock() == pytest.approx(first + 59)
-    assert len(asked) == 1
+    assert len(calls) == 1
     uptime.time += 2
     assert clock() == pytest.approx(first, abs=10), "as the server says: no minute has passed for it"
-    assert len(asked) == 2
+    assert len(calls) == 2
     link.close()
 
 
 def count_calls(link: object) -> list[object]:
-    asked: list[object] = []
+    calls: list[object] = []
     script: Callable[..., object] = link.script  # type: ignore[attr-defined]
 
     def counted(*args: object) -> object:
-        asked.append(args)
+        calls.append(args)
         return script(*args)
 
     link.script = counted  # type: ignore[attr-defined]
-    return asked
+    return calls
 
 
 def test_a_server_whose_clock_jumps_by_hours_keeps_the_bytes(redis_place: RedisPlace) -> None:

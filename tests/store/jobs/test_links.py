@@ -21,9 +21,9 @@ NOW: dict[str, Any] = {"engine_version": "1", "quality_version": 3}
 
 
 def made(maker: str, asker: str, agreement: float = 0.9, engine: str = "llama.cpp") -> ModelLink:
-    told: dict[str, Any] = NOW | {"low": 0.8, "cues": 50, "documents": 2}
-    told |= {"kvshelf": "0.1.0", "date": "2026-01-01", "agreement": agreement}
-    return ModelLink(maker=side(maker), asker=side(asker), engine=engine, **told)
+    fields: dict[str, Any] = NOW | {"low": 0.8, "cues": 50, "documents": 2}
+    fields |= {"kvshelf": "0.1.0", "date": "2026-01-01", "agreement": agreement}
+    return ModelLink(maker=side(maker), asker=side(asker), engine=engine, **fields)
 
 
 def test_a_model_is_asked_for_caches_of_those_it_is_linked_to(place: Place, clock: Clock) -> None:

@@ -64,11 +64,11 @@ def test_tenants_days_and_models_are_kept_apart(shelf: Shelf, home: Home) -> Non
     add("you", LATER, used(8), writer="a", number=1)
     with home.shelf() as again:  # as after a restart
         days = again.metering.days
-        assert [(each.day, sorted(each.by_model)) for each in days(DAY, LATER, tenant="me")] == [
+        assert [(day.day, sorted(day.by_model)) for day in days(DAY, LATER, tenant="me")] == [
             (DAY, ["tiny"]),
             (LATER, ["other", "tiny"]),
         ]
-        assert [(each.tenant, each.by_model["tiny"].answers) for each in days(LATER, LATER, tenant=None)] == [
+        assert [(day.tenant, day.by_model["tiny"].answers) for day in days(LATER, LATER, tenant=None)] == [
             ("me", 2),
             ("you", 8),
         ]
@@ -81,7 +81,7 @@ def test_a_day_is_kept_for_its_time_and_then_forgotten(shelf: Shelf) -> None:
         shelf.metering.add("me", now.date() - datetime.timedelta(days=age), used(age), writer="a", number=1)
     assert shelf.sweep(now.timestamp()).usage == 1
     kept = shelf.metering.days(datetime.date.min, datetime.date.max, tenant="me")
-    assert [each.by_model["tiny"].answers for each in kept] == [KEEP_DAYS - 1, 0]
+    assert [day.by_model["tiny"].answers for day in kept] == [KEEP_DAYS - 1, 0]
 
 
 def test_conversations_are_told_apart_up_to_a_number_and_nothing_is_lost(shelf: Shelf) -> None:

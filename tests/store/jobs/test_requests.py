@@ -107,9 +107,9 @@ def test_a_live_lease_keeps_others_out(requests: RequestTable, home: Home, lease
     home.wait(3)
     with pytest.raises(StateConflict, match="held by worker 'w1'"):
         requests.start("req_1", worker="w2", lease_s=lease_s)
-    held = requests.get("req_1", tenant="me")
-    assert held.attempts == 1
-    assert held.lease_until == pytest.approx(held.updated_at + 600)
+    running = requests.get("req_1", tenant="me")
+    assert running.attempts == 1
+    assert running.lease_until == pytest.approx(running.updated_at + 600)
     requests.renew("req_1", 1, lease_s=lease_s)
     home.wait(5)
     assert requests.start("req_1", worker="w2", lease_s=lease_s) == 2
@@ -174,8 +174,8 @@ def test_a_failed_request_that_is_sent_again_starts_anew(requests: RequestTable,
     assert (again.state, again.tries, again.error) == ("queued", 0, None)
     requests.start("req_1", worker="w1", lease_s=lease_s)
     requests.fail("req_1", 2, code="internal", message="oops again", final=True)
-    told = requests.get("req_1", tenant="me").error
-    assert told == RequestError(code="internal", message="oops again")  # nothing of the first
+    error = requests.get("req_1", tenant="me").error
+    assert error == RequestError(code="internal", message="oops again")  # nothing of the first
 
 
 def test_a_fence_holds_across_a_new_start(requests: RequestTable, home: Home, lease_s: float) -> None:
@@ -266,8 +266,8 @@ def test_texts_and_bodies_of_any_kind_come_back(requests: RequestTable, lease_s:
     requests.fail(request_id, 1, code="internal", message="zwölf\n ]]} 漢", param="", final=False)
     record = requests.get(request_id, tenant=tenant)
     assert record.error == RequestError(code="internal", message="zwölf\n ]]} 漢", param="")
-    (found,) = requests.unfinished()
-    assert found == record
+    (unfinished,) = requests.unfinished()
+    assert unfinished == record
     requests.start(request_id, worker="w", lease_s=lease_s)
     requests.finish(request_id, 2, cache_ids=[])
     done = requests.get(request_id, tenant=tenant)
@@ -337,23 +337,25 @@ def test_the_body_of_a_sealed_home_is_nowhere_in_plain_text(place: Place, *, sea
     secret = b"The treasure is buried under the third oak."
     rules = Rules(keyring=Keyring([secrets.token_bytes(32)]) if sealed else None)
 
-    def found() -> bool:
+    def is_readable() -> bool:
         return any(secret in data for data in place.contents())
 
     with place.open(rules=rules) as store:
         for request_id in ("req_done", "req_failed"):
             store.requests.open(request_id, tenant="me", body=b'{"document": "' + secret * 99 + b'"}')
-            assert found() == (not sealed), "queued"
+            assert is_readable() == (not sealed), "queued"
     with place.open(rules=rules) as store:
-        assert found() == (not sealed), "after a restart"
-        attempts = [store.requests.start(each, worker="w", lease_s=60) for each in ("req_done", "req_failed")]
+        assert is_readable() == (not sealed), "after a restart"
+        attempts = [
+            store.requests.start(request_id, worker="w", lease_s=60) for request_id in ("req_done", "req_failed")
+        ]
         assert secret in store.requests.body("req_done")
-        assert found() == (not sealed), "running"
+        assert is_readable() == (not sealed), "running"
         store.requests.finish("req_done", attempts[0], cache_ids=())
         store.requests.fail("req_failed", attempts[1], code="internal", message="oops", final=True)
         assert place.names() == set()
         assert store.check() == []
-        assert not (sealed and found()), "done and failed"
+        assert not (sealed and is_readable()), "done and failed"
 
 
 def test_a_request_is_not_visible_before_its_body_is_durable(place: Place, clock: Clock) -> None:

@@ -189,12 +189,12 @@ def test_what_is_left_is_listed(shelf: Shelf, clock: Clock) -> None:
     shelf.sweep()
     evicted = shelf.put(make_cache(4), source=TEXT, source_ttl_s=50)
     evict(shelf, evicted)
-    assert [each.id for each in shelf.list(ended=True, limit=2).data] == [evicted.id, made[2].id]
+    assert [manifest.id for manifest in shelf.list(ended=True, limit=2).data] == [evicted.id, made[2].id]
     page = shelf.list(ended=True, limit=2, after=made[2].id)
-    assert ([each.id for each in page.data], page.has_more) == ([made[1].id, made[0].id], False)
+    assert ([manifest.id for manifest in page.data], page.has_more) == ([made[1].id, made[0].id], False)
     assert page.data[0].source is not None
     assert page.data[0].source.expires_at == clock.time + sources.LEFT_S
-    assert [each.id for each in shelf.list(ended=True, name="number 1").data] == [made[1].id]
+    assert [manifest.id for manifest in shelf.list(ended=True, name="number 1").data] == [made[1].id]
     assert shelf.list(ended=True, tenant="you").data == ()
     with pytest.raises(InvalidRequest, match="after"):
         shelf.list(ended=True, after=f"kvs_{'0' * 40}")
@@ -368,7 +368,7 @@ def test_caches_are_evicted_before_sources(place: Place, clock: Clock) -> None:
         with pytest.raises(CacheExpired) as refusal:
             shelf.stat(made[0].id)
         assert refusal.value.details["reason"] == "evicted"
-        assert [shelf.original(each.id)[1] for each in made] == [TEXT] * 2
+        assert [shelf.original(manifest.id)[1] for manifest in made] == [TEXT] * 2
         shelf.put(BIG)
         with pytest.raises(CacheExpired):
             shelf.stat(made[1].id)
@@ -402,7 +402,7 @@ def test_a_damaged_source_is_dropped_and_its_cache_stays(shelf: Shelf, place: Pl
     shelf.blobs.remove(body.name, body.stored_bytes)
     if data is not None:
         shelf.blobs.write(body.name, [memoryview(data)], len(data), on_step=lambda _: None)
-    assert [found.problem is None for found in shelf.scrub()] == [True, False]
+    assert [scrubbed.problem is None for scrubbed in shelf.scrub()] == [True, False]
     for ask in (shelf.source, shelf.original):
         with pytest.raises(SourceNotKept):
             ask(manifest.id)
@@ -438,7 +438,7 @@ def test_sources_of_lost_caches_are_sealed_anew(place: Place) -> None:
         assert not any(TEXT.encode() in data for data in place.contents())
         evict(shelf, manifest)
     with place.open(rules=sealed(2, 1)) as shelf:
-        assert [(found.id, found.problem) for found in shelf.reseal()] == [(manifest.id, None)]
+        assert [(scrubbed.id, scrubbed.problem) for scrubbed in shelf.reseal()] == [(manifest.id, None)]
         assert list(shelf.reseal()) == []
         shelf.sweep()
         assert len(place.names()) == 1

@@ -51,7 +51,7 @@ TINY = make_cache(1).identity.model.fingerprint()
 
 
 def cold(store: Store, ladder: Ladder = LADDER, model: str = TINY) -> list[ColdCache]:
-    return [each for each in store.ladder.cold(ladder, model) if each is not None]
+    return [cache for cache in store.ladder.cold(ladder, model) if cache is not None]
 
 
 def coded(store: Store, seen: ColdCache, codec: str | None = None, quality: Quality | None = None) -> bool:

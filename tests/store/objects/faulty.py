@@ -114,11 +114,11 @@ class FaultyProxy:
         if fault.lie:
             body = bytes(byte ^ 1 for byte in body)
         request.send_response_only(status)
-        told = {name.lower(): value for name, value in headers}
-        for name, value in told.items():
+        by_name = {name.lower(): value for name, value in headers}
+        for name, value in by_name.items():
             if name not in ("connection", "transfer-encoding", "content-length"):
                 request.send_header(name, value)
-        length = told.get("content-length", "0") if request.command == "HEAD" else str(len(body))
+        length = by_name.get("content-length", "0") if request.command == "HEAD" else str(len(body))
         request.send_header("content-length", length)
         request.end_headers()
         if request.command != "HEAD":

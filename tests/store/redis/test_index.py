@@ -24,7 +24,7 @@ from kvshelf.store.redis import address
 from kvshelf.store.redis.index import HOME_FORMAT, RedisIndex
 from kvshelf.store.redis.link import RedisLink
 from tests.store.index_walk import Walk
-from tests.store.indexes import NOW, cache_id, fill, found, manifest, put, redis_home, writing
+from tests.store.indexes import NOW, cache_id, entry_of, fill, manifest, put, redis_home, writing
 from tests.store.processes import start_child
 from tests.store.redis.servers import Cluster, LyingServer, ValkeyServer, wait_until
 
@@ -74,8 +74,8 @@ def require_no_rest(client: redis.Redis) -> None:
     numbers = Counter(id for _, id in refs if id in ready)
     assert members("spliced") == {id: float(number) for id, number in numbers.items()}
     children = {(e["parent_id"], id) for id, e in entries.items() if "parent_id" in e}
-    found = {(key[2:], id) for key in keys if key.startswith("k:") for id in client.smembers(BASE + key)}
-    assert found == children
+    family = {(key[2:], id) for key in keys if key.startswith("k:") for id in client.smembers(BASE + key)}
+    assert family == children
     assert members("ended") == {id: float(e["ended_at"]) for id, e in entries.items() if id not in stored}
     assert {key[2:] for key in keys if key.startswith("m:")} == set(stored)
     listings = Counter(id for key in keys if key.startswith("l:") for id in members(key))
@@ -161,10 +161,10 @@ def test_the_server_ends_a_cache_and_its_references(index: RedisIndex, client: r
     assert index.bury(root, "expired", NOW + 150)
     assert (index.is_base(root.name), index.knows(root.name), index.abandoned()) == (True, True, [])
     assert client.ttl(f"{BASE}c:{root.id}") == -1
-    client.delete(f"{BASE}c:{found(index, 2).id}", f"{BASE}m:{found(index, 2).id}")
+    client.delete(f"{BASE}c:{entry_of(index, 2).id}", f"{BASE}m:{entry_of(index, 2).id}")
     assert index.expired(NOW + 300, 10) == []
     assert not index.is_base(root.name)
-    assert [each.name for each in index.abandoned()] == [root.name]
+    assert [writing.name for writing in index.abandoned()] == [root.name]
     index.abandon(root.name)
     assert index.children(root.id, "me") == []
     assert index.forget(NOW + 151) == 1
@@ -194,7 +194,7 @@ def test_the_server_ends_what_has_an_end(index: RedisIndex, client: redis.Redis)
     for number in (1, 2):
         assert ends(f"m:{cache_id(number)}") == pytest.approx(500 + DAY_S, abs=0.3)
         assert ends(f"c:{cache_id(number)}") == pytest.approx(500 + KEEP_ENDED_S, abs=0.3)
-    assert index.swap(found(index, 1), manifest(1))
+    assert index.swap(entry_of(index, 1), manifest(1))
     assert ends(f"m:{entry.id}") == ends(f"c:{entry.id}") == -1
     put(index, 3)
     assert ends(f"c:{cache_id(3)}") == -1, "what is put again does not end as the tombstone would have"
@@ -213,7 +213,7 @@ def test_a_cache_that_the_server_ended_is_expired(index: RedisIndex, client: red
     entry = put(index, 1, now=now, expires_at=now + 0.2)
     wait_until(lambda: not client.exists(f"{BASE}m:{entry.id}"), "the server drops the manifest")
     behind = now  # the clock of a caller that lags
-    after = found(index)
+    after = entry_of(index)
     assert (after.state, after.problem, after.live(behind)) == ("expired", None, False)
     assert index.listing(Filters("me"), behind, None, 10) == []
     assert list(index.stored()) == []
@@ -241,7 +241,7 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
     """Dropped by a server that evicts, or by hand."""
     entry = put(index, 1, expires_at=NOW + 1000)
     client.delete(f"{BASE}m:{entry.id}")
-    lost = found(index)
+    lost = entry_of(index)
     assert (lost.state, lost.problem, lost.name) == ("corrupt", "its manifest is gone from the server", entry.name)
     assert index.listing(Filters("me"), NOW, None, 10) == []
     assert not index.swap(entry, manifest())
@@ -251,9 +251,9 @@ def test_a_manifest_that_the_server_lost_is_a_corrupt_cache(index: RedisIndex, c
     index.begin(again, Quota())
     assert index.publish(again, manifest(), over=None, cost_s=1, now=NOW) == (True, lost)
     client.delete(f"{BASE}m:{entry.id}")
-    assert index.mark_corrupt(found(index), "it is gone")
+    assert index.mark_corrupt(entry_of(index), "it is gone")
     assert index.usage(None) == StoredUsage(caches=0, bytes=0)
-    assert found(index).problem == "it is gone"
+    assert entry_of(index).problem == "it is gone"
 
 
 # The home
@@ -359,7 +359,7 @@ def test_two_processes_find_the_same_new_home(valkey: ValkeyServer, client: redi
     one, other = open_index(valkey), open_index(valkey)
     client.flushall()
     put(one)
-    assert found(other).name == found(one).name
+    assert entry_of(other).name == entry_of(one).name
     assert one.incarnation == other.incarnation
     one.close()
     other.close()
@@ -529,10 +529,10 @@ def test_a_full_server_refuses_new_caches_and_gives_room_back(start_valkey: Call
     require_no_rest(client)
 
     index.touch(entry.id, "me", NOW)
-    assert found(index).uses == 1
+    assert entry_of(index).uses == 1
     assert index.mark_corrupt(other, "broken")
-    assert index.bury(found(index, 1), "evicted", NOW)
-    assert index.bury(found(index, 2), "deleted", NOW)
+    assert index.bury(entry_of(index, 1), "evicted", NOW)
+    assert index.bury(entry_of(index, 2), "deleted", NOW)
     index.abandon(given_up.name)
     assert {write.name for write in index.abandoned()} == {entry.name, other.name, lapsed.name}
     for write in index.abandoned():
@@ -565,8 +565,8 @@ class Cutter:
 
     def _serve(self, peer: socket.socket) -> None:
         with suppress(OSError), peer, socket.create_connection(("127.0.0.1", self._server.port)) as behind:
-            while asked := peer.recv(1 << 16):
-                behind.sendall(asked)
+            while request := peer.recv(1 << 16):
+                behind.sendall(request)
                 answer = behind.recv(1 << 16)
                 if self.armed:
                     return
@@ -601,19 +601,19 @@ def test_what_was_done_without_an_answer_is_done_once(
     shaky.begin(write, Quota())
     assert client.hgetall(BASE + "u:me") == {"held_caches": "1", "held_bytes": "1000"}
     cut_off(lambda: shaky.publish(write, made, over=None, cost_s=1, now=NOW))
-    entry = found(index)
+    entry = entry_of(index)
     assert entry.name == write.name
     assert shaky.publish(write, made, over=None, cost_s=1, now=NOW) == (True, None), "it was us"
-    assert found(index) == entry
+    assert entry_of(index) == entry
 
     other = writing(1, 9)
     shaky.begin(other, Quota())
     cut_off(lambda: shaky.swap(entry, made, other))
     assert shaky.swap(entry, made, other)
-    assert found(index).version == 1
-    entry = found(index)
+    assert entry_of(index).version == 1
+    entry = entry_of(index)
     cut_off(lambda: shaky.bury(entry, "deleted", NOW))
-    assert found(index).state == "deleted"
+    assert entry_of(index).state == "deleted"
     assert not shaky.bury(entry, "deleted", NOW)
     require_no_rest(client)
     cutter.close()

@@ -100,8 +100,8 @@ def test_many_threads_share_a_link(valkey: ValkeyServer, connect: Connect) -> No
 
 def test_scan_finds_every_key(valkey: ValkeyServer, connect: Connect) -> None:
     valkey.client().mset({f"a:{number}": 1 for number in range(3000)} | {"b": 1})
-    found = {key for keys in connect(valkey.url + PATIENT).scan("a:*") for key in keys}
-    assert found == {f"a:{number}".encode() for number in range(3000)}
+    keys_of_scan = {key for keys in connect(valkey.url + PATIENT).scan("a:*") for key in keys}
+    assert keys_of_scan == {f"a:{number}".encode() for number in range(3000)}
 
 
 def test_databases_are_apart(valkey: ValkeyServer, connect: Connect) -> None:
@@ -531,12 +531,12 @@ def test_a_server_that_is_no_cluster(valkey: ValkeyServer, cluster: Cluster, con
 
 def _a_key_of_each(cluster: Cluster, link: RedisLink) -> list[str]:
     """A key on each node, in the order of the nodes."""
-    found: dict[int, str] = {}
+    places: dict[int, str] = {}
     for number in range(100):
-        found.setdefault(cluster.place(f"k{number}")[1], f"k{number}")
-    for key in found.values():
+        places.setdefault(cluster.place(f"k{number}")[1], f"k{number}")
+    for key in places.values():
         link.call("SET", key, 1)
-    return [found[index] for index in range(3)]
+    return [places[index] for index in range(3)]
 
 
 def _answers(link: RedisLink, key: str) -> bool:

@@ -71,7 +71,9 @@ def test_commands_are_what_a_server_reads(commands: list[list[Any]]) -> None:
         pair.wire.send(*commands)
         pair.peer.settimeout(5)
         server = Wire(pair.peer)
-        expected = [[part if isinstance(part, bytes) else str(part).encode() for part in each] for each in commands]
+        expected = [
+            [part if isinstance(part, bytes) else str(part).encode() for part in command] for command in commands
+        ]
         assert [server.receive() for _ in commands] == expected
 
 

@@ -329,7 +329,7 @@ def test_what_was_changed_elsewhere_stays_when_a_copy_mends_the_home(
         assert other.stat(manifest.id) == changed
         require_equal(make_cache(), other.get(manifest.id))
         assert other.source(manifest.id) == "text"
-        assert [found.problem for found in other.scrub()] == [None]
+        assert [scrubbed.problem for scrubbed in other.scrub()] == [None]
         assert other.check() == []
     clock.time += 60
     assert fate(lambda: node.store.get(manifest.id)) == "cache_expired"
@@ -380,9 +380,9 @@ def test_a_scrub_mends_the_home_and_throws_bad_copies_away(node: Node, place: Pl
     place.change(at_home, flip)
     flip_in_ram(node, in_ram)
     node.folder.change(on_disk, flip)
-    found = [(scrubbed.id, scrubbed.problem) for scrubbed in node.store.scrub() if scrubbed.problem]
-    assert [one for one, _ in found] == [at_home.id, in_ram.id, on_disk.id]
-    assert [why.split(":")[0] for _, why in found[1:]] == ["ram tier", "disk tier"]
+    problems = [(scrubbed.id, scrubbed.problem) for scrubbed in node.store.scrub() if scrubbed.problem]
+    assert [one for one, _ in problems] == [at_home.id, in_ram.id, on_disk.id]
+    assert [why.split(":")[0] for _, why in problems[1:]] == ["ram tier", "disk tier"]
     assert {scrubbed.id for scrubbed in node.store.scrub()} == {m.id for m in (good, at_home, in_ram, on_disk)}
     assert [scrubbed.problem for scrubbed in node.store.scrub()] == [None] * 4
     assert node.store.check() == []
@@ -1129,12 +1129,12 @@ def read_all(store: Store, cache_id: str) -> bytes:
 
 
 def damage_a_copy(node: Node, dice: random.Random, cache_id: str) -> None:
-    held = {m.id: m for m in node.ram.manifests()}
-    if cache_id in held:
-        flip_in_ram(node, held[cache_id])
-    held = {m.id: m for m in node.disk.manifests()}
-    if cache_id in held and dice.random() < 0.5:
-        node.folder.change(held[cache_id], dice.choice([flip, gone]))
+    copies = {m.id: m for m in node.ram.manifests()}
+    if cache_id in copies:
+        flip_in_ram(node, copies[cache_id])
+    copies = {m.id: m for m in node.disk.manifests()}
+    if cache_id in copies and dice.random() < 0.5:
+        node.folder.change(copies[cache_id], dice.choice([flip, gone]))
 
 
 # Speed
