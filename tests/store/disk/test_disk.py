@@ -64,6 +64,7 @@ def test_a_manifest_says_what_was_stored(store: DiskStore, clock: Clock) -> None
             "segment_digests": tuple(layer.digest.hex() for layer in header.layers),
             "quality": None,
             "tried": (),
+            **dict.fromkeys(("certificate", "min_quality", "recoded", "guaranteed_until")),
             "created_at": clock.time,
             "expires_at": clock.time + 60,
             "ttl_renew_s": None,
