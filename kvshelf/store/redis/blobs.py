@@ -215,7 +215,6 @@ def _count(nbytes: int) -> int:
 
 
 def _sizes(nbytes: int) -> list[int]:
-    """The length of each chunk."""
     count = _count(nbytes)
     return [CHUNK] * (count - 1) + [nbytes - CHUNK * (count - 1)]
 

@@ -108,7 +108,6 @@ class SentinelRoute(Route):
         return [Server(host, port, options, self._address.timeout_s) for host, port in self._address.hosts]
 
     def _ask(self) -> tuple[str, int]:
-        """Where the primary is."""
         command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._address.service)
         sentinel, reply = first_answer(self._sentinels, command, self._address.timeout_s)
         if isinstance(reply, RedisRefusal):
