@@ -74,7 +74,7 @@ def test_a_folder_is_read_with_all_that_is_below_it(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "expected"),
     [
         ("*.txt", {"a.txt"}),
         ("**/*.md", {"deep/b.md"}),

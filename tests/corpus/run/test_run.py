@@ -51,7 +51,7 @@ def undisturbed(run_cluster: RunCluster, count: int) -> tuple[RunOptions, list[A
     lines.append(document(3))
     lines.insert(40, {"custom_id": "vast", "token_ids": [7] * 400_000})  # its shard is larger than Ray's tasks like
     how = options()
-    return how, lines, *whole(run_cluster, lines, how, each=40)
+    return how, lines, *whole(run_cluster, lines, how, size=40)
 
 
 def test_an_ended_run_leaves_no_process_of_its_own(undisturbed: Any) -> None:
@@ -84,7 +84,7 @@ def test_a_finished_batch_is_done_again_without_a_prefill(
 ) -> None:
     how, lines, first, before = undisturbed
     started = time.monotonic()
-    summary, journal = whole(run_cluster, lines, how, each=40)
+    summary, journal = whole(run_cluster, lines, how, size=40)
     seconds = time.monotonic() - started
     assert (summary.state, summary.done, summary.reused) == (RunState.COMPLETED, first.done, first.done)
     assert (summary.gpu_hours, summary.tokens_per_s, dict(summary.workers)) == (0.0, 0.0, {})
