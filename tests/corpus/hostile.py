@@ -87,7 +87,7 @@ class Lines(Shard):
 
 
 def shards(lines: Sequence[dict[str, Any] | bytes], size: int = 1000) -> list[Shard]:
-    """Lines, cut into shards of `each`."""
+    """Lines, cut into shards of `size`."""
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     cut = [b"".join(text + b"\n" for text in texts[at : at + size]) for at in range(0, len(texts), size)]
     return [Lines(data, f"part-{number}.jsonl") for number, data in enumerate(cut)]
