@@ -1,5 +1,4 @@
-"""What a method needs is given to it whatever its class: policies that derive from no class of kvshelf's but `Policy`,
-and classes that say what they need as plug-ins did before version 0.2."""
+"""What a method needs is given to it whatever its class, even to a policy that derives from no class but `Policy`."""
 
 from __future__ import annotations
 
@@ -12,9 +11,7 @@ from kvshelf import Engine
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import POLICIES, ScoringPolicy
-from kvshelf.methods.policies.base import Observes
 from kvshelf.methods.policies.gate_file import GateHeader, Gates, gate_path
-from kvshelf.methods.policies.h2o import H2O
 from tests.methods.policies.gates import TRAINING
 
 TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 20
@@ -62,19 +59,3 @@ def test_needs_of_gates_are_met_by_the_file_of_the_policys_name(engine):
 def test_needs_of_gates_go_through_a_policy_around_another(engine):
     with pytest.raises(PolicyUnsupported, match="policy 'weighed' needs gates"):
         engine.compress(TEXT, policy="ada", base="weighed")
-
-
-def test_needs_may_be_said_as_before():
-    @dataclass(frozen=True)
-    class Old(H2O):
-        @property
-        def observes(self):
-            return super().observes | Observes.ROPE
-
-    @dataclass(frozen=True)
-    class Older(Old):
-        observes = Observes.TEXT
-
-    assert Old().needs == Needs.QUERIES | Needs.SUMS | Needs.ROPE
-    assert Older().needs is Needs.TEXT
-    assert Older().observes is Needs.TEXT

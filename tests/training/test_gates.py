@@ -17,11 +17,11 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.gate_file import Gates, gate_path, own_tensors
 from kvshelf.samples.suite import HELD_OUT, LESSONS, lesson_case
 from kvshelf.training.gates import trainer
-from kvshelf.training.gates.behind import ReadBehind
 from kvshelf.training.gates.distill import SHARE, excess, gating, kept
 from kvshelf.training.gates.lessons import Lesson, answered, self_answered
 from kvshelf.training.gates.lookahead import divergence
 from kvshelf.training.gates.objectives import objective, trained_policy
+from kvshelf.training.gates.read_document import ReadDocument
 from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings, rank_correlation
 from kvshelf.training.observing import observe
 from tests.conftest import save_random_model
@@ -106,21 +106,13 @@ def test_a_checkpoint_of_another_training_is_refused(tiny, tmp_path):
         training(tiny, "kvzip_gate", output, steps=2, seed=1).run(resume=True)
 
 
-def test_a_training_on_other_answers_is_another(tiny, tmp_path, monkeypatch):
-    """Its checkpoint, whose lines measure other things, and the digest of what it read."""
-    output = tmp_path / "gates.safetensors"
-    own, given = training(tiny, "lookaheadkv", output, steps=2), training(tiny, "lookaheadkv", output, steps=2)
-    given.report = lambda _: 1 / 0
-    with monkeypatch.context() as before:
-        before.setattr("kvshelf.training.gates.lookahead.self_answered", answered)
-        before.setattr(type(given.objective), "lesson_kind", {})
-        with pytest.raises(ZeroDivisionError):
-            given.run(resume=False)
-        of_given = given.objective.learn(lessons(tiny)(0))[1]
-    with pytest.raises(InvalidRequest, match="of another training"):
-        own.run(resume=True)
-    own.objective.begin(lessons(tiny)(0))
-    assert own.objective.learn(lessons(tiny)(0))[1] != of_given
+def test_the_digest_of_a_lesson_follows_from_its_answers(tiny, tmp_path, monkeypatch):
+    objective = training(tiny, "lookaheadkv", tmp_path / "gates.safetensors", steps=2).objective
+    lesson = lessons(tiny)(0)
+    objective.begin(lesson)
+    of_own_answers = objective.learn(lesson)[1]
+    monkeypatch.setattr("kvshelf.training.gates.lookahead.self_answered", answered)
+    assert objective.learn(lesson)[1] != of_own_answers
 
 
 def test_the_seed_decides(tiny, tmp_path):
@@ -213,7 +205,7 @@ def test_an_own_answer_without_an_end_is_cut(tiny, monkeypatch):
     monkeypatch.setattr("kvshelf.training.gates.lessons.OWN_TOKENS", 1)
     lesson = lessons(tiny)(0)
     given, own = answered(tiny, lesson), self_answered(tiny, lesson)
-    assert own.answering == (1,) * len(lesson.asked)
+    assert own.answering == (1,) * len(lesson.questions)
     for probe, other, rows in zip(own.passes, given.passes, given.answering, strict=True):
         assert probe.token_ids == other.token_ids[: len(other.token_ids) - rows + 1], "the question alone"
 
@@ -234,7 +226,7 @@ def test_logits_behind_a_document_are_the_models(tiny):
     document = observed.job.document
     with torch.no_grad():
         for probe, rows in zip(observed.passes, observed.answering, strict=True):
-            made = ReadBehind.of(tiny, document.token_ids).logits(probe, rows)
+            made = ReadDocument.of(tiny, document.token_ids).logits(probe, rows)
             own = tiny.model(torch.tensor([[*document.token_ids, *probe.token_ids]])).logits[0, -rows:]
             torch.testing.assert_close(made, own, rtol=1e-4, atol=1e-3)
 
@@ -251,7 +243,7 @@ def test_what_is_left_is_beta_to_the_age():
 def test_gates_that_keep_all_change_no_prediction(tiny, name):
     family = POLICIES[name].family
     observed = answered(tiny, lessons(tiny)(0))
-    document = ReadBehind.of(tiny, observed.job.document.token_ids)
+    document = ReadDocument.of(tiny, observed.job.document.token_ids)
     outputs = {layer: torch.full((2, observed.job.num_tokens), 60.0) for layer in range(4)}
     with torch.no_grad():
         plain = document.logits(observed.passes[0], observed.answering[0])

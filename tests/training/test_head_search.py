@@ -61,10 +61,10 @@ def test_different_data_sets_and_no_document_twice(tiny):
 def test_scores_are_the_mass_on_the_needle_where_its_tokens_are_written(tiny, samples):
     for sample in samples:
         document = list(sample.job.document.token_ids)
-        attention, _ = plain(tiny.model, document + list(sample.asked))
+        attention, _ = plain(tiny.model, document + list(sample.dialogue))
         expected = torch.zeros(4, 4, dtype=torch.float64)
         needle = set(document[sample.needle])
-        first = len(document) + len(sample.asked) - len(sample.answer)
+        first = len(document) + len(sample.dialogue) - len(sample.answer)
         for i, token in enumerate(sample.answer):
             if token in needle:
                 for layer, weights in enumerate(attention):
@@ -81,7 +81,7 @@ def test_errors_are_what_the_output_loses(tiny, samples):
     )
     sample = samples[0]
     count, document = sample.job.num_tokens, list(sample.job.document.token_ids)
-    attention, cache = plain(tiny.model, document + list(sample.asked))
+    attention, cache = plain(tiny.model, document + list(sample.dialogue))
     suffix = list(sample.job.document.suffix)
     ending, _ = plain(tiny.model, document + suffix)
     expected = []

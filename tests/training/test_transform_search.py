@@ -15,7 +15,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model import loading
 from kvshelf.samples.tasks import haystacks
 from kvshelf.training import step_search
-from kvshelf.training.asked import Asked
+from kvshelf.training.probed_text import ProbedText
 from kvshelf.training.transform_search import _layers, _moments, _tables, find_transforms
 from tests.conftest import save_random_model
 from tests.engine.test_windows import made as windowed
@@ -104,7 +104,7 @@ def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, 
         coder = Coder(transforms, tiny.rope.rotate, tiny.rope.unrotate)
         found = []
         for ids in documents[-2:]:
-            text = Asked.about(tiny, ids)
+            text = ProbedText.of(tiny, ids)
             coded = text.cache.encoded(codec, coder).decoded(coder)
             exact = text.predictions(tiny, text.cache)
             found.append(text.divergence(exact, text.predictions(tiny, replace(text.cache, layers=coded.layers))))
@@ -130,7 +130,7 @@ def learnt(tiny):
     """What kvshelf-tiny shows on some texts."""
     found = None
     for ids in prose(tiny, 4):
-        more = _moments(tiny, Asked.about(tiny, ids), asked=True)
+        more = _moments(tiny, ProbedText.of(tiny, ids), costs=True)
         if found is None:
             found = more
         else:
@@ -148,7 +148,7 @@ def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
     tables = _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4))
     alike = [{kind: replace(layer[kind], information=torch.eye(layer[kind].information.shape[1]).double().expand_as(
         layer[kind].information)) for kind in KINDS} for layer in learnt]  # fmt: skip
-    text = Asked.about(tiny, prose(tiny, 5)[4])
+    text = ProbedText.of(tiny, prose(tiny, 5)[4])
     exact = text.predictions(tiny, text.cache)
 
     def coded(moments, finer):
@@ -174,7 +174,7 @@ def test_values_foretold_from_keys_take_fewer_bytes_for_the_same_errors(tiny, le
         dict(layer, values=replace(layer["values"], crossed=torch.outer(layer["keys"].total, layer["values"].mean)))
         for layer in learnt
     ]
-    cache, sizes, errors = Asked.about(tiny, prose(tiny, 5)[4]).cache, [], []
+    cache, sizes, errors = ProbedText.of(tiny, prose(tiny, 5)[4]).cache, [], []
     for moments in (learnt, unrelated):
         coder = made_coder(tiny, _layers(moments, 8))
         made = cache.encoded("klt", coder)

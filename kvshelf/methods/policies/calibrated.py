@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -30,7 +29,7 @@ class CalibratedPolicy(Policy):
 
 
 def required_digest(named: str | None, own: str) -> str:
-    """The model's `own`. Raises `PolicyUnsupported` where a request named another."""
+    """The digest `own` of the model's calibration. Raises `PolicyUnsupported` where a request named another."""
     if named not in (None, own):
         raise PolicyUnsupported(
             f"calibration {named!r} is not this model's, which is {own!r}; leave it out",
@@ -40,12 +39,11 @@ def required_digest(named: str | None, own: str) -> str:
 
 
 def calibration_of(document: DocumentView) -> Calibration:
-    """That of the document's model, for policies that need it."""
     assert document.calibration is not None, "the policy says that it needs the calibration"
     return document.calibration
 
 
-def retrieval_scores(calibration: Calibration, kv_heads: int) -> list[Sequence[float]]:
-    """How much the KV heads retrieve, by layer: of each the score of its query head that retrieves most."""
+def retrieval_scores(calibration: Calibration, kv_heads: int) -> list[float]:
+    """The scores of the KV heads of all layers: of each that of its query head which retrieves most."""
     group = calibration.query_heads // kv_heads
-    return [[max(layer[i : i + group]) for i in range(0, len(layer), group)] for layer in calibration.head_scores]
+    return [max(layer[i : i + group]) for layer in calibration.head_scores for i in range(0, len(layer), group)]

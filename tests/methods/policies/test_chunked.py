@@ -485,10 +485,10 @@ def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
     """In bytes, whenever a layer has read a chunk or was cut, and in tokens that a layer attends to."""
     memory, attended, stays, widths = [], [], [], [0]
     policy, reduce = type(build(SETTINGS[name][0], {})), RejudgedLayer.reduce
-    taken, cut = policy.taken, policy.cut
+    take, cut = policy.take, policy.cut
 
-    def measured_taken(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
-        result = taken(self, past, chunk)
+    def measured_take(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
+        result = take(self, past, chunk)
         memory.append(alive())
         if isinstance(result.note, torch.Tensor):  # of the attention gate, the key and value of each token
             widths.append(result.note[0].numel())
@@ -504,7 +504,7 @@ def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
         attended.append(sum(sum(prefix.lengths) for prefix in self.prefix) / 2 + self.keys.shape[2])
         reduce(self, layer, chunk)
 
-    monkeypatch.setattr(policy, "taken", measured_taken)
+    monkeypatch.setattr(policy, "take", measured_take)
     monkeypatch.setattr(policy, "cut", measured_cut)
     monkeypatch.setattr(RejudgedLayer, "reduce", watched)
     layers, row = len(compressed(engine, name).layers), 2 * (2 * HEAD * 4 + 3 * 4)  # key, value, position, two numbers
