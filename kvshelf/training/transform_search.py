@@ -317,7 +317,7 @@ def _row_transform(moments: _Moments, joint: Tensor, by_head: Tensor, weight: Te
     """joint, by_head: covariances of the transformed rows, of all heads together and of each head alone."""
     heads, dim, _ = weight.shape
     basis, scales = _components(_weighted(joint, weight), unit)
-    weighted = (torch.matmul(root, torch.matmul(own, root)) for root, own in zip(weight, by_head, strict=True))
+    weighted = (torch.matmul(root, torch.matmul(block, root)) for root, block in zip(weight, by_head, strict=True))
     bases, scales_by_head = zip(*(_components(covariance, unit) for covariance in weighted), strict=True)
     mean = moments.mean.view(heads, dim).float()
     return RowTransform(mean, basis, torch.stack(bases), scales, scales_by_head, unit, weight=weight.float())

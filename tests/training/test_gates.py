@@ -156,8 +156,8 @@ def test_the_label_of_an_answer_is_its_largest_attention(tiny):
     """Against the model's own attention, read from transformers' eager function."""
     lesson = lessons(tiny)(0)
     observed = answered(tiny, lesson)
-    found = {}
-    observed.observe(tiny, lambda layer: found.__setitem__(layer.layer_idx, observed.importance(layer)))
+    importance = {}
+    observed.observe(tiny, lambda layer: importance.__setitem__(layer.layer_idx, observed.importance(layer)))
     ids, n = list(observed.job.document.token_ids), observed.job.num_tokens
     expected = torch.zeros(4, 2, n)
     tiny.model.set_attn_implementation("eager")
@@ -168,7 +168,7 @@ def test_the_label_of_an_answer_is_its_largest_attention(tiny):
             largest = of_layer[0, :, -rows:, :n].amax(dim=1).view(2, -1, n).amax(dim=1)
             expected[layer] = torch.maximum(expected[layer], largest)
     tiny.model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(torch.stack([found[layer] for layer in range(4)]), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.stack([importance[layer] for layer in range(4)]), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_learned_tokens_learn_from_what_the_model_answers(tiny):
@@ -177,10 +177,10 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
     observed = self_answered(tiny, lesson)
     labels = objective(POLICIES["lookaheadkv"], tiny, 4).labels(observed)
     ids, n, ends = list(observed.job.document.token_ids), observed.job.num_tokens, tiny.facts.end_ids()
-    asked = answered(tiny, lesson)
+    of_answers = answered(tiny, lesson)
     rows = [[[] for _ in range(4)] for _ in range(4)]
     tiny.model.set_attn_implementation("eager")
-    passes = zip(asked.passes, asked.answering, observed.passes, observed.answering, strict=True)
+    passes = zip(of_answers.passes, of_answers.answering, observed.passes, observed.answering, strict=True)
     for other, length, probe, count in passes:
         question = list(other.token_ids[: len(other.token_ids) - length + 1])  # without the answer of the lesson
         written = [*ids, *question]
@@ -204,16 +204,16 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
 def test_an_own_answer_without_an_end_is_cut(tiny, monkeypatch):
     monkeypatch.setattr("kvshelf.training.gates.lessons.OWN_TOKENS", 1)
     lesson = lessons(tiny)(0)
-    given, own = answered(tiny, lesson), self_answered(tiny, lesson)
+    of_references, own = answered(tiny, lesson), self_answered(tiny, lesson)
     assert own.answering == (1,) * len(lesson.questions)
-    for probe, other, rows in zip(own.passes, given.passes, given.answering, strict=True):
+    for probe, other, rows in zip(own.passes, of_references.passes, of_references.answering, strict=True):
         assert probe.token_ids == other.token_ids[: len(other.token_ids) - rows + 1], "the question alone"
 
 
 def test_rank_correlation_is_spearmans():
     """1 - 6 sum d^2 / (n (n^2 - 1)) where no two are equal."""
     one, other = torch.randn(50), torch.randn(50)
-    places = [[sorted(each.tolist()).index(x) for x in each.tolist()] for each in (one, other)]
+    places = [[sorted(tensor.tolist()).index(x) for x in tensor.tolist()] for tensor in (one, other)]
     squares = sum((a - b) ** 2 for a, b in zip(*places, strict=True))
     assert rank_correlation(one, other) == pytest.approx(1 - 6 * squares / (50 * (50**2 - 1)))
 
@@ -308,10 +308,10 @@ def layers_of(engine, gates):
     """The states of each layer in a pass with learned tokens behind a document."""
     job = engine.prepare(lessons(engine)(0).document, policy="lookaheadkv")
     job = replace(job, passes=(replace(job.passes[0], soft=gates),))
-    found = {}
-    visit = lambda layer: found.__setitem__(layer.layer_idx, layer)  # noqa: E731
+    layers = {}
+    visit = lambda layer: layers.__setitem__(layer.layer_idx, layer)  # noqa: E731
     observe(engine, job, visit, job.passes)
-    return found
+    return layers
 
 
 def changed(gates, end, factor):
@@ -359,20 +359,20 @@ def test_additions_are_low_rank(tiny):
 
 
 def test_divergence_is_kl_over_the_document():
-    label, found = torch.rand(3, 40) / 50, torch.rand(3, 40) / 90
+    label, weights = torch.rand(3, 40) / 50, torch.rand(3, 40) / 90
     total = 0.0
-    for wanted, made in zip(label.double().tolist(), found.double().tolist(), strict=True):
+    for wanted, made in zip(label.double().tolist(), weights.double().tolist(), strict=True):
         for a, b in zip(wanted, made, strict=True):
             total += a / sum(wanted) * math.log(a / sum(wanted) / (b / sum(made))) / 3
-    assert float(divergence(label, found)) == pytest.approx(total, rel=1e-5)
+    assert float(divergence(label, weights)) == pytest.approx(total, rel=1e-5)
     assert float(divergence(label, label * 7)) == pytest.approx(0, abs=1e-6)
 
 
 def test_scores_of_learned_tokens_are_their_mean_attention(tiny):
     """SnapKV's window over 32 rows, by loops."""
     job = tiny.prepare(lessons(tiny)(0).document, policy="lookaheadkv", policy_params={"kernel": 1})
-    scores, found = tiny.compressor.scores(job), layers_of(tiny, job.document.gates)
-    for layer, view in found.items():
+    scores, views = tiny.compressor.scores(job), layers_of(tiny, job.document.gates)
+    for layer, view in views.items():
         keys = torch.cat([view.keys, view.probes[0].keys], dim=1).double()
         queries, n = view.probes[0].queries.double(), view.num_tokens
         for head in range(2):

@@ -28,14 +28,14 @@ class CalibratedPolicy(Policy):
         return replace(policy, calibration=required_digest(self.calibration, calibration_of(document).digest))
 
 
-def required_digest(named: str | None, own: str) -> str:
-    """The digest `own` of the model's calibration. Raises `PolicyUnsupported` where a request named another."""
-    if named not in (None, own):
+def required_digest(named: str | None, digest: str) -> str:
+    """The `digest` of the model's calibration. Raises `PolicyUnsupported` where a request named another."""
+    if named not in (None, digest):
         raise PolicyUnsupported(
-            f"calibration {named!r} is not this model's, which is {own!r}; leave it out",
+            f"calibration {named!r} is not this model's, which is {digest!r}; leave it out",
             param="policy_params.calibration",
         )
-    return own
+    return digest
 
 
 def calibration_of(document: DocumentView) -> Calibration:

@@ -72,19 +72,19 @@ class LayerPast:
         keys, values = (rows for rows in record.rows if isinstance(rows, Tensor))
         at = torch.arange(self.read, self.read + tokens, dtype=torch.int32, device=keys.device)
         joined = Kept(
-            keys=self._behind(keys, chunk.keys),
-            values=self._behind(values, chunk.values),
-            entries_at=self._behind(record.entry_positions, at.expand(chunk.kv_heads, -1)),
+            keys=self._append(keys, chunk.keys),
+            values=self._append(values, chunk.values),
+            entries_at=self._append(record.entry_positions, at.expand(chunk.kv_heads, -1)),
             offsets=offsets_of([length + tokens for length in record.lengths]),
         )
         longer = {
-            name: self._behind(self.columns.get(name, numbers[0, :0]), numbers)
+            name: self._append(self.columns.get(name, numbers[0, :0]), numbers)
             for name, numbers in (columns or {}).items()
         }
         return replace(self, record=joined, read=self.read + tokens, columns=longer)
 
-    def _behind(self, entries: Tensor, tokens: Tensor) -> Tensor:
-        """`[entries, ...]`, with `tokens` `[kv_heads, T, ...]` behind those of each head."""
+    def _append(self, entries: Tensor, tokens: Tensor) -> Tensor:
+        """`[entries, ...]` with `tokens` `[kv_heads, T, ...]` behind those of each head."""
         heads = zip(torch.split(entries, self.record.lengths), tokens, strict=True)
         return torch.cat([part for head in heads for part in head])
 

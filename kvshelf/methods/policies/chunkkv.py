@@ -92,7 +92,7 @@ class ChunkKV(TailPolicy):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         """The tokens of the best chunks. A chunk's tokens share one score, so they are the best tokens."""
-        kept, missing = self._kept(layer.num_tokens), -layer.num_tokens % self.chunk
+        kept, missing = self._kept_chunks(layer.num_tokens), -layer.num_tokens % self.chunk
         if missing and not layer.window(self.window).tail:  # the shorter chunk may go
             chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [kept])
             missing *= int(chosen[0, -1])  # waits for the device
@@ -105,7 +105,7 @@ class ChunkKV(TailPolicy):
     def _of_tokens(self, of_chunks: Tensor, layer: LayerView) -> Tensor:
         return of_chunks.repeat_interleave(self.chunk)[: layer.num_tokens]
 
-    def _kept(self, num_tokens: int) -> int:
+    def _kept_chunks(self, num_tokens: int) -> int:
         """Chunks to keep."""
         assert self.share is not None, "resolved by `fitted`, for it depends on the budget"
         # 20 * (1 - 0.9) is 1.99...; the small term makes it the 2 that was meant.
@@ -115,4 +115,4 @@ class ChunkKV(TailPolicy):
         """Whether the budget has room for one chunk, and for those that always stay."""
         chunks, before = (math.ceil(count / self.chunk) for count in (document.num_tokens, document.protected_prefix))
         always = min(chunks, before + chunks - (document.num_tokens - self.window) // self.chunk)
-        return self.chunk <= budget.tokens and always <= self._kept(document.num_tokens)
+        return self.chunk <= budget.tokens and always <= self._kept_chunks(document.num_tokens)

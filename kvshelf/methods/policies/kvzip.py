@@ -61,8 +61,8 @@ class KVzip(BlockPolicy):
         lead: tuple[int, ...] | None = None
         for start, end in self.blocks(document):
             tokens = tuple(document.token_ids[start:end])
-            behind = document.end if self.prefill == "whole" else document.behind(end)
-            passes.append(ProbePass((*self._prompt(document, lead), *tokens), behind))
+            position = document.end if self.prefill == "whole" else document.behind(end)
+            passes.append(ProbePass((*self._prompt(document, lead), *tokens), position))
             lead = tokens[-_LEAD:]
         return passes
 

@@ -59,8 +59,8 @@ class Fasa(StepSelector):
     def _units(self, prefix: PackedPrefix, columns: Tensor) -> Units:
         heads = zip(prefix.heads, columns.to(prefix.keys.device), prefix.lengths, strict=True)
         proxies = [
-            block[:, own].T.to(torch.bfloat16)  # [W, rows]
-            for (keys, _), own, length in heads
+            block[:, chunks].T.to(torch.bfloat16)  # [W, rows]
+            for (keys, _), chunks, length in heads
             for block in blocks_of(keys, length)
         ]
         return of_entries(prefix, torch.cat(proxies, dim=1), self.always)

@@ -82,8 +82,8 @@ class InfiniGen(UnitSelector):
 def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
     """A unit of each entry, with its key's parts of all query heads of its KV head."""
     parts = [
-        torch.einsum("nd,gdw->gwn", block.float(), own).flatten(0, 1).bfloat16()
-        for (keys, _), own, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
+        torch.einsum("nd,gdw->gwn", block.float(), of_head).flatten(0, 1).bfloat16()
+        for (keys, _), of_head, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
         for block in blocks_of(keys, length)
     ]
     return of_entries(prefix, torch.cat(parts, dim=1), always=0)

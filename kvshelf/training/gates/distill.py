@@ -97,23 +97,23 @@ class Distilled(Objective):
 def kept(family: str, outputs: Tensor, rows: int = 1) -> Tensor:
     """The logarithm of the part of each token that each row behind a document sees: `[kv_heads, rows, N]` of outputs
     `[kv_heads, N]`. With decay it is (t - p) log beta, with flags the logarithm of the probability."""
-    left = torch.nn.functional.logsigmoid(outputs).unsqueeze(1)
+    logarithms = torch.nn.functional.logsigmoid(outputs).unsqueeze(1)
     if family == "flag":
-        return left.expand(-1, rows, -1)
+        return logarithms.expand(-1, rows, -1)
     tokens = outputs.shape[1]
     ages = torch.arange(tokens, tokens + rows).unsqueeze(1) - torch.arange(tokens)  # [rows, N]
-    return left * ages
+    return logarithms * ages
 
 
 def excess(family: str, outputs: list[Tensor]) -> Tensor:
     """What gates keep beyond `SHARE`, as a part of all tokens: with decay the mean excess of the heads, with global the
     excess of the whole cache, both at least 0; with flags the distance of the mean probability."""
-    left = torch.stack([kept(family, of_layer).exp().mean(dim=(1, 2)) for of_layer in outputs])  # [layers, kv_heads]
+    shares = torch.stack([kept(family, of_layer).exp().mean(dim=(1, 2)) for of_layer in outputs])  # [layers, kv_heads]
     if family == "flag":
-        return (left.mean() - SHARE).abs()
+        return (shares.mean() - SHARE).abs()
     if family == "global":
-        return (left.mean() - SHARE).clamp_min(0)
-    return (left - SHARE).clamp_min(0).mean()
+        return (shares.mean() - SHARE).clamp_min(0)
+    return (shares - SHARE).clamp_min(0).mean()
 
 
 def gating(family: str, outputs: Mapping[int, Tensor], protected: int) -> Attend:
@@ -124,17 +124,19 @@ def gating(family: str, outputs: Mapping[int, Tensor], protected: int) -> Attend
         if layer not in outputs:
             return logits.softmax(dim=-1)
         heads, rows, _ = logits.shape
-        left = kept(family, outputs[layer], rows)  # [kv_heads, rows, N]
+        factors = kept(family, outputs[layer], rows)  # [kv_heads, rows, N]
         if family == "flag":
-            soft = left.exp()
-            left = (soft >= 0.5).float() + soft - soft.detach()  # one or nothing, with the gradient of the probability
-        free = torch.arange(left.shape[2]) >= protected
-        left = torch.where(free, left, 1.0 if family == "flag" else 0.0)
-        left = left.repeat_interleave(heads // len(left), dim=0).to(logits.device)
-        columns = logits.shape[2] - left.shape[2]
+            soft = factors.exp()
+            factors = (
+                (soft >= 0.5).float() + soft - soft.detach()
+            )  # one or nothing, with the gradient of the probability
+        free = torch.arange(factors.shape[2]) >= protected
+        factors = torch.where(free, factors, 1.0 if family == "flag" else 0.0)
+        factors = factors.repeat_interleave(heads // len(factors), dim=0).to(logits.device)
+        columns = logits.shape[2] - factors.shape[2]
         if family != "flag":
-            return (logits + torch.nn.functional.pad(left, (0, columns))).softmax(dim=-1)
-        weights = logits.softmax(dim=-1) * torch.nn.functional.pad(left, (0, columns), value=1.0)
+            return (logits + torch.nn.functional.pad(factors, (0, columns))).softmax(dim=-1)
+        weights = logits.softmax(dim=-1) * torch.nn.functional.pad(factors, (0, columns), value=1.0)
         return weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
     return attend

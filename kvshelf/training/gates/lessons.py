@@ -69,7 +69,7 @@ def repeated(engine: Engine, lesson: Lesson) -> Observed:
 def answered(engine: Engine, lesson: Lesson) -> Observed:
     """The document, and each question behind it with its answer."""
     text = engine.encoder.require_text("model")
-    return _behind(engine, lesson, [text.encode(answer) for _, answer in lesson.questions])
+    return _with_answers(engine, lesson, [text.encode(answer) for _, answer in lesson.questions])
 
 
 def self_answered(engine: Engine, lesson: Lesson) -> Observed:
@@ -77,10 +77,10 @@ def self_answered(engine: Engine, lesson: Lesson) -> Observed:
     cache = engine.compress(lesson.document, policy="full")
     questions = [(cache, question) for question, _ in lesson.questions]
     answers = engine.answer_all(questions, max_new_tokens=OWN_TOKENS)
-    return _behind(engine, lesson, [answer.token_ids for answer in answers])
+    return _with_answers(engine, lesson, [answer.token_ids for answer in answers])
 
 
-def _behind(engine: Engine, lesson: Lesson, answers: Sequence[Sequence[int]]) -> Observed:
+def _with_answers(engine: Engine, lesson: Lesson, answers: Sequence[Sequence[int]]) -> Observed:
     """answers: one for each question."""
     job = engine.prepare(
         lesson.document, policy=SnapKV.name, expected_questions=[question for question, _ in lesson.questions]
