@@ -28,8 +28,8 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One method. measured: its rows of the quality bench on the bundled model (`measured_rows`). version and later: of
-    policies alone."""
+    """One method. measured: its `measured_rows` of the bundled model. The fields from `version` on are of policies
+    alone."""
 
     name: str
     summary: str
@@ -110,7 +110,7 @@ def measured_rows(kind: Kind, name: str) -> list[dict[str, Any]]:
     A policy has a row for each fraction removed and codec. `exact`: mean share of exact answers over the cells that the
     model solves with the full cache. `bytes_per_token`: stored bytes per document token. `compress_share`: the time
     that the policy adds to a prefill, divided by the time of that prefill. The rows of a selector are of a cache with
-    all entries under int4: `share` of a document's tokens that an answer's token may read, `read_share` that it read,
+    all entries under int4: `share` of a document's tokens that an answer's token may read, `read_share` that it does,
     and `exact`.
     """
     if kind not in _ROWS:

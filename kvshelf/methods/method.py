@@ -169,8 +169,7 @@ def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
 
 
 def check(owner: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any], param: str) -> None:
-    """Raises `InvalidRequest` for a value that is not legal, as `require_parameters` does, with its `owner` and
-    `param`."""
+    """Raises `InvalidRequest` for a value that is not legal. owner, param: as of `require_parameters`."""
     if isinstance(value, int | float) and abs(value) > LARGEST:  # its text may be too long to show
         raise InvalidRequest(
             f"parameter {name!r} of {owner} is beyond {LARGEST}, and no number may be",

@@ -22,14 +22,12 @@ MethodT = TypeVar("MethodT", bound=Method)
 
 
 class Registry(dict[str, type[MethodT]]):
-    """Classes by name, in the order of listings; without methods of `SOURCES`, as `press:criticalkv`, which `find`
-    has."""
+    """Classes by name, in the order of listings, without methods of `SOURCES` (`press:criticalkv`): see `find`."""
 
     def __init__(self, base: type[MethodT], reserved: Collection[str] = ()) -> None:
         """base: the class of all methods of the kind. reserved: names that no method may have.
 
-        Raises `InvalidRequest` for a class that cannot be loaded, derives from another one, is abstract, or has a taken
-        name.
+        Raises `InvalidRequest` for a class that cannot be loaded, is no subclass, is abstract, or has a taken name.
         """
         self.kind: Kind = base.kind
         bundled = (EntryPoint(name, value, self.kind.group) for name, value in BUNDLED[self.kind.folder].items())

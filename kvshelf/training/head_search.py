@@ -109,7 +109,7 @@ def calibrate(
 
 
 def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
-    """Each query head's attention to the needle, summed over the rows that write one of its tokens: `[layers, q_heads]`
+    """Each query head's attention to the needle, summed over the rows that write its tokens: `[layers, q_heads]`
     fp64."""
     scores: dict[int, Tensor] = {}
 

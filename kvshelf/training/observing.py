@@ -38,8 +38,7 @@ class _Observer(Policy):
 
 
 def observe(engine: Engine, job: Job, visit: Visit, passes: Sequence[ProbePass]) -> None:
-    """One forward pass over the job's document and these passes behind it; `visit` sees the layers that policies
-    reduce."""
+    """One forward pass over the job's document and passes behind it; `visit` sees the layers that policies reduce."""
     budget = Budget(1, 1 - 1 / job.num_tokens)
     engine.run(replace(job, policy=_Observer(visit), passes=tuple(passes), budget=budget))
 

@@ -354,8 +354,7 @@ def _tables(sizes: Any) -> list[Any]:
 
 
 def _table(below: Callable[[Any], Any], ratio: int) -> Any:
-    """Frequencies of the numbers -K to K and of the escape. below: the share of coefficients below so many
-    deviations."""
+    """Frequencies of the numbers -K to K and the escape. below: the share of coefficients under n deviations."""
     deviation = 2.0 ** (ratio / EIGHTHS)
     within = below((np.arange(_MOST_REACH + 1) + 0.5) / deviation)
     reach = max(1, min(int(np.searchsorted(within, 1 - _OUTSIDE)), _MOST_REACH))

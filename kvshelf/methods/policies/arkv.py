@@ -89,8 +89,7 @@ class ARKV(KeepsScores, ChunkedTail):
 
 
 def _statistics(weights: Tensor) -> Tensor:
-    """Entropy, and variance and kurtosis over the rows, summed over a GQA group: `[3]` fp64, of weights
-    `[group, R, columns]`."""
+    """Entropy, and variance and kurtosis over rows, summed over a GQA group: `[3]` fp64, of `[group, R, columns]`."""
     squares = (weights - weights.mean(dim=1, keepdim=True)).square_()
     kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).clamp_min(1e-8).square()
     entropy = -(weights * (weights + 1e-10).log())

@@ -151,8 +151,7 @@ class Policy(Method):
         return {what: params.get(name, True) for what, name in self.stored.items()}
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:  # noqa: ARG002
-        """The gates of a model: by default of any family, trained for its name. folder, errors: as of
-        `gate_file.find`."""
+        """The gates of a model, by default of any family. folder, errors: as of `gate_file.find`."""
         return find(model, folder, self.name)
 
     def noted(self, layer: LayerView) -> Any:  # noqa: ARG002
@@ -254,8 +253,7 @@ class Policy(Method):
 
 @dataclass(frozen=True)
 class ScoringPolicy(Policy):
-    """Scores every token of every head, and keeps the best. With `shared_by_heads` heads of a layer have equal
-    scores."""
+    """Scores every token of every head, and keeps the best. With `shared_by_heads` heads have equal scores."""
 
     @abstractmethod
     def score(self, layer: LayerView) -> Tensor:

@@ -104,8 +104,7 @@ class WholeLayers:
     last: int = 0
 
     def of_layer(self, place: int, num_layers: int, num_tokens: int, budget: LayerBudget) -> LayerBudget:
-        """The budget of the layer at `place`. budget: of all layers on average. The first paying ones get the
-        remainder."""
+        """The budget of the layer at `place`. budget: the mean. The first paying layers get the remainder."""
         if self == WholeLayers():
             return budget
         heads = len(budget.per_head)

@@ -24,8 +24,7 @@ class Cake(TailPolicy):
     V^(1/tau2) (section 4.1): H, the entropy, sums -A log A over query heads, rows and tokens; V is the variance of A
     over the rows (unbiased), summed over query heads and tokens. A layer's share of the budget is proportional to P. A
     token's score is mean + gamma * variance of A over the rows (section 4.3), averaged over the GQA group and pooled.
-    The authors tune tau1 and tau2: 1.6 and 0.4 for Llama 3.1 8B at 1,024 entries, 1.5 and 0.6 for Qwen 2.5 7B, else 1
-    and 1.
+    The authors tune tau1, tau2: 1.6, 0.4 for Llama 3.1 8B at 1,024 entries, 1.5, 0.6 for Qwen 2.5 7B, else 1, 1.
 
     The layers are reduced in cascade (section 4.2). Departures: if a share exceeds the document, the other layers take
     the excess in proportion and not evenly, so that no share grows when a layer joins (`ProportionalSharing` has the

@@ -66,8 +66,7 @@ class LayerPast:
         return list(torch.split(self.record.importance, self.record.lengths))
 
     def joined(self, chunk: LayerView, columns: Mapping[str, Tensor] | None = None) -> LayerPast:
-        """The past with a chunk's tokens behind those of each head, not judged yet. columns: the chunk's, `[kv_heads,
-        T]`."""
+        """The past with a chunk's tokens behind those of each head, not judged yet. columns: `[kv_heads, T]`."""
         record, tokens = self.record, chunk.num_tokens
         keys, values = (rows for rows in record.rows if isinstance(rows, Tensor))
         at = torch.arange(self.read, self.read + tokens, dtype=torch.int32, device=keys.device)
@@ -221,15 +220,13 @@ class ChunkedPolicy(Policy):
         return False
 
     def resumes(self, made: Identity) -> bool:
-        """Whether the same policy made the cache, with the same parameters but `chunk`, and no protected or appended
-        tokens."""
+        """Whether it made the cache, with the same parameters but `chunk`, and no protected or appended tokens."""
         params, others = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
         same = (self.name, self.revision, params) == (made.policy, made.policy_version, others)
         return self.chunked and self.goes_on and same and made.prefill != "appended" and not made.protect
 
     def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
-        """The past of which `recorded` made this record. read: the cache's tokens. num_tokens: with those that
-        follow."""
+        """The past of which `recorded` made this record. read: its tokens. num_tokens: with those that follow."""
         raise NotImplementedError
 
 

@@ -25,8 +25,7 @@ class DapQ(ScoringPolicy):
     score each document token by the weight that they give it. Ablations find 32 to 64 tokens best, of any text.
 
     The summary (qwen-long's of 2603.11564v1) does not say how weights are joined: here by their mean over rows and GQA
-    group, pooled over neighbours (average). Departures: the document is judged without the question. Its last tokens
-    may go.
+    group, pooled over neighbours (average). Departures: no question judges. The last tokens may go.
 
     The text is the first of these that there is: the expected questions, `probe`, the chat template's text before the
     answer. An empty `probe`, or no template, repeats the document's own last tokens. Questions are not repeated; if

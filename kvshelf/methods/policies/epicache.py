@@ -65,7 +65,7 @@ class EpiCache(BlockPolicy):
     centroid: str | None = parameter(None, "what the episode is about, for route=nearest; made by `episodes`")
     layers: str = parameter("equal", "what decides budgets of layers", choices=("equal", "sensitivity"), added=True)
     sharpness: float = parameter(1.1, "power of a layer's weight", minimum=0, maximum=8, added=True)
-    calibration: str | None = parameter(None, "for sensitivity: its digest; null: the one that is there", added=True)
+    calibration: str | None = parameter(None, "digest for layers=sensitivity; null: the one that is there", added=True)
 
     @property
     def needs(self) -> Needs:

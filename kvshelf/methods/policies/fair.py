@@ -23,8 +23,7 @@ from kvshelf.methods.policies.view import DocumentView, LayerView
 
 @dataclass(frozen=True)
 class Fair(AroundScorer):
-    """Let another policy score, and share every head's budget among the document's sections in proportion to their
-    lengths.
+    """Let another policy score, and share every head's budget among the document's sections by their lengths.
 
     A policy that compares all tokens of a document with each other may drop whole instructions; the paper evicts from
     each instruction alike. Here the base decides how many entries a head keeps, and in which order the entries of a

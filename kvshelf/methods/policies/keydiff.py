@@ -18,8 +18,7 @@ class KeyDiff(ChunkedPolicy, ScoringPolicy):
     """Keep the keys least like the mean direction of all keys. Sees no query; weak where all is fact.
 
     score_j = -cos(k_j, mean_i k_i / |k_i|) per KV head, on keys after RoPE. With `prefill` "chunked" the document is
-    read in blocks, as in the paper: all entries and the block are judged together. Departure: by default all is scored
-    at once.
+    read in blocks, as in the paper: all entries and the block are judged together. Departure: by default it is not.
     """
 
     name: ClassVar[str] = "keydiff"

@@ -26,8 +26,7 @@ class KVcues(KVzip):
     larger of its `kvzip` score and the largest weight that any row of any cue, of any head of the GQA group, gives it
     in a softmax over the document and the cue.
 
-    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of another
-    form.
+    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` has other cues.
     """
 
     name: ClassVar[str] = "kvcues"

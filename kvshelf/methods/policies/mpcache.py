@@ -21,8 +21,7 @@ class MPCache(ScoringPolicy):
 
     The score of a token is the largest weight that a row gives it, of the rows of the last `rows` of the document; a
     row's weights are the mean over the layer's heads, so all heads keep the same tokens. The paper keeps what exceeds a
-    threshold chosen for each data set; a budget keeps the same order. Selector `mpcache` is the dynamic half, at the
-    question.
+    threshold chosen for each data set; a budget keeps the same order. Selector `mpcache` is the dynamic half.
 
     Departures: a row sees no later token (the authors' code has no mask among these rows, so rows before a token may
     judge it). Rows are of the document, as no question is known.

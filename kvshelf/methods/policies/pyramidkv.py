@@ -27,8 +27,7 @@ class PyramidKV(SnapKV):
     / 2 entries more than B on average. Departures: B is the integer budget, and a model of one layer gets B.
 
     Where the last layer has no room for its window and the chat template (and in the authors' form where 2 (B - w) >
-    N), a default `beta` becomes 1, so that all layers get B and the choice is SnapKV's; a `beta` of the request is
-    refused.
+    N), a default `beta` becomes 1, so that all layers get B, as in SnapKV; a request's `beta` is refused.
     """
 
     name: ClassVar[str] = "pyramidkv"

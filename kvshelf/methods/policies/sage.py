@@ -23,7 +23,7 @@ _SMALL = 1e-6
 @dataclass(frozen=True)
 class Sage(ProbedPolicy):
     """Keep the first and the most recent tokens, and between them those that each query head asks for with the prompt's
-    end.
+    last token.
 
     A KV head with G query heads keeps B entries: S = `sinks` * B first tokens, G * k chosen between them, where k is
     `chosen` * B / G rounded down to a multiple of `multiple`, and R = B - S - G * k most recent ones (the paper's Qwen

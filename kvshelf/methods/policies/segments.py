@@ -65,8 +65,7 @@ def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Te
     """Take the tokens of each row's best blocks until there are `counts` of them: `[rows, width]` bool.
 
     scores: `[rows, width]`, not negative, zero where `inside` is not set. A block is `size` neighbours, counted from
-    the row's first token; the last can be shorter. Blocks rank by their means. A block with too many tokens gives its
-    best.
+    the row's first token; the last can be shorter. Blocks rank by their means. One with too many gives its best.
     """
     rows, width = scores.shape
     shape = (rows, -(-width // size), size)

@@ -43,8 +43,7 @@ class LayerStats:
 class Sharing(ABC):
     """How the layers and heads of a cache share one budget, decided while the layers arrive.
 
-    The share of a head may only shrink when a later layer joins, as evicted entries are gone. Each subclass proves
-    this.
+    The share of a head may only shrink when a later layer joins, as evicted entries are gone. Subclasses prove it.
     """
 
     @abstractmethod
@@ -54,8 +53,7 @@ class Sharing(ABC):
 
 
 def flat_shares(heads: Tensor, total: int, floor: int = 0) -> Counts:
-    """As `flat_counts`, with one floor, and without a wait where Triton packs entries. heads: `[heads, N]`, at least
-    `total` entries."""
+    """As `flat_counts`, with one floor, without a wait where Triton packs. heads: `[heads, N]`, >= `total` entries."""
     # A head with NaN scores leaves others room for their protected entries: Triton's form checks no counts.
     ranked = heads.nan_to_num(torch.finfo(heads.dtype).max, torch.inf, -torch.inf)
     counts = _flat_counts(list(ranked), total, [floor] * len(heads))
@@ -84,8 +82,7 @@ def _flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class GlobalSharing(Sharing):
-    """One budget for all layers and heads: the best entries of the whole cache, and `floor` of an even share of each
-    head.
+    """One budget for all layers and heads: the best entries of the cache, and `floor` of an even share of each head.
 
     Early layers can be cut before later ones are known. The floors of all layers are set aside, so the same number R of
     entries is left to compete at every step. An entry outside the best R of the first layers is outside the best R of
@@ -164,8 +161,7 @@ def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
 
 
 def floored(weights: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Share exactly `total`, which must be possible, in proportion to `weights`, no share below `floor` nor above
-    `cap`."""
+    """Share exactly `total`, which must be possible, by `weights`, no share below `floor` or above `cap`."""
     above = list(range(len(weights)))
     while True:
         shares = dict.fromkeys(range(len(weights)), Fraction(floor))

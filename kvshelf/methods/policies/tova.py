@@ -14,8 +14,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class Tova(ChunkedProbed, ScoringPolicy):
-    """In part, as nothing is dropped while it answers: keep what the prompt's last token attends to, the same in every
-    head.
+    """In part, as nothing is dropped while it answers: keep what the prompt's last token attends to, in all heads
+    alike.
 
     score_j = the mean over all query heads of the last row's softmax weight on token j; with several expected
     questions, the mean over their last rows. If the last row is the document's own, its token stays. With `prefill`

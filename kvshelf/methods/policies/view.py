@@ -212,8 +212,7 @@ class Probed:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The call of a layer's attention module, as a hook sees it. arguments: by name, of the document's, then probes'
-    tokens."""
+    """The call of a layer's attention module, as a hook sees it. arguments: by name; document tokens come first."""
 
     model: PreTrainedModel
     arguments: Mapping[str, Any]
@@ -403,8 +402,7 @@ class ObservationWindow:
         return queries[:, queries.shape[1] - self.tail :]
 
     def attention(self, kv_head: int) -> Tensor:
-        """Softmax weights `[group, R, columns]` fp32 of one GQA group. All heads' would take R times a layer's
-        scores."""
+        """Softmax weights `[group, R, columns]` fp32 of one GQA group: all heads' are R times a layer's scores."""
         layer = self._layer
         keys = layer.keys[kv_head]
         parts = []

@@ -178,8 +178,8 @@ def of_pages(prefix: PackedPrefix, page: int, *, exact: bool = False) -> Units:
 
 
 def of_entries(prefix: PackedPrefix, low: Tensor, always: int) -> Units:
-    """A unit of each entry, with the columns `low` `[W, entries]` bf16 as its summary. The first and last `always` of a
-    head are read."""
+    """A unit of each entry, with summaries `low` `[W, entries]` bf16. The first and last `always` of a head are
+    read."""
     ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
     last = torch.cat([torch.full((length,), length, dtype=torch.int32) for length in prefix.lengths])
     forced = (ends <= always) | (ends > last - always)

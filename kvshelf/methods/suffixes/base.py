@@ -261,8 +261,7 @@ class SuffixPolicy(Method):
 
 @dataclass(frozen=True)
 class PeriodicPolicy(SuffixPolicy):
-    """A policy that can reduce after any token. After every n-th one, not each as in papers, entries move once, not n
-    times."""
+    """A policy that can reduce after any token. Papers do after each; after every n-th one, entries move less often."""
 
     every: int = parameter(32, "tokens of the answer between two reductions", minimum=1)
 

@@ -1,5 +1,4 @@
-"""NGC's schedule, without its training: at times drop a share of the entries, in blocks, by the last tokens'
-attention."""
+"""NGC's schedule, without its training: at times drop entries, in blocks, by the last tokens' attention."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Su
 
 @dataclass(frozen=True)
 class NGCSchedule(PeriodicPolicy):
-    """In part, as nothing is learned: every `every` tokens drop a share of the entries, in blocks, by the last tokens'
-    attention.
+    """In part, as nothing is learned: every `every` tokens drop a share of the blocks, by the last tokens' attention.
 
     Behind the question each `block` consecutive stored entries are a block, and the entries behind the last full one
     stay. A block's score is the mean weight that its entries got from the last `queries` tokens. The blocks with the

@@ -28,11 +28,9 @@ _TOKENS: Final = 4096
 
 @dataclass(frozen=True)
 class GatePolicy(Policy):
-    """A policy that scores by gates trained for the model. A cache's identity names their digest: new gates, new
-    caches.
+    """A policy that scores by gates trained for the model. Their digest is in a cache's identity.
 
-    family: the kind of gates. target: what they were trained to foretell. Raise `gate_revision` when the formula
-    changes.
+    family: the kind of gates. target: what they foretell. Raise `gate_revision` when the formula changes.
     """
 
     family: ClassVar[Family]
@@ -146,8 +144,7 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         return torch.nn.functional.silu(projected(gate, "up", rows)) @ gate["down"].T + gate["bias"]
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
-        """The outputs of a chunk, as of `outputs`, and the note for the next one. note: of the chunk before; None at
-        first."""
+        """The outputs of a chunk, as of `outputs`, and its note for the next. note: of the one before, if any."""
         return self.outputs(gate, chunk), note
 
     def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:  # noqa: ARG002

@@ -41,7 +41,7 @@ class Locret(TokenGate):
     in_chunks: ClassVar[frozenset[str]] = frozenset({"chunk", "stabilizers"})
 
     recent: int = parameter(100, "last tokens of the document, always kept", minimum=0)
-    stabilizers: int = parameter(2500, "last tokens of a chunk that stay until the next", minimum=0, added=True)
+    stabilizers: int = parameter(2500, "last tokens of a chunk that stay until the next is read", minimum=0, added=True)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
