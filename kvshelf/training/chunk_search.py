@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.artifact.identity import canonical_json, digest
+from kvshelf.engine.exclusions import rope_to_undo
 from kvshelf.errors import InvalidRequest
 from kvshelf.model.calibration import Chunks, ChunksOrigin
 from kvshelf.training.journal import SearchJournal
@@ -21,7 +22,6 @@ from kvshelf.training.observing import measured_layers
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
-from kvshelf.engine.exclusions import rope_to_undo
 
 TOP: Final = 256
 """Keys of a query whose agreement is measured; a quarter of what a shorter document has."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from kvshelf.artifact.cache import CompressedCache
 from kvshelf.artifact.coded import FIRST_TOKENS
 from kvshelf.engine.attention.attached import CACHE_ARGUMENT
+from kvshelf.engine.exclusions import rope_to_undo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvshelf.engine.engine import Engine
-from kvshelf.engine.exclusions import rope_to_undo
 
 _CUES: Final = 16
 _NEXT: Final = 128

@@ -27,6 +27,7 @@ from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.artifact.records import Kept
 from kvshelf.artifact.transforms import EIGHTHS, HIGHEST, KINDS, LOWEST, Kind, RowTransform, Transforms, pack
 from kvshelf.atomic import written
+from kvshelf.engine.exclusions import rope_to_undo
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
 from kvshelf.methods.policies.gate_file import metadata, to_safetensors
@@ -35,7 +36,6 @@ from kvshelf.training.step_search import TRIES, coarsest
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
-from kvshelf.engine.exclusions import rope_to_undo
 
 _LOG = logging.getLogger(__name__)
 

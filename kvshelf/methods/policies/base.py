@@ -91,7 +91,7 @@ class Policy(Method):
 
     by_position: it chooses by positions alone. shared_by_heads: every head of a layer keeps the same tokens, so budgets
     per head mean nothing. budgets_heads: each head has a budget of its own. merges: an entry may stand for several
-    tokens. The others give a policy work where the budget is the whole document, too: indexes: it makes an index of its
+    tokens. The others give it work even under a budget of the whole document. indexes: it makes an index of its
     entries. prunes: it stores keys without some of their channels. has_residuals: it stores the layers' inputs in place
     of keys and values. sets_precision: its records say how many entries have more bits under `mixed:share=policy`.
     """
