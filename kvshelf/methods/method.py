@@ -97,6 +97,8 @@ class Method(ABC):
 
     kind: ClassVar[Kind]
     name: ClassVar[str]
+    formerly: ClassVar[str] = ""
+    """A second name, under which requests and stored settings find it, too."""
     source: ClassVar[str]
     advice: ClassVar[str] = ""
 

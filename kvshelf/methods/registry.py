@@ -33,16 +33,20 @@ class Registry(dict[str, type[MethodT]]):
         bundled = (EntryPoint(name, value, self.kind.group) for name, value in BUNDLED[self.kind.folder].items())
         super().__init__()
         for entry in (*bundled, *entry_points(group=self.kind.group)):
-            self[entry.name] = loaded(entry, base, {*self, *reserved})
+            former = {cls.formerly for cls in self.values()}
+            self[entry.name] = loaded(entry, base, {*self, *former, *reserved})
 
     def build(self, name: str, params: Mapping[str, Any]) -> MethodT:
         """The method of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
         return self.find(name).build(params, self)
 
     def find(self, name: str) -> type[MethodT]:
-        """The method of that name. Raises `InvalidRequest` on an unknown one, or if its source cannot be loaded."""
+        """The method of that name, or of that second name. Raises `InvalidRequest` on an unknown one, or if its source
+        cannot be loaded."""
         if name in self:
             return self[name]
+        if renamed := [cls for cls in self.values() if name and name == cls.formerly]:
+            return renamed[0]
         prefix, _, method = name.partition(":")
         if not method or prefix not in SOURCES.get(self.kind.folder, {}):
             raise unknown(self.kind, name, self)

@@ -1,4 +1,5 @@
-"""What a method needs is given to it whatever its class, even to a policy that derives from no class but `Policy`."""
+"""What a method needs is given to it whatever its class, even to a policy that derives from no class but `Policy`,
+and to one that says `observes`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from kvshelf import Engine
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import Needs
 from kvshelf.methods.policies import POLICIES, ScoringPolicy
+from kvshelf.methods.policies.base import Observes
 from kvshelf.methods.policies.gate_file import GateHeader, Gates, gate_path
+from kvshelf.methods.policies.h2o import H2O
 from tests.methods.policies.gates import TRAINING
 
 TEXT = "The access code of the amber falcon is 482913. " + "The tide turns and the boats wait. " * 20
@@ -59,3 +62,19 @@ def test_needs_of_gates_are_met_by_the_file_of_the_policys_name(engine):
 def test_needs_of_gates_go_through_a_policy_around_another(engine):
     with pytest.raises(PolicyUnsupported, match="policy 'weighed' needs gates"):
         engine.compress(TEXT, policy="ada", base="weighed")
+
+
+def test_needs_may_be_said_as_before():
+    @dataclass(frozen=True)
+    class Old(H2O):
+        @property
+        def observes(self):
+            return super().observes | Observes.ROPE
+
+    @dataclass(frozen=True)
+    class Older(Old):
+        observes = Observes.TEXT
+
+    assert Old().needs == Needs.QUERIES | Needs.SUMS | Needs.ROPE
+    assert Older().needs is Needs.TEXT
+    assert Older().observes is Needs.TEXT

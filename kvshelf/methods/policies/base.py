@@ -48,6 +48,9 @@ def sized(layers: Mapping[int, Entries | Unsized]) -> dict[int, Entries]:
 Phase = Literal["during", "cascade", "after"]
 """When a policy reduces: see `Policy.phase`."""
 
+Observes = Needs
+"""The name of `Needs` in plug-ins that say `observes`."""
+
 
 def prefill_parameter(tokens: str, *, added: bool = False) -> Any:
     """How policies read the document that can do so in chunks. tokens: the parameter with the tokens of a pass."""
@@ -115,6 +118,13 @@ class Policy(Method):
     """The parameters that say what its records have beside whole entries: `vectors` like keys for each KV head and
     `block` of tokens; `pruned`, the share of a key's channels that goes, except of the last `whole` entries;
     `residuals`, which no parameter sizes (""), in place of keys and values."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Plug-ins may say `observes` for `needs`, and ask their base for either."""
+        super().__init_subclass__(**options)
+        for name, other in (("observes", "needs"), ("needs", "observes")):
+            if name in cls.__dict__ and other not in cls.__dict__:
+                setattr(cls, other, cls.__dict__[name])
 
     @property
     def revision(self) -> int:

@@ -28,6 +28,7 @@ class NGCSchedule(PeriodicPolicy):
     """
 
     name: ClassVar[str] = "ngc_schedule"
+    formerly: ClassVar[str] = "ngc"
     source: ClassVar[str] = "the schedule of NGC (neural garbage collection), after descriptions of the method"
     advice: ClassVar[str] = "where attention should decide at little cost; what it keeps are passages, not tokens."
     needs: ClassVar[Needs] = Needs.ATTENTION
