@@ -196,7 +196,7 @@ def test_a_selector_that_cannot_be_used_is_refused_by_name(
 ) -> None:
     advertise(strangers, "strangers", SELECTOR.group, entries)
     with pytest.raises(InvalidRequest, match=problem) as refusal:
-        Registry(UnitSelector, taken=("sage",))
+        Registry(UnitSelector, reserved=("sage",))
     assert refusal.value.message.startswith(f"the selector {next(iter(entries))!r} of strangers")
     assert refusal.value.param == "select.method"
 

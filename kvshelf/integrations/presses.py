@@ -52,13 +52,13 @@ class Pressed(Policy):
     """Of one document, because a press keeps what it has seen."""
 
     @classmethod
-    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:
+    def build(cls, params: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:
         names = {f.name for f in parameter_fields(cls)}
         around = "base" in names
-        policy = super().build({k: v for k, v in given.items() if k in names or not around}, known)
+        policy = super().build({k: v for k, v in params.items() if k in names or not around}, known)
         if around:
             base = presses()[policy.parameters()["base"]]
-            policy = replace(policy, inner=base.build({k: v for k, v in given.items() if k not in names}, known))
+            policy = replace(policy, inner=base.build({k: v for k, v in params.items() if k not in names}, known))
         policy._make()  # refuses values that the press does not take
         return policy
 

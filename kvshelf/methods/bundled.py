@@ -1,4 +1,4 @@
-"""kvshelf's own methods: where the class of each name is, as entry points say it of other packages."""
+"""The module and class of each of kvshelf's own methods, in the form of entry points."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Final, NamedTuple
 
 
 class MethodPackage(NamedTuple):
-    """Methods that another package has in a form of its own. package: has to be installed. value: of the function that
-    gives their classes by name, as entry points say it."""
+    """A package whose methods kvshelf adapts. value: the entry point of the function that has their classes."""
 
     package: str
     value: str
@@ -82,7 +81,7 @@ BUNDLED: Final = {
         "trimkv": "kvshelf.methods.suffixes.trimkv:TrimKV",
     },
 }
-"""By folder, in the order in which they are listed. A new method is a file there and a line here."""
+"""By folder, in the order of listings. A new method is a file there and a line here."""
 
 SOURCES: Final = {"policies": {"press": MethodPackage("kvpress", "kvshelf.integrations.presses:presses")}}
-"""By folder and the first part of their names: `press:criticalkv`. Loaded when one of them is asked for."""
+"""By folder and by the prefix of their names, as in `press:criticalkv`. Loaded when a request names one."""

@@ -1,5 +1,4 @@
-"""What policies, selectors and suffix policies have in common: a `Method` says its name, its source, its parameters and
-what it needs, and is built from a request. The engine asks for the needs, never which method it has before it.
+"""The common base of policies, selectors and suffix policies. The engine asks a method for its needs, never its name.
 
 A method is a frozen dataclass in a file of its own, here or in another package. Its fields are its parameters;
 `parameter()` gives each one its default, range and help text, against which requests are checked.
@@ -8,13 +7,15 @@ A method is a frozen dataclass in a file of its own, here or in another package.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Flag, auto
 from typing import Any, ClassVar, Final, Self, get_args, get_type_hints
 
 from kvshelf.errors import InvalidRequest, nearest
-from kvshelf.methods.parameters import check
+
+LARGEST: Final = 2**24
+"""Largest legal number. No document has more tokens, and above it fp32 cannot represent every integer."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,16 @@ class Needs(Flag):
     """What a method needs besides keys and values. The engine refuses the method before any work where the model or
     the cache cannot provide it.
 
-    Of a prefill: QUERIES. ROPE: to undo the rotation, also at the question. TEXT: of the document; of a selector, that
-    of answers. WEIGHTS: of the output projection. CALIBRATION: of the heads. GATES: trained ones, see
-    `Policy.gate_file`. SUMS: that `LayerView.column_sums` uses the attention's own log-sum-exps; without it the last
-    layer's attention is not computed. CALL: the arguments of the attention module's call, and the model. BEFORE: which
-    tokens the layer before keeps. SURPRISALS: of the document's tokens, for which the model reads it once more. INPUTS:
-    of each layer, which the policy stores in place of keys and values.
+    In a prefill: QUERIES. ROPE: to undo the rotation, also at the question. TEXT: the document's text; for a selector,
+    the text of answers. WEIGHTS: the output projection's. CALIBRATION: the model's. GATES: trained ones, see
+    `Policy.gate_file`. SUMS: `LayerView.column_sums` by the attention's own log-sum-exps; without it the last layer's
+    attention is not computed. CALL: the arguments of the attention module's call, and the model. BEFORE: which tokens
+    the layer before keeps. SURPRISALS: of the document's tokens, for which the model reads it once more. INPUTS: of
+    each layer, which the policy stores in place of keys and values.
 
-    At the question: SENTENCES, of which the cache says where they end. INDEX: that the cache has one. CHUNKS: of the
-    model's frequencies, measured by `kvshelf calibrate`. ATTENTION: the weights that tokens of the answer give.
-    SKEWS: of the model's query heads, found likewise. EARLY: the queries that a layer would make of what the layer
-    before it was given.
+    At the question: SENTENCES: their ends, which the cache has. INDEX: the cache's. CHUNKS: the model's frequency
+    chunks, and SKEWS: of its query heads, both measured by `kvshelf calibrate`. ATTENTION: the weights that tokens of
+    the answer give. EARLY: the queries that a layer would make of the input of the layer before it.
     """
 
     NOTHING = 0
@@ -85,55 +85,54 @@ def parameter(
     odd: bool = False,
     added: bool = False,
 ) -> Any:
-    """A parameter of a method: a dataclass field with its legal range, both ends included. added: to a method that had
-    been released without it; at its default it is in no identity, so that the ids of earlier caches stay."""
+    """A parameter of a method: a dataclass field with its legal range, both ends included. added: later than the
+    method; at its default it is in no identity, so that the ids of earlier caches stay."""
     rule = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "odd": odd, "added": added}
     return field(default=default, metadata=rule)
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """`source` names the paper, `advice` says when to choose the method. Users see the class docstring's first
-    paragraph as its summary."""
+    """source: the paper. advice: when to choose the method. Its summary is the class docstring's first paragraph."""
 
     kind: ClassVar[Kind]
     name: ClassVar[str]
     formerly: ClassVar[str] = ""
-    """The name that it once had, under which requests and stored settings still find it."""
+    """A second name, under which requests and stored settings find it, too."""
     source: ClassVar[str]
     advice: ClassVar[str] = ""
 
     @property
     def needs(self) -> Needs:
-        """What it needs. A plain class attribute if it does not depend on parameters."""
+        """A plain class attribute where the needs do not depend on parameters."""
         return Needs.NOTHING
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters as used, without those that were `added` and have their default."""
+        """The values of all parameters but of those that were `added` and have their default."""
         values = ((f, getattr(self, f.name)) for f in parameter_fields(type(self)))
         return {f.name: value for f, value in values if not (f.metadata["added"] and value == f.default)}
 
     @classmethod
-    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:  # noqa: ARG003
+    def build(cls, params: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Self:  # noqa: ARG003
         """Make the method from a request's parameters. Raises `InvalidRequest` naming the parameter and its range.
 
-        known: all methods of its kind by name. One that is built around another one looks its base up here.
+        known: all methods of its kind by name, among which a method around another one looks its base up.
         """
-        require_parameters(cls, f"{cls.kind.noun} {cls.name!r}", given, cls.kind.params)
-        return cls(**given)
+        require_parameters(cls, f"{cls.kind.noun} {cls.name!r}", params, cls.kind.params)
+        return cls(**params)
 
 
-def require_parameters(cls: type, owner: str, given: Mapping[str, Any], param: str) -> None:
+def require_parameters(cls: type, owner: str, params: Mapping[str, Any], param: str) -> None:
     """Raises `InvalidRequest`, which names the parameter and its range, unless `cls` has all these parameters and they
     are legal. owner: what has them, in words; param: the field of the request that they come from."""
-    own = {f.name: f for f in parameter_fields(cls)}
-    for name, value in given.items():
-        if name not in own:
+    legal = {f.name: f for f in parameter_fields(cls)}
+    for name, value in params.items():
+        if name not in legal:
             raise InvalidRequest(
-                f"{owner} has no parameter {name!r}{nearest(name, own)}; it has {', '.join(own) or 'none'}",
+                f"{owner} has no parameter {name!r}{nearest(name, legal)}; it has {', '.join(legal) or 'none'}",
                 param=f"{param}.{name}",
             )
-        check(owner, name, value, parameter_types(cls)[name], own[name].metadata, param)
+        check(owner, name, value, parameter_types(cls)[name], legal[name].metadata, param)
 
 
 def parameter_fields(cls: type) -> list[Field[Any]]:
@@ -145,3 +144,48 @@ def parameter_types(cls: type) -> dict[str, tuple[type, ...]]:
     """The types each parameter may have."""
     hints = get_type_hints(cls)
     return {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in parameter_fields(cls)}
+
+
+def unknown(kind: Kind, name: str, known: Iterable[str]) -> InvalidRequest:
+    """The error for an unknown method."""
+    names = list(known)
+    text = f"unknown {kind.noun} {name!r}{nearest(name, names)}; this version has {', '.join(names)}"
+    return InvalidRequest(text, param=kind.param)
+
+
+def legal_values(types: tuple[type, ...], rule: Mapping[str, Any]) -> str:
+    """The legal values of a parameter, in words."""
+    names = ["null" if kind is type(None) else kind.__name__ for kind in types]
+    if rule["choices"]:
+        return f"one of {', '.join(map(repr, rule['choices']))}"
+    legal = ("an odd " if rule["odd"] else "") + " or ".join(names)
+    match rule["minimum"], rule["maximum"]:
+        case None, None:
+            return legal
+        case minimum, None:
+            return f"{legal} from {minimum}"
+        case None, maximum:
+            return f"{legal} to {maximum}"
+        case minimum, maximum:
+            return f"{legal} from {minimum} to {maximum}"
+
+
+def check(owner: str, name: str, value: Any, types: tuple[type, ...], rule: Mapping[str, Any], param: str) -> None:
+    """Raises `InvalidRequest` for a value that is not legal. owner, param: as of `require_parameters`."""
+    if isinstance(value, int | float) and abs(value) > LARGEST:  # its text may be too long to show
+        raise InvalidRequest(
+            f"parameter {name!r} of {owner} is beyond {LARGEST}, and no number may be",
+            param=f"{param}.{name}",
+        )
+    numeric = float in types and isinstance(value, int) and not isinstance(value, bool)
+    fits = type(value) in types or numeric
+    if fits and value is not None:
+        fits = rule["choices"] is None or value in rule["choices"]
+        fits = fits and (rule["minimum"] is None or value >= rule["minimum"])  # false for NaN
+        fits = fits and (rule["maximum"] is None or value <= rule["maximum"])
+        fits = fits and (not rule["odd"] or value % 2 == 1)
+    if not fits:
+        raise InvalidRequest(
+            f"parameter {name!r} of {owner} is {value!r}; it must be {legal_values(types, rule)}",
+            param=f"{param}.{name}",
+        )

@@ -1,8 +1,7 @@
-"""The methods of one kind by name: those of kvshelf, and those of other packages, which name their classes as entry
-points of the groups `kvshelf.policies`, `kvshelf.selectors` and `kvshelf.suffixes`.
+"""The methods of one kind by name: kvshelf's own, and those of other packages' entry points (`kvshelf.policies`, ...).
 
-Entry points are used instead of a setting or a call, because they work alike in the front end, in replicas on every
-machine that has the package, and in an engine in the caller's own process.
+Entry points work alike in the front end, in replicas on every machine that has the package, and in an engine in the
+caller's own process; a setting or a call would not.
 """
 
 from __future__ import annotations
@@ -17,54 +16,50 @@ from typing import Any, TypeVar
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.bundled import BUNDLED, SOURCES
 from kvshelf.methods.info import MethodInfo, ParameterInfo, measured_rows
-from kvshelf.methods.method import Kind, Method, parameter_fields, parameter_types
-from kvshelf.methods.parameters import legal_values, unknown
+from kvshelf.methods.method import Kind, Method, legal_values, parameter_fields, parameter_types, unknown
 
 MethodT = TypeVar("MethodT", bound=Method)
 
 
 class Registry(dict[str, type[MethodT]]):
-    """Classes by name, in the order in which they are listed. Methods of a source, as `press:criticalkv`, are not
-    listed here, and found under their names."""
+    """Classes by name, in the order of listings, without methods of `SOURCES` (`press:criticalkv`): see `find`."""
 
-    def __init__(self, base: type[MethodT], taken: Collection[str] = ()) -> None:
-        """base: what they derive from. taken: names that no method of another package may have.
+    def __init__(self, base: type[MethodT], reserved: Collection[str] = ()) -> None:
+        """base: the class of all methods of the kind. reserved: names that no method may have.
 
-        Raises `InvalidRequest` for a class that cannot be loaded, derives from another one, is abstract, or has a name
-        that is taken.
+        Raises `InvalidRequest` for a class that cannot be loaded, is no subclass, is abstract, or has a taken name.
         """
         self.kind: Kind = base.kind
-        own = (EntryPoint(name, value, self.kind.group) for name, value in BUNDLED[self.kind.folder].items())
+        bundled = (EntryPoint(name, value, self.kind.group) for name, value in BUNDLED[self.kind.folder].items())
         super().__init__()
-        for entry in (*own, *entry_points(group=self.kind.group)):
+        for entry in (*bundled, *entry_points(group=self.kind.group)):
             former = {cls.formerly for cls in self.values()}
-            self[entry.name] = loaded(entry, base, {*self, *former, *taken})
+            self[entry.name] = loaded(entry, base, {*self, *former, *reserved})
 
     def build(self, name: str, params: Mapping[str, Any]) -> MethodT:
         """The method of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
         return self.find(name).build(params, self)
 
     def find(self, name: str) -> type[MethodT]:
-        """The method of that name, or that once had it. Raises `InvalidRequest` on an unknown one, and where its source
+        """The method of that name, or of that second name. Raises `InvalidRequest` on an unknown one, or if its source
         cannot be loaded."""
-        prefix, _, own = name.partition(":")
-        if name in self.keys():
+        if name in self:
             return self[name]
         if renamed := [cls for cls in self.values() if name and name == cls.formerly]:
             return renamed[0]
-        if not own or prefix not in SOURCES.get(self.kind.folder, {}):
-            raise unknown(self.kind.noun, name, self, self.kind.param)
+        prefix, _, method = name.partition(":")
+        if not method or prefix not in SOURCES.get(self.kind.folder, {}):
+            raise unknown(self.kind, name, self)
         methods = self._sourced(prefix)
-        if own not in methods:
-            names = [f"{prefix}:{each}" for each in methods]
-            raise unknown(self.kind.noun, name, names, self.kind.param)
-        return methods[own]
+        if method not in methods:
+            raise unknown(self.kind, name, (f"{prefix}:{known}" for known in methods))
+        return methods[method]
 
     def sourced(self) -> Iterator[type[MethodT]]:
-        """The methods of all sources whose packages are installed and can be loaded."""
+        """The methods of all `SOURCES` whose packages are installed and can be loaded."""
         for prefix, source in SOURCES.get(self.kind.folder, {}).items():
             if find_spec(source.package) is not None:
-                with suppress(InvalidRequest):  # whoever asks for one of them hears why
+                with suppress(InvalidRequest):  # `find` of one of them says why
                     yield from self._sourced(prefix).values()
 
     def _sourced(self, prefix: str) -> Mapping[str, type[MethodT]]:
@@ -79,29 +74,26 @@ class Registry(dict[str, type[MethodT]]):
         return methods
 
 
-def loaded(entry: EntryPoint, base: type[MethodT], taken: Collection[str]) -> type[MethodT]:
+def loaded(entry: EntryPoint, base: type[MethodT], reserved: Collection[str]) -> type[MethodT]:
     """The class that an entry point names. Raises as `Registry` does."""
     try:
-        cls = entry.load()
+        cls: type[MethodT] = entry.load()
     except Exception as error:  # a stranger's module may raise anything
         raise _refused(entry, f"{type(error).__name__}: {error}", base.kind) from error
-    problem = _problem(entry, cls, base)
-    if not problem and cls.name in taken:
-        problem = f"there is a {base.kind.noun} {cls.name!r} already"
-    if problem:
+    if problem := _problem(entry, cls, base, reserved):
         raise _refused(entry, problem, base.kind)
-    found: type[MethodT] = cls
-    return found
+    return cls
 
 
-def _problem(entry: EntryPoint, cls: Any, base: type) -> str:
-    """Why what an entry point names is no class of its group; "" if it is one."""
+def _problem(entry: EntryPoint, cls: Any, base: type[Method], reserved: Collection[str]) -> str:
+    """Why an entry point's object cannot be a method of that name; "" if it can."""
     if not (isinstance(cls, type) and issubclass(cls, base)):
         return f"it is no subclass of {base.__module__}.{base.__qualname__}"
     if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
         return f"its class lacks {', '.join(lacking)}"
-    name = getattr(cls, "name", None)
-    return "" if name == entry.name else f"its class has the name {name!r}"
+    if (name := getattr(cls, "name", None)) != entry.name:
+        return f"its class has the name {name!r}"
+    return f"there is a {base.kind.noun} {name!r} already" if name in reserved else ""
 
 
 def _refused(entry: EntryPoint, problem: str, kind: Kind) -> InvalidRequest:
@@ -113,8 +105,7 @@ def _refused(entry: EntryPoint, problem: str, kind: Kind) -> InvalidRequest:
 
 
 def info_of(cls: type[Method], **of_policy: Any) -> MethodInfo:
-    """A method with its parameters, ranges and source, from its class. of_policy: what `MethodInfo` has of policies
-    alone."""
+    """The `MethodInfo` of a class. of_policy: its fields that are of policies alone."""
     summary, *details = paragraphs(cls)
     parameters = parameters_of(cls)
     measured = measured_rows(cls.kind, cls.name)
@@ -127,7 +118,6 @@ def paragraphs(cls: type) -> list[str]:
 
 
 def parameters_of(cls: type) -> dict[str, ParameterInfo]:
-    """The parameters of a method."""
     types = parameter_types(cls)
     return {
         f.name: ParameterInfo(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,18 @@ class Needle:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A needle with its job, the question, the model's answer, and the needle's place in the document."""
+    """A needle with its job, the model's answer, and its place in the document. dialogue: question and answer, but for
+    the last token, which predicts nothing."""
 
     dataset: str
     job: Job
-    asked: tuple[int, ...]  # question and answer, without the last token, which predicts nothing more
+    dialogue: tuple[int, ...]
     answer: tuple[int, ...]
     needle: slice
 
     @property
-    def found(self) -> list[int]:
-        """Which of the answer's tokens are among the needle's."""
+    def needle_rows(self) -> list[int]:
+        """The indices of the answer's tokens that are in the needle."""
         tokens = set(self.job.document.token_ids[self.needle])
         return [i for i, token in enumerate(self.answer) if token in tokens]
 
@@ -70,67 +70,64 @@ def calibrate(
     progress: Callable[[], None] = lambda: None,
     journal: Path | None = None,
 ) -> Calibration:
-    """Score every query head and every layer of the model. `progress` is called three times per needle. journal: the
-    file from which a search that was interrupted goes on; it is gone in the end.
+    """Score every query head and every layer of the model. progress: called three times per needle. journal: the file
+    from which an interrupted search goes on; removed in the end.
 
-    Raises `InvalidRequest` where no answer holds a token of its needle: such answers teach nothing.
+    Raises `InvalidRequest` where no answer has a token of its needle: such answers teach nothing.
     """
-    kept = SearchJournal(journal, _digest(engine, needles))
-    samples, scores = [], None
+    content = canonical_json([asdict(needle) for needle in needles])
+    search = SearchJournal(journal, digest("kvshelf.calibration.search", engine.identity.fingerprint(), content))
+    samples, scores = [], torch.zeros(1, 1, dtype=torch.float64)
     for needle in needles:
-        found = kept.step(partial(answered_share, engine, needle))
-        samples.append(head_sample(engine, needle, found["asked"], found["answer"]))
-        own = torch.tensor(found["scores"], dtype=torch.float64)
-        scores = own if scores is None else scores + own
+        line = search.step(answered_share, engine, needle)
+        samples.append(head_sample(engine, needle, line["asked"], line["answer"]))
+        scores = scores + torch.tensor(line["scores"], dtype=torch.float64)
         progress()
-    if scores is None or not bool(scores.any()):
-        kept.remove()
+    if not bool(scores.any()):
+        search.remove()
         raise InvalidRequest(
             f"{engine.name!r} answered none of {len(needles)} questions with words of the sentence asked for, so "
             "nothing shows which heads retrieve; give more documents, shorter ones, or another model",
             param="documents",
         )
     layers = scores.shape[0]
-    made = partial(
-        Calibration,
+    even = Calibration(
         weights=engine.identity.weights,
         head_scores=tuple(map(tuple, (scores / scores.max()).tolist())),
+        layer_errors=(1 / layers,) * layers,
         origin=_origin(engine, samples),
     )
-    even = made(layer_errors=(1 / layers,) * layers)
-    found = made(
-        layer_errors=_layer_errors(engine, samples, even, progress, kept),
-        key_similarities=_key_similarities(engine, samples, progress, kept),
+    calibration = Calibration(
+        weights=even.weights,
+        head_scores=even.head_scores,
+        layer_errors=_layer_errors(engine, samples, even, progress, search),
+        key_similarities=_key_similarities(engine, samples, progress, search),
+        origin=even.origin,
     )
-    kept.remove()
-    return found
-
-
-def _digest(engine: Engine, needles: Sequence[Needle]) -> str:
-    asked = canonical_json([asdict(needle) for needle in needles])
-    return digest("kvshelf.calibration.search", engine.identity.fingerprint(), asked)
+    search.remove()
+    return calibration
 
 
 def retrieval_scores(engine: Engine, sample: _Sample) -> Tensor:
-    """Mass that each query head puts on the needle, summed over the rows that generate one of its tokens: `[layers,
-    q_heads]` fp64."""
+    """Each query head's attention to the needle, summed over the rows that write its tokens: `[layers, q_heads]`
+    fp64."""
     scores: dict[int, Tensor] = {}
 
     def judge(layer: LayerView) -> None:
         window = layer.window(len(sample.answer))
         mass = [
-            window.attention(head)[:, sample.found, sample.needle].double().sum(dim=(1, 2))
+            window.attention(head)[:, sample.needle_rows, sample.needle].double().sum(dim=(1, 2))
             for head in range(layer.kv_heads)
         ]
         scores[layer.layer_idx] = torch.cat(mass).cpu()
 
-    observe(engine, sample.job, judge, [_asking(sample)])
+    observe(engine, sample.job, judge, [_dialogue_pass(sample)])
     return torch.stack([scores[layer] for layer in sorted(scores)])
 
 
 def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> Tensor:
-    """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of the
-    question and the answer; O_c the same for the document reduced as CompressKV would, but evenly."""
+    """||O_c - O||_F / (||O||_F + 1e-5) of each layer, `[layers]` fp64. O is the attention output (before W_o) of
+    question and answer; O_c is that over the document as CompressKV would reduce it, but with equal budgets."""
     errors: dict[int, float] = {}
     document = replace(sample.job.document, calibration=calibration)
     ending = [ProbePass(document.suffix, document.num_tokens)] if document.suffix else []
@@ -144,36 +141,30 @@ def layer_errors(engine: Engine, sample: _Sample, calibration: Calibration) -> T
         reduced = _output(layer, kept)
         errors[layer.layer_idx] = float((reduced - full).norm() / (full.norm() + 1e-5))
 
-    observe(engine, sample.job, measure, [*ending, _asking(sample)])
+    observe(engine, sample.job, measure, [*ending, _dialogue_pass(sample)])
     return torch.tensor([errors[layer] for layer in sorted(errors)], dtype=torch.float64)
 
 
-def _errors(engine: Engine, sample: _Sample, even: Calibration) -> list[float]:
-    found: list[float] = layer_errors(engine, sample, even).tolist()
-    return found
-
-
 def _layer_errors(
-    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], kept: SearchJournal
+    engine: Engine, samples: Sequence[_Sample], even: Calibration, progress: Callable[[], None], search: SearchJournal
 ) -> tuple[float, ...]:
-    """Errors summed over the samples of a data set, made to add up to 1, and averaged over the data sets."""
+    """Errors summed over the samples of a data set, scaled to a total of 1, and averaged over the data sets."""
     sums: dict[str, Tensor] = {}
     for sample in samples:
-        errors = kept.step(partial(_errors, engine, sample, even))
-        found = torch.tensor(errors, dtype=torch.float64)
-        sums[sample.dataset] = found if sample.dataset not in sums else sums[sample.dataset] + found
+        errors = search.step(lambda sample: layer_errors(engine, sample, even).tolist(), sample)
+        sums[sample.dataset] = torch.tensor(errors, dtype=torch.float64) + sums.get(sample.dataset, 0.0)
         progress()
     shares = torch.stack([total / total.sum() for total in sums.values()]).mean(dim=0)
     return tuple(shares.tolist())
 
 
 def _key_similarities(
-    engine: Engine, samples: Sequence[_Sample], progress: Callable[[], None], kept: SearchJournal
+    engine: Engine, samples: Sequence[_Sample], progress: Callable[[], None], search: SearchJournal
 ) -> tuple[float, ...]:
     """The mean of the samples' documents."""
     cosines = []
     for sample in samples:
-        cosines.append(kept.step(partial(key_similarities, engine, sample.job.document.token_ids)))
+        cosines.append(search.step(key_similarities, engine, sample.job.document.token_ids))
         progress()
     return tuple(torch.tensor(cosines, dtype=torch.float64).mean(dim=0).tolist())
 
@@ -181,16 +172,16 @@ def _key_similarities(
 def _output(layer: LayerView, kept: Tensor) -> Tensor:
     """Attention output of the last probe pass over the document's `kept` `[kv_heads, N]` and itself: `[q_heads, T, Dv]`
     fp32."""
-    asking = layer.probes[-1]
-    keys = torch.cat([layer.keys, asking.keys], dim=1).float()
-    values = torch.cat([layer.values, asking.values], dim=1).float()
-    group = asking.queries.shape[0] // layer.kv_heads
-    rows = asking.queries.shape[1]
-    own = torch.ones(rows, rows, dtype=torch.bool, device=kept.device).tril()
+    probed = layer.probes[-1]
+    keys = torch.cat([layer.keys, probed.keys], dim=1).float()
+    values = torch.cat([layer.values, probed.values], dim=1).float()
+    group = probed.queries.shape[0] // layer.kv_heads
+    rows = probed.queries.shape[1]
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=kept.device).tril()
     document = kept.repeat_interleave(group, dim=0).unsqueeze(1).expand(-1, rows, -1)  # [q_heads, T, N]
-    visible = torch.cat([document, own.expand(len(document), -1, -1)], dim=2)
+    visible = torch.cat([document, causal.expand(len(document), -1, -1)], dim=2)
     out = F.scaled_dot_product_attention(
-        asking.queries[None].float(), keys[None], values[None], attn_mask=visible[None], scale=layer.scaling,
+        probed.queries[None].float(), keys[None], values[None], attn_mask=visible[None], scale=layer.scaling,
         enable_gqa=True,
     )  # fmt: skip
     return out[0]
@@ -202,22 +193,22 @@ def answered_share(engine: Engine, needle: Needle) -> dict[str, Any]:
     cache = engine.run(job).cache
     query = engine.encode_query(cache, needle.question)
     answer = list(engine.answer(cache, query, max_new_tokens=ANSWER_TOKENS).token_ids)
-    asked = [*query, *answer[:-1]]
-    scores = retrieval_scores(engine, head_sample(engine, needle, asked, answer)).tolist()
-    return {"asked": asked, "answer": answer, "scores": scores}
+    dialogue = [*query, *answer[:-1]]
+    scores = retrieval_scores(engine, head_sample(engine, needle, dialogue, answer)).tolist()
+    return {"asked": dialogue, "answer": answer, "scores": scores}
 
 
-def head_sample(engine: Engine, needle: Needle, asked: Sequence[int], answer: Sequence[int]) -> _Sample:
+def head_sample(engine: Engine, needle: Needle, dialogue: Sequence[int], answer: Sequence[int]) -> _Sample:
     text = engine.encoder.require_text("documents")
     job = engine.prepare(needle.document, policy="full")
     # The space before a word is part of its token.
     first, last = (text.count_tokens(needle.document[:at].rstrip()) for at in (needle.start, needle.end))
     prefix = job.document.protected_prefix
-    return _Sample(needle.dataset, job, tuple(asked), tuple(answer), slice(prefix + first, prefix + last))
+    return _Sample(needle.dataset, job, tuple(dialogue), tuple(answer), slice(prefix + first, prefix + last))
 
 
-def _asking(sample: _Sample) -> ProbePass:
-    return ProbePass(sample.asked, sample.job.num_tokens)
+def _dialogue_pass(sample: _Sample) -> ProbePass:
+    return ProbePass(sample.dialogue, sample.job.num_tokens)
 
 
 def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
@@ -226,6 +217,6 @@ def _origin(engine: Engine, samples: Sequence[_Sample]) -> Origin:
         model=engine.name,
         documents=len(samples),
         tokens=max(sample.job.num_tokens for sample in samples),
-        answered=sum(len(sample.found) for sample in samples) / generated,
+        answered=sum(len(sample.needle_rows) for sample in samples) / generated,
         compression_ratio=ERROR_RATIO,
     )

@@ -1,5 +1,5 @@
-"""Finds the step of a model for the codec `klt`: the coarsest at which its predictions are still those of the full
-cache, on texts that are asked about as in `asked`."""
+"""Finds the step of a model for the codec `klt`: the coarsest at which the predictions on some `ProbedText`s are still
+those of the full cache."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from typing import TYPE_CHECKING, Final
 
 from kvshelf.artifact.codecs import Codec
 from kvshelf.artifact.coder import Coder
-from kvshelf.training.asked import Asked
+from kvshelf.training.probed_text import ProbedText
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
 LOSSLESS: Final = 0.0035
-"""Nats of KL that are taken for no loss: at 0.0029 SmolLM2 lost 2 of 28 right answers on real documents. Half of it
-costs an eighth more bytes, and how many are lost no longer follows it (docs/internals/policies.md)."""
+"""Nats of KL that count as no loss: at 0.0029 SmolLM2 lost 2 of 28 right answers on real documents. Half of it costs an
+eighth more bytes, and the number of lost answers no longer follows it (docs/internals/policies.md)."""
 
 QUARTERS: Final = 19
-"""Quarters of an octave by which the step found may be finer than the codec's own."""
+"""The most quarters of an octave by which the step may be finer than the codec's own."""
 
 TRIES: Final = QUARTERS.bit_length()
 
 
-def coarsest(engine: Engine, coder: Coder, texts: Sequence[Asked], report: Callable[[int], None]) -> int:
-    """By how many quarters of an octave the codec's own step has to be made finer, from 0 to `QUARTERS`.
-
-    report: called with the number of steps tried, `TRIES` in the end.
-    """
+def coarsest(engine: Engine, coder: Coder, texts: Sequence[ProbedText], report: Callable[[int], None]) -> int:
+    """The quarters of an octave by which the codec's own step must be finer, from 0 to `QUARTERS`. report: called with
+    the number of steps tried, `TRIES` in the end."""
     exact = [text.predictions(engine, text.cache) for text in texts]
 
     def loss(finer: int) -> float:
@@ -40,14 +38,14 @@ def coarsest(engine: Engine, coder: Coder, texts: Sequence[Asked], report: Calla
             total += text.divergence(before, text.predictions(engine, changed))
         return total / len(texts)
 
-    finest, found, tried = QUARTERS, 0, 0
-    while found < finest:
-        middle = (found + finest) // 2
+    low, high, tried = 0, QUARTERS, 0
+    while low < high:
+        middle = (low + high) // 2
         if loss(middle) <= LOSSLESS:
-            finest = middle
+            high = middle
         else:
-            found = middle + 1
+            low = middle + 1
         tried += 1
         report(tried)
     report(TRIES)
-    return found
+    return low

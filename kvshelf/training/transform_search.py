@@ -1,8 +1,8 @@
 """Makes the transforms of a model for the codec `klt`: principal components of its keys and values on some texts,
-weighted by what errors in them cost the model's predictions.
+weighted by the cost of errors in them for the model's predictions.
 
 Keys are taken without their rotation (KVTC, arXiv 2511.01815): RoPE turns every direction through all phases. Each text
-is read once. A part of them is asked about (`asked`), and two of them tell the step (`step_search`).
+is read once. Some texts give the costs (`probed_text`), and two of them the step (`step_search`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load
 from torch import Tensor
 
 from kvshelf.artifact.codecs import Codec
@@ -28,31 +27,32 @@ from kvshelf.artifact.identity import canonical_json, digest
 from kvshelf.artifact.records import Kept
 from kvshelf.artifact.transforms import EIGHTHS, HIGHEST, KINDS, LOWEST, Kind, RowTransform, Transforms, pack
 from kvshelf.atomic import written
+from kvshelf.engine.exclusions import rope_to_undo
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels import ans
-from kvshelf.training.asked import Asked
+from kvshelf.methods.policies.gate_file import metadata, to_safetensors
+from kvshelf.training.probed_text import ProbedText
 from kvshelf.training.step_search import TRIES, coarsest
 
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
-from kvshelf.engine.exclusions import rope_to_undo
 
 _LOG = logging.getLogger(__name__)
 
 _PER_DEVIATION = 1 << 7
 _BINS = 1 << 13
-"""Sizes of coefficients are counted in so many bins, and in so many of them for each deviation."""
+"""Bins in which sizes of coefficients are counted: for each deviation, and in all."""
 
 _OUTSIDE: Final = 1 / 2048
 """Share of numbers beyond a table. An escape costs a byte or two, and each number in a table at least 2^-12."""
 _MOST_REACH: Final = 1023
 
-_ASKED_ABOUT: Final = 8
-"""Texts whose predictions are measured. A gradient costs about what their prefill does."""
-_TOLD_BY: Final = 2
-"""Texts, the last ones, that tell the step."""
-_ROWS_KEPT: Final = 8
-"""Of so many rows one is kept, for the tables."""
+_COST_TEXTS: Final = 8
+"""Texts whose predictions are measured. A gradient takes about as long as a prefill."""
+_STEP_TEXTS: Final = 2
+"""Last texts, that decide the step."""
+_ROW_STRIDE: Final = 8
+"""Every such row is kept for the tables."""
 
 _EVEN: Final = 0.1
 """Share of the mean weight in each direction. A few texts do not tell the directions apart that matter least: on
@@ -60,14 +60,14 @@ SmolLM2, a third less than this loses a fifth more."""
 _LEAST_WEIGHT: Final = 1e-4
 """Of a layer's keys or values, beside those that matter most."""
 _COARSEST: Final = 0.7
-"""The codec's own step is at most so many deviations. What nobody's predictions depend on would have none."""
+"""The codec's own step in deviations, at most, even where no prediction depends on a coefficient."""
 
 
 @dataclass
 class _Moments:
-    """Of the joint rows `[n, H * D]` of one tensor: their number, sum and outer products, what errors in them cost
-    (`information` `[H, D, D]`), all fp64, and some of the rows themselves, fp16. crossed: products of the keys, in a
-    row each, with these."""
+    """Sums over the joint rows `[n, H * D]` of one tensor, fp64: count and total of the rows, their outer products, and
+    crossed: the outer products of the joint keys with them. information: the cost of errors, `[H, D, D]` fp64. rows:
+    some of the rows, fp16."""
 
     count: Tensor
     total: Tensor
@@ -78,12 +78,17 @@ class _Moments:
 
     @classmethod
     def of(cls, states: Tensor, keys: Tensor) -> _Moments:
-        """Of states `[H, n, D]` fp32, and the keys `[H, n, Dk]` of the same tokens."""
-        rows, by = (each.transpose(0, 1).flatten(1) for each in (states, keys))
+        """The moments of states `[H, n, D]` fp32. keys: `[H, n, Dk]` of the same tokens."""
+        rows, joint_keys = (tensor.transpose(0, 1).flatten(1) for tensor in (states, keys))
         heads, _, dim = states.shape
-        none = torch.zeros(heads, dim, dim, dtype=torch.float64)
-        products, crossed = (rows.T @ rows).double(), (by.T @ rows).double()
-        return cls(torch.tensor(len(rows)), rows.double().sum(0), products, crossed, none, rows[::_ROWS_KEPT].half())
+        return cls(
+            count=torch.tensor(len(rows)),
+            total=rows.double().sum(0),
+            products=(rows.T @ rows).double(),
+            crossed=(joint_keys.T @ rows).double(),
+            information=torch.zeros(heads, dim, dim, dtype=torch.float64),
+            rows=rows[::_ROW_STRIDE].half(),
+        )
 
     def add(self, other: _Moments) -> None:
         for name in ("count", "total", "products", "crossed", "information"):
@@ -104,59 +109,51 @@ class _Moments:
 
 @dataclass
 class _Gathered:
-    """What some texts have shown, by layer. of: the digest of all texts, the model and this search."""
+    """The moments of some texts by layer. of: the digest of all texts, the model and this search."""
 
     of: str
     texts: int = 0
     layers: list[dict[Kind, _Moments]] = field(default_factory=list)
 
-    def add(self, found: list[dict[Kind, _Moments]]) -> None:
-        """One text more."""
-        for mine, more in zip(self.layers, found, strict=True) if self.layers else ():
+    def add(self, text: list[dict[Kind, _Moments]]) -> None:
+        for layer, more in zip(self.layers, text, strict=True) if self.layers else ():
             for kind in KINDS:
-                mine[kind].add(more[kind])
-        self.layers = self.layers or found
+                layer[kind].add(more[kind])
+        self.layers = self.layers or text
         self.texts += 1
 
     def save(self, path: Path) -> None:
         tensors = {
             f"{number}.{kind}.{name}": tensor.contiguous()
             for number, layer in enumerate(self.layers)
-            for kind, found in layer.items()
-            for name, tensor in vars(found).items()
+            for kind, moments in layer.items()
+            for name, tensor in vars(moments).items()
         }
         with written(path) as file:
-            file.write(save_tensors(tensors, {"of": self.of, "texts": str(self.texts)}))
+            file.write(to_safetensors(tensors, canonical_json({"of": self.of, "texts": self.texts})))
 
     def restore(self, path: Path) -> None:
-        """Go on from a file of `save`, if there is one of the same search. Another one is left to be replaced."""
+        """Go on from a file of `save`, if there is one of the same search. The next `save` replaces any other file."""
         if not path.exists():
             return
         data = path.read_bytes()
         try:
-            about, tensors = _metadata(data), load_tensors(data)
+            about, tensors = json.loads(metadata(data)), load(data)
             if about["of"] != self.of:
                 return
             numbers = range(len({name.partition(".")[0] for name in tensors}))
-            own = [{kind: _prefixed(tensors, f"{number}.{kind}.") for kind in KINDS} for number in numbers]
-            self.layers = [{kind: _Moments(**found) for kind, found in layer.items()} for layer in own]
-            self.texts = int(about["texts"])
+            names = [field.name for field in fields(_Moments)]
+            self.layers = [
+                {kind: _Moments(*(tensors[f"{number}.{kind}.{name}"] for name in names)) for kind in KINDS}
+                for number in numbers
+            ]
+            self.texts = about["texts"]
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             _LOG.warning("%s is no state of a search, so the search begins anew: %s", path, error)
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    found: dict[str, str] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    return found
-
-
-def _prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def require_transformable(engine: Engine) -> None:
-    """Raise `PolicyUnsupported` for a model that has no transforms: whose RoPE cannot be undone, or whose layers do not
-    all see the whole document."""
+    """Raise `PolicyUnsupported` for a model whose RoPE cannot be undone, or with layers that do not see all tokens."""
     rope_to_undo(engine.facts)
     if not all(kind.sees_all and kind.attends for kind in engine.kinds):
         raise PolicyUnsupported(
@@ -173,36 +170,36 @@ def find_transforms(
     checkpoint: Path | None = None,
     report: Callable[[int, int], None] = lambda *_: None,
 ) -> bytes:
-    """The file of `engine`'s transforms, from some texts, given as token ids.
+    """The file of `engine`'s transforms, from some texts as token ids.
 
-    checkpoint: where what was gathered is saved after each text; a search that was interrupted goes on from there. The
-    file stays; who has saved the transforms removes it. report: called with how many texts are read and steps tried,
-    and with their number. Raises as `require_transformable`, and `InvalidRequest` for a text too short to be asked
-    about.
+    checkpoint: the file of the moments so far, from which an interrupted search goes on; the caller removes it when the
+    transforms are saved. report: called with the number of texts read and steps tried, and of all. Raises as
+    `require_transformable`, and `InvalidRequest` for a text too short for a cue.
     """
     require_transformable(engine)
-    documents = [list(ids)[: engine.max_tokens // 2] for ids in documents]  # leaves room for what is asked
-    told_by = range(max(0, len(documents) - _TOLD_BY), len(documents))
+    documents = [list(ids)[: engine.max_tokens // 2] for ids in documents]  # leaves room for cues
+    step_numbers = range(max(0, len(documents) - _STEP_TEXTS), len(documents))
     total = len(documents) + TRIES
     gathered = _Gathered(_digest(engine, documents))
     if checkpoint is not None:
         gathered.restore(checkpoint)
-    texts: dict[int, Asked] = {}
+    cost_numbers = {len(documents) * number // _COST_TEXTS for number in range(_COST_TEXTS)}
+    texts: dict[int, ProbedText] = {}
     for number in range(gathered.texts, len(documents)):
         report(number, total)
-        text = _asked(engine, documents, number)
-        gathered.add(_moments(engine, text, asked=number in _spread(len(documents))))
-        if number in told_by:
+        text = _probed_text(engine, documents, number)
+        gathered.add(_moments(engine, text, costs=number in cost_numbers))
+        if number in step_numbers:
             texts[number] = text
         if checkpoint is not None:
             gathered.save(checkpoint)
     report(len(documents), total)
-    held = [texts[number] if number in texts else _asked(engine, documents, number) for number in told_by]
-    tried = Transforms.from_bytes(_packed(engine, gathered, 0))
+    step_texts = [
+        texts[number] if number in texts else _probed_text(engine, documents, number) for number in step_numbers
+    ]
     rope = rope_to_undo(engine.facts)
-    finer = coarsest(
-        engine, Coder(tried, rope.rotate, rope.unrotate), held, lambda done: report(len(documents) + done, total)
-    )
+    coder = Coder(Transforms.from_bytes(_packed(engine, gathered, 0)), rope.rotate, rope.unrotate)
+    finer = coarsest(engine, coder, step_texts, lambda done: report(len(documents) + done, total))
     tokens = sum(map(len, documents))
     about = {"model": engine.name, "documents": str(len(documents)), "tokens": str(tokens), "finer": str(finer)}
     return _packed(engine, gathered, finer, about)
@@ -210,17 +207,18 @@ def find_transforms(
 
 def _packed(engine: Engine, gathered: _Gathered, finer: int, about: Mapping[str, str] | None = None) -> bytes:
     layers = _layers(gathered.layers, finer)
-    sizes = sum(_sizes(own, layer, kind) for own, layer in zip(gathered.layers, layers, strict=True) for kind in KINDS)
+    pairs = zip(gathered.layers, layers, strict=True)
+    sizes = sum(_sizes(moments, layer, kind) for moments, layer in pairs for kind in KINDS)
     return pack(engine.identity.weights, layers, _tables(sizes), about or {})
 
 
 def _digest(engine: Engine, documents: Sequence[Sequence[int]]) -> str:
-    constants = [_ASKED_ABOUT, _TOLD_BY, _ROWS_KEPT, FIRST_TOKENS]
+    constants = [_COST_TEXTS, _STEP_TEXTS, _ROW_STRIDE, FIRST_TOKENS]
     return digest("kvshelf.transforms.search/3", engine.identity.fingerprint(), canonical_json([constants, documents]))
 
 
-def _asked(engine: Engine, documents: Sequence[Sequence[int]], number: int) -> Asked:
-    text = Asked.about(engine, documents[number])
+def _probed_text(engine: Engine, documents: Sequence[Sequence[int]], number: int) -> ProbedText:
+    text = ProbedText.of(engine, documents[number])
     if text is None:
         raise InvalidRequest(
             f"text {number + 1} has {len(documents[number])} tokens, too few to be asked about; give longer texts",
@@ -229,87 +227,83 @@ def _asked(engine: Engine, documents: Sequence[Sequence[int]], number: int) -> A
     return text
 
 
-def _spread(documents: int) -> set[int]:
-    """Numbers of the texts whose predictions are measured, spread over all."""
-    return {documents * number // _ASKED_ABOUT for number in range(_ASKED_ABOUT)}
-
-
-def _moments(engine: Engine, text: Asked, *, asked: bool) -> list[dict[Kind, _Moments]]:
-    """Of one text: keys without rotation and values, without those of the first tokens."""
+def _moments(engine: Engine, text: ProbedText, *, costs: bool) -> list[dict[Kind, _Moments]]:
+    """The moments of a text by layer, of keys without rotation and of values, without the first tokens."""
     rope = rope_to_undo(engine.facts)
-    information = text.information(engine) if asked else None
-    found: list[dict[Kind, _Moments]] = []
+    information = text.information(engine) if costs else None
+    layers: list[dict[Kind, _Moments]] = []
     for number, record in enumerate(text.cache.layers):
         assert isinstance(record, Kept)
         keys, values = (torch.stack(heads) for heads in record.plain_heads())
         keys = rope.unrotate(keys, record.positions[0])
         states = {"keys": keys, "values": values.float()}
         coded = {kind: rows[:, FIRST_TOKENS:].cpu() for kind, rows in states.items()}
-        found.append({kind: _Moments.of(coded[kind], coded["keys"]) for kind in KINDS})
-        for column, kind in enumerate(KINDS):
-            if information is not None:
-                found[-1][kind].information += information[number][column]
-    return found
+        layers.append({kind: _Moments.of(coded[kind], coded["keys"]) for kind in KINDS})
+        if information is not None:
+            for kind, of_kind in zip(KINDS, information[number], strict=True):
+                layers[-1][kind].information += of_kind
+    return layers
 
 
 def _layers(moments: Sequence[Mapping[Kind, _Moments]], finer: int = 0) -> list[dict[Kind, RowTransform]]:
-    """The transforms of each layer. The unit of each tensor is in inverse proportion to the root of what errors in it
-    cost by channel. The codec's own step is `_COARSEST` deviations, root mean square over all weighted channels, or
+    """The transforms of each layer. The unit of each tensor is in inverse proportion to the root of the cost of errors
+    in it by channel. The codec's own step is `_COARSEST` deviations, root mean square over all weighted channels, or
     smaller by `finer` quarters of an octave."""
     costs = torch.tensor([[_cost(layer[kind]) for kind in KINDS] for layer in moments], dtype=torch.float64)
     costs = (costs / costs.max() if costs.max() > 0 else torch.ones_like(costs)).clamp_min(_LEAST_WEIGHT)
     weights = [{kind: _weight(layer[kind]) for kind in KINDS} for layer in moments]
     spread, channels = 0.0, 0
-    for layer, own, cost in zip(moments, weights, costs.tolist(), strict=True):
-        for kind, each in zip(KINDS, cost, strict=True):
-            variances = _weighted(layer[kind].covariance, own[kind]).diagonal()
-            spread, channels = spread + each * float(variances.sum()), channels + len(variances)
+    for layer, of_layer, layer_costs in zip(moments, weights, costs.tolist(), strict=True):
+        for kind, cost in zip(KINDS, layer_costs, strict=True):
+            variances = _weighted(layer[kind].covariance, of_layer[kind]).diagonal()
+            spread += cost * float(variances.sum())
+            channels += len(variances)
     unit = _COARSEST / Codec.step * (max(spread, 1e-12) / channels) ** 0.5 * 2 ** (-finer / 4)
-    return [_layer(layer, own, unit / cost.sqrt()) for layer, own, cost in zip(moments, weights, costs, strict=True)]
+    return [_layer(m, w, unit / cost.sqrt()) for m, w, cost in zip(moments, weights, costs, strict=True)]
 
 
 def _layer(moments: Mapping[Kind, _Moments], weights: Mapping[Kind, Tensor], units: Tensor) -> dict[Kind, RowTransform]:
-    """Values are foretold from keys as they are decoded, with what rounding does to them."""
+    """The transforms of keys and values. Values are foretold from keys as they are decoded, with their rounding."""
     keys, values = moments["keys"], moments["values"]
     key_unit, value_unit = units.tolist()
     heads = len(weights["keys"])
-    undone: Tensor = torch.linalg.inv(torch.block_diag(*weights["keys"]))  # type: ignore[no-untyped-call]
-    decoded = keys.covariance + (Codec.step * key_unit) ** 2 / 12 * torch.matmul(undone, undone)
-    crossed, own = values.covariance_with(keys), values.covariance
-    joint, each = _slope(decoded, crossed), _slope(_blocks(decoded, heads), _blocks(crossed, heads))
-    left = own - torch.matmul(crossed.mT, joint)
-    left_each = _blocks(own, heads) - torch.matmul(_blocks(crossed, heads).mT, each)
-    of_values = _row_transform(values, left, left_each, weights["values"], value_unit)
+    inverse: Tensor = torch.linalg.inv(torch.block_diag(*weights["keys"]))  # type: ignore[no-untyped-call]
+    decoded = keys.covariance + (Codec.step * key_unit) ** 2 / 12 * torch.matmul(inverse, inverse)
+    crossed, covariance = values.covariance_with(keys), values.covariance
+    joint, by_head = _slope(decoded, crossed), _slope(_blocks(decoded, heads), _blocks(crossed, heads))
+    residual = covariance - torch.matmul(crossed.mT, joint)
+    residual_by_head = _blocks(covariance, heads) - torch.matmul(_blocks(crossed, heads).mT, by_head)
+    of_values = _row_transform(values, residual, residual_by_head, weights["values"], value_unit)
     return {
         "keys": _row_transform(keys, keys.covariance, _blocks(keys.covariance, heads), weights["keys"], key_unit),
-        "values": replace(of_values, joint_slope=joint.float(), each_slope=each.float()),
+        "values": replace(of_values, joint_slope=joint.float(), each_slope=by_head.float()),
     }
 
 
 def _blocks(matrix: Tensor, heads: int) -> Tensor:
-    """Those of each head with itself: `[H, D, D']` of `[H * D, H * D']`."""
+    """The blocks of each head with itself: `[H, D, D']` of `[H * D, H * D']`."""
     return matrix.view(heads, len(matrix) // heads, heads, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def _slope(decoded: Tensor, crossed: Tensor) -> Tensor:
-    """As it is stored."""
+    """The slope as it is stored."""
     slope: Tensor = torch.linalg.solve(decoded, crossed)
     return slope.half().double()
 
 
-def _cost(found: _Moments) -> float:
-    """What errors cost, by channel."""
-    return float(found.information.diagonal(dim1=1, dim2=2).mean())
+def _cost(moments: _Moments) -> float:
+    """The mean cost of errors by channel."""
+    return float(moments.information.diagonal(dim1=1, dim2=2).mean())
 
 
-def _weight(found: _Moments) -> Tensor:
+def _weight(moments: _Moments) -> Tensor:
     """The root of `information` over its mean by channel, `[H, D, D]` fp64, as it is stored."""
-    cost = _cost(found)
-    heads, dim, _ = found.information.shape
+    cost = _cost(moments)
+    heads, dim, _ = moments.information.shape
     identity = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim)
     if cost <= 0:
         return identity.contiguous()
-    factors, basis = torch.linalg.eigh((1 - _EVEN) * found.information / cost + _EVEN * identity)
+    factors, basis = torch.linalg.eigh((1 - _EVEN) * moments.information / cost + _EVEN * identity)
     root = torch.matmul(basis * factors.clamp_min(_EVEN).sqrt().unsqueeze(1), basis.mT)
     return ((root + root.mT) / 2).half().double()
 
@@ -319,19 +313,14 @@ def _weighted(covariance: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(blocks, torch.matmul(covariance, blocks))
 
 
-def _row_transform(found: _Moments, joint: Tensor, each: Tensor, weight: Tensor, unit: float) -> RowTransform:
-    """joint and each: covariances of what is transformed, of all heads together and of each alone."""
+def _row_transform(moments: _Moments, joint: Tensor, by_head: Tensor, weight: Tensor, unit: float) -> RowTransform:
+    """joint, by_head: covariances of the transformed rows, of all heads together and of each head alone."""
     heads, dim, _ = weight.shape
     basis, scales = _components(_weighted(joint, weight), unit)
-    own = [
-        _components(torch.matmul(one, torch.matmul(covariance, one)), unit)
-        for one, covariance in zip(weight, each, strict=True)
-    ]
-    bases = torch.stack([basis for basis, _ in own])
-    own_scales = tuple(scales for _, scales in own)
-    return RowTransform(
-        found.mean.view(heads, dim).float(), basis, bases, scales, own_scales, unit, weight=weight.float()
-    )
+    weighted = (torch.matmul(root, torch.matmul(block, root)) for root, block in zip(weight, by_head, strict=True))
+    bases, scales_by_head = zip(*(_components(covariance, unit) for covariance in weighted), strict=True)
+    mean = moments.mean.view(heads, dim).float()
+    return RowTransform(mean, basis, torch.stack(bases), scales, scales_by_head, unit, weight=weight.float())
 
 
 def _components(covariance: Tensor, unit: float) -> tuple[Tensor, tuple[int, ...]]:
@@ -343,7 +332,7 @@ def _components(covariance: Tensor, unit: float) -> tuple[Tensor, tuple[int, ...
 
 
 def _sizes(moments: Mapping[Kind, _Moments], layer: Mapping[Kind, RowTransform], kind: Kind) -> Any:
-    """How many coefficients have each size, in parts of their deviation. Channels of next to no size tell nothing."""
+    """How many coefficients have each size, in parts of their deviation, but for channels of next to no size."""
     transform = layer[kind]
     rows = moments[kind].rows.float() - transform.mean.flatten()
     if transform.joint_slope is not None:
@@ -365,8 +354,7 @@ def _tables(sizes: Any) -> list[Any]:
 
 
 def _table(below: Callable[[Any], Any], ratio: int) -> Any:
-    """Frequencies of the numbers -K to K and of the escape. below: the share of coefficients that are smaller than so
-    many deviations."""
+    """Frequencies of the numbers -K to K and the escape. below: the share of coefficients under n deviations."""
     deviation = 2.0 ** (ratio / EIGHTHS)
     within = below((np.arange(_MOST_REACH + 1) + 0.5) / deviation)
     reach = max(1, min(int(np.searchsorted(within, 1 - _OUTSIDE)), _MOST_REACH))

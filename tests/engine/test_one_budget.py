@@ -553,7 +553,9 @@ def test_the_numbers_are_there_whatever_the_budget_and_the_prefill(monkeypatch, 
     if issubclass(POLICIES[policy], GatePolicy):
         gated(engine, policy, monkeypatch, tmp_path)
     cache = engine.compress(ids(DOCUMENT), policy=policy, budget_tokens=budget, keep_scores=True, **params)
-    assert [sorted(record.columns) for record in cache.layers] == [sorted(POLICIES[policy].left)] * len(cache.layers)
+    assert [sorted(record.columns) for record in cache.layers] == [sorted(POLICIES[policy].column_names)] * len(
+        cache.layers
+    )
     assert cache.kept_tokens == budget
 
 

@@ -47,7 +47,7 @@ def write(folder: Path) -> None:
         file = folder / PACKAGE / Path(*module.split(".")[2:]).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         source = (ROOT / Path(*module.split(".")).with_suffix(".py")).read_text()
-        file.write_text(named.sub(lambda found: found[0].replace("kvshelf.methods", PACKAGE), source))
+        file.write_text(named.sub(lambda match: match[0].replace("kvshelf.methods", PACKAGE), source))
     (folder / "bundled_by_strangers.py").write_text(PLUGIN)
     metadata = folder / "strangers-0.1.dist-info"
     metadata.mkdir()

@@ -1,5 +1,5 @@
-"""What a method needs is given to it whatever its class: policies that derive from no class of kvshelf's but `Policy`,
-and classes that say what they need as plug-ins did before version 0.2."""
+"""What a method needs is given to it whatever its class, even to a policy that derives from no class but `Policy`,
+and to one that says `observes`."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_methods_of_another_package_get_gates_an_index_sentences_and_chunks(package: Path) -> None:
     """A policy with gates, selectors with each of their needs, and a suffix policy, each in an engine."""
     files = ["test_blocks.py", "test_sentences.py", "test_selecting.py", "test_bounded.py"]
-    told = strangers.run(
+    output = strangers.run(
         package,
         *("tests/methods/test_needs.py", "tests/methods/policies/test_gates.py"),
         *(f"tests/engine/{file}" for file in files),
         *("-m", "not slow", "-k", "needs or bundled or anew or reads or window"),
     )
-    assert int(re.search(r"(\d+) passed", told)[1]) > 20
+    assert int(re.search(r"(\d+) passed", output)[1]) > 20
 
 
 @pytest.mark.slow
@@ -44,5 +44,5 @@ def test_methods_of_another_package_get_gates_an_index_sentences_and_chunks(pack
 )
 def test_the_suite_of_methods_runs_with_those_of_another_package(package: Path, tests: tuple[str, ...]) -> None:
     ours = ("--deselect", "tests/methods/test_strangers.py")
-    told = strangers.run(package, *tests, "-m", "not slow", "-n", "2", *ours, timeout=840)
-    assert int(re.search(r"(\d+) passed", told)[1]) > 10
+    output = strangers.run(package, *tests, "-m", "not slow", "-n", "2", *ours, timeout=840)
+    assert int(re.search(r"(\d+) passed", output)[1]) > 10

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from kvshelf.engine.engine import Engine
 from kvshelf.kernels.rates import CPU
-from kvshelf.training.asked import Asked
+from kvshelf.training.probed_text import ProbedText
 from scripts import gpu
 from scripts.gpu_parts.answers import Result
 from scripts.gpu_parts.part import OutOfTime, Part, mapped
@@ -163,7 +163,7 @@ def test_mapped_makes_other_tensors_of_whatever_holds_them():
 
 
 def by_the_cpu(information):
-    """`Asked.information` of a model with the same weights on the CPU."""
+    """`ProbedText.information` of a model with the same weights on the CPU."""
 
     def found(asked, engine):
         model = AutoModelForCausalLM.from_config(engine.model.config).eval()
@@ -184,7 +184,7 @@ def test_parts_put_their_tensors_where_the_model_is(name, tmp_path):
 
     with devices(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(rates.BUFFER_BYTES, ONE.type, 1 << 20)
-        patch.setattr(Asked, "information", by_the_cpu(Asked.information))
+        patch.setattr(ProbedText, "information", by_the_cpu(ProbedText.information))
         part = part_in(tmp_path, name, device=ONE, seconds=600)
         import_module(f"scripts.gpu_parts.{name}").measure(part)
     found = rows_in(tmp_path)

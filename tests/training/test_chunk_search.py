@@ -23,11 +23,11 @@ from tests.engine.asking import ids
 def engine(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """The model with chunks in a data folder of its own."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    found = find_chunks(llama.engine, [llama.ids[:300], llama.ids[300:500]])
+    chunks = find_chunks(llama.engine, [llama.ids[:300], llama.ids[300:500]])
     path = calibration.paths(llama.engine.identity.weights).chunks
     path.parent.mkdir(parents=True)
-    calibration.save(found, path)
-    assert calibration.Chunks.from_file(path) == found
+    calibration.save(chunks, path)
+    assert calibration.Chunks.from_file(path) == chunks
     return llama.engine
 
 
@@ -37,7 +37,7 @@ def naive(queries, keys):
     before, half = tokens // 2, dim // 2
     top = min(256, before // 4)
     rows = torch.linspace(before, tokens - 1, min(32, tokens - before)).long()
-    found = torch.zeros(heads, half)
+    shares_ = torch.zeros(heads, half)
     for h in range(heads):
         for f in range(half):
             shares = []
@@ -47,8 +47,8 @@ def naive(queries, keys):
                     best = set((keys[h, :before] @ query).topk(top).indices.tolist())
                     one = keys[h, :before, f] * query[f] + keys[h, :before, f + half] * query[f + half]
                     shares.append(len(best & set(one.topk(top).indices.tolist())) / top)
-            found[h, f] = sum(shares) / len(shares)
-    return found
+            shares_[h, f] = sum(shares) / len(shares)
+    return shares_
 
 
 def test_agreement_is_the_share_of_best_keys():
@@ -57,9 +57,9 @@ def test_agreement_is_the_share_of_best_keys():
     assert torch.allclose(agreement(queries, keys), naive(queries, keys), atol=1e-6)
     only = queries.clone()
     only[..., [0, 2, 3, 4, 6, 7]] = 0  # one chunk has all there is
-    found = agreement(only, keys)
-    assert (found[:, 1] == 1).all()
-    assert (found[:, [0, 2, 3]] < 1).all()
+    shares_ = agreement(only, keys)
+    assert (shares_[:, 1] == 1).all()
+    assert (shares_[:, [0, 2, 3]] < 1).all()
 
 
 def found_chunks(engine: Engine) -> calibration.Chunks:
@@ -68,25 +68,25 @@ def found_chunks(engine: Engine) -> calibration.Chunks:
 
 
 def test_chunks_are_those_of_the_model(engine: Engine):
-    found = found_chunks(engine)
+    chunks = found_chunks(engine)
     shape = json.loads(engine.identity.attention)
-    assert len(found.agreement) == shape["num_hidden_layers"]
-    assert {len(layer) for layer in found.agreement} == {engine.facts.kv_heads}
-    assert all(0 <= share <= 1 for layer in found.agreement for head in layer for share in head)
-    best = found.best(0, 3)
+    assert len(chunks.agreement) == shape["num_hidden_layers"]
+    assert {len(layer) for layer in chunks.agreement} == {engine.facts.kv_heads}
+    assert all(0 <= share <= 1 for layer in chunks.agreement for head in layer for share in head)
+    best = chunks.best(0, 3)
     assert all(sorted(set(head)) == head for head in best)
-    assert min(found.agreement[0][0][f] for f in best[0]) >= max(
-        share for f, share in enumerate(found.agreement[0][0]) if f not in best[0]
+    assert min(chunks.agreement[0][0][f] for f in best[0]) >= max(
+        share for f, share in enumerate(chunks.agreement[0][0]) if f not in best[0]
     )
 
 
 def test_all_chunks_choose_the_tokens_of_greatest_product(engine: Engine):
     """In bf16, as the proxies are held: keys that bf16 can tell apart."""
-    found = found_chunks(engine)
-    dim = 2 * len(found.agreement[0][0])
+    chunks = found_chunks(engine)
+    dim = 2 * len(chunks.agreement[0][0])
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2 * 200, dim, generator=generator).bfloat16().float()
-    selector = Fasa(chunks=dim, always=0).calibrated(found)  # more than there are: all
+    selector = Fasa(chunks=dim, always=0).calibrated(chunks)  # more than there are: all
     (units,) = selector.units(StoredLayer(0, (PackedPrefix(keys, keys, (200, 200)),), (), 200, ()))
     choice = Choice((units,), (Chosen.room((200, 200), 30, keys.device),), 30, columns=selector.columns(0))
     queries = torch.randn(4, dim, generator=generator)
@@ -143,7 +143,7 @@ def test_short_texts_are_refused(llama):
 
 
 def test_an_interrupted_search_goes_on_behind_the_last_document(llama, tmp_path: Path) -> None:
-    documents, path, told = [llama.ids[at : at + 100] for at in (0, 100, 200)], tmp_path / "unfinished", []
+    documents, path, reports = [llama.ids[at : at + 100] for at in (0, 100, 200)], tmp_path / "unfinished", []
     whole = find_chunks(llama.engine, documents)
 
     def report(done: int, _: int) -> None:
@@ -155,5 +155,7 @@ def test_an_interrupted_search_goes_on_behind_the_last_document(llama, tmp_path:
     assert len(path.read_text().splitlines()) == 3
     other = [*documents[:2], llama.ids[50:150]]  # another search does not take it
     assert find_chunks(llama.engine, other) == find_chunks(llama.engine, other, journal=tmp_path / "another")
-    assert find_chunks(llama.engine, documents, journal=path, report=lambda *each: told.append(each)) == whole
+    assert (
+        find_chunks(llama.engine, documents, journal=path, report=lambda *progress: reports.append(progress)) == whole
+    )
     assert not path.exists()

@@ -17,11 +17,11 @@ from kvshelf.methods.policies import POLICIES
 from kvshelf.methods.policies.gate_file import Gates, gate_path, own_tensors
 from kvshelf.samples.suite import HELD_OUT, LESSONS, lesson_case
 from kvshelf.training.gates import trainer
-from kvshelf.training.gates.behind import ReadBehind
 from kvshelf.training.gates.distill import SHARE, excess, gating, kept
 from kvshelf.training.gates.lessons import Lesson, answered, self_answered
 from kvshelf.training.gates.lookahead import divergence
 from kvshelf.training.gates.objectives import objective, trained_policy
+from kvshelf.training.gates.read_document import ReadDocument
 from kvshelf.training.gates.trainer import Checkpoint, Trainer, TrainingSettings, rank_correlation
 from kvshelf.training.observing import observe
 from tests.conftest import save_random_model
@@ -106,21 +106,13 @@ def test_a_checkpoint_of_another_training_is_refused(tiny, tmp_path):
         training(tiny, "kvzip_gate", output, steps=2, seed=1).run(resume=True)
 
 
-def test_a_training_on_other_answers_is_another(tiny, tmp_path, monkeypatch):
-    """Its checkpoint, whose lines measure other things, and the digest of what it read."""
-    output = tmp_path / "gates.safetensors"
-    own, given = training(tiny, "lookaheadkv", output, steps=2), training(tiny, "lookaheadkv", output, steps=2)
-    given.report = lambda _: 1 / 0
-    with monkeypatch.context() as before:
-        before.setattr("kvshelf.training.gates.lookahead.self_answered", answered)
-        before.setattr(type(given.objective), "lesson_kind", {})
-        with pytest.raises(ZeroDivisionError):
-            given.run(resume=False)
-        of_given = given.objective.learn(lessons(tiny)(0))[1]
-    with pytest.raises(InvalidRequest, match="of another training"):
-        own.run(resume=True)
-    own.objective.begin(lessons(tiny)(0))
-    assert own.objective.learn(lessons(tiny)(0))[1] != of_given
+def test_the_digest_of_a_lesson_follows_from_its_answers(tiny, tmp_path, monkeypatch):
+    objective = training(tiny, "lookaheadkv", tmp_path / "gates.safetensors", steps=2).objective
+    lesson = lessons(tiny)(0)
+    objective.begin(lesson)
+    of_own_answers = objective.learn(lesson)[1]
+    monkeypatch.setattr("kvshelf.training.gates.lookahead.self_answered", answered)
+    assert objective.learn(lesson)[1] != of_own_answers
 
 
 def test_the_seed_decides(tiny, tmp_path):
@@ -164,8 +156,8 @@ def test_the_label_of_an_answer_is_its_largest_attention(tiny):
     """Against the model's own attention, read from transformers' eager function."""
     lesson = lessons(tiny)(0)
     observed = answered(tiny, lesson)
-    found = {}
-    observed.observe(tiny, lambda layer: found.__setitem__(layer.layer_idx, observed.importance(layer)))
+    importance = {}
+    observed.observe(tiny, lambda layer: importance.__setitem__(layer.layer_idx, observed.importance(layer)))
     ids, n = list(observed.job.document.token_ids), observed.job.num_tokens
     expected = torch.zeros(4, 2, n)
     tiny.model.set_attn_implementation("eager")
@@ -176,7 +168,7 @@ def test_the_label_of_an_answer_is_its_largest_attention(tiny):
             largest = of_layer[0, :, -rows:, :n].amax(dim=1).view(2, -1, n).amax(dim=1)
             expected[layer] = torch.maximum(expected[layer], largest)
     tiny.model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(torch.stack([found[layer] for layer in range(4)]), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.stack([importance[layer] for layer in range(4)]), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_learned_tokens_learn_from_what_the_model_answers(tiny):
@@ -185,10 +177,10 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
     observed = self_answered(tiny, lesson)
     labels = objective(POLICIES["lookaheadkv"], tiny, 4).labels(observed)
     ids, n, ends = list(observed.job.document.token_ids), observed.job.num_tokens, tiny.facts.end_ids()
-    asked = answered(tiny, lesson)
+    of_answers = answered(tiny, lesson)
     rows = [[[] for _ in range(4)] for _ in range(4)]
     tiny.model.set_attn_implementation("eager")
-    passes = zip(asked.passes, asked.answering, observed.passes, observed.answering, strict=True)
+    passes = zip(of_answers.passes, of_answers.answering, observed.passes, observed.answering, strict=True)
     for other, length, probe, count in passes:
         question = list(other.token_ids[: len(other.token_ids) - length + 1])  # without the answer of the lesson
         written = [*ids, *question]
@@ -212,16 +204,16 @@ def test_learned_tokens_learn_from_what_the_model_answers(tiny):
 def test_an_own_answer_without_an_end_is_cut(tiny, monkeypatch):
     monkeypatch.setattr("kvshelf.training.gates.lessons.OWN_TOKENS", 1)
     lesson = lessons(tiny)(0)
-    given, own = answered(tiny, lesson), self_answered(tiny, lesson)
-    assert own.answering == (1,) * len(lesson.asked)
-    for probe, other, rows in zip(own.passes, given.passes, given.answering, strict=True):
+    of_references, own = answered(tiny, lesson), self_answered(tiny, lesson)
+    assert own.answering == (1,) * len(lesson.questions)
+    for probe, other, rows in zip(own.passes, of_references.passes, of_references.answering, strict=True):
         assert probe.token_ids == other.token_ids[: len(other.token_ids) - rows + 1], "the question alone"
 
 
 def test_rank_correlation_is_spearmans():
     """1 - 6 sum d^2 / (n (n^2 - 1)) where no two are equal."""
     one, other = torch.randn(50), torch.randn(50)
-    places = [[sorted(each.tolist()).index(x) for x in each.tolist()] for each in (one, other)]
+    places = [[sorted(tensor.tolist()).index(x) for x in tensor.tolist()] for tensor in (one, other)]
     squares = sum((a - b) ** 2 for a, b in zip(*places, strict=True))
     assert rank_correlation(one, other) == pytest.approx(1 - 6 * squares / (50 * (50**2 - 1)))
 
@@ -234,7 +226,7 @@ def test_logits_behind_a_document_are_the_models(tiny):
     document = observed.job.document
     with torch.no_grad():
         for probe, rows in zip(observed.passes, observed.answering, strict=True):
-            made = ReadBehind.of(tiny, document.token_ids).logits(probe, rows)
+            made = ReadDocument.of(tiny, document.token_ids).logits(probe, rows)
             own = tiny.model(torch.tensor([[*document.token_ids, *probe.token_ids]])).logits[0, -rows:]
             torch.testing.assert_close(made, own, rtol=1e-4, atol=1e-3)
 
@@ -251,7 +243,7 @@ def test_what_is_left_is_beta_to_the_age():
 def test_gates_that_keep_all_change_no_prediction(tiny, name):
     family = POLICIES[name].family
     observed = answered(tiny, lessons(tiny)(0))
-    document = ReadBehind.of(tiny, observed.job.document.token_ids)
+    document = ReadDocument.of(tiny, observed.job.document.token_ids)
     outputs = {layer: torch.full((2, observed.job.num_tokens), 60.0) for layer in range(4)}
     with torch.no_grad():
         plain = document.logits(observed.passes[0], observed.answering[0])
@@ -316,10 +308,10 @@ def layers_of(engine, gates):
     """The states of each layer in a pass with learned tokens behind a document."""
     job = engine.prepare(lessons(engine)(0).document, policy="lookaheadkv")
     job = replace(job, passes=(replace(job.passes[0], soft=gates),))
-    found = {}
-    visit = lambda layer: found.__setitem__(layer.layer_idx, layer)  # noqa: E731
+    layers = {}
+    visit = lambda layer: layers.__setitem__(layer.layer_idx, layer)  # noqa: E731
     observe(engine, job, visit, job.passes)
-    return found
+    return layers
 
 
 def changed(gates, end, factor):
@@ -367,20 +359,20 @@ def test_additions_are_low_rank(tiny):
 
 
 def test_divergence_is_kl_over_the_document():
-    label, found = torch.rand(3, 40) / 50, torch.rand(3, 40) / 90
+    label, weights = torch.rand(3, 40) / 50, torch.rand(3, 40) / 90
     total = 0.0
-    for wanted, made in zip(label.double().tolist(), found.double().tolist(), strict=True):
+    for wanted, made in zip(label.double().tolist(), weights.double().tolist(), strict=True):
         for a, b in zip(wanted, made, strict=True):
             total += a / sum(wanted) * math.log(a / sum(wanted) / (b / sum(made))) / 3
-    assert float(divergence(label, found)) == pytest.approx(total, rel=1e-5)
+    assert float(divergence(label, weights)) == pytest.approx(total, rel=1e-5)
     assert float(divergence(label, label * 7)) == pytest.approx(0, abs=1e-6)
 
 
 def test_scores_of_learned_tokens_are_their_mean_attention(tiny):
     """SnapKV's window over 32 rows, by loops."""
     job = tiny.prepare(lessons(tiny)(0).document, policy="lookaheadkv", policy_params={"kernel": 1})
-    scores, found = tiny.compressor.scores(job), layers_of(tiny, job.document.gates)
-    for layer, view in found.items():
+    scores, views = tiny.compressor.scores(job), layers_of(tiny, job.document.gates)
+    for layer, view in views.items():
         keys = torch.cat([view.keys, view.probes[0].keys], dim=1).double()
         queries, n = view.probes[0].queries.double(), view.num_tokens
         for head in range(2):

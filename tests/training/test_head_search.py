@@ -20,8 +20,8 @@ ORIGIN = Origin(model="made up", documents=1, tokens=1, answered=1.0, compressio
 
 
 def sample_of(engine, needle):
-    found = head_search.answered_share(engine, needle)
-    return head_search.head_sample(engine, needle, found["asked"], found["answer"])
+    line = head_search.answered_share(engine, needle)
+    return head_search.head_sample(engine, needle, line["asked"], line["answer"])
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +52,19 @@ def test_needles_are_where_they_say(tiny):
 
 
 def test_different_data_sets_and_no_document_twice(tiny):
-    found = list(needles(8, 300, tiny.text.count_tokens))
-    assert len({needle.dataset for needle in found}) >= 2
-    assert len({needle.document for needle in found}) == 8
-    assert found == list(needles(8, 300, tiny.text.count_tokens))
+    samples_ = list(needles(8, 300, tiny.text.count_tokens))
+    assert len({needle.dataset for needle in samples_}) >= 2
+    assert len({needle.document for needle in samples_}) == 8
+    assert samples_ == list(needles(8, 300, tiny.text.count_tokens))
 
 
 def test_scores_are_the_mass_on_the_needle_where_its_tokens_are_written(tiny, samples):
     for sample in samples:
         document = list(sample.job.document.token_ids)
-        attention, _ = plain(tiny.model, document + list(sample.asked))
+        attention, _ = plain(tiny.model, document + list(sample.dialogue))
         expected = torch.zeros(4, 4, dtype=torch.float64)
         needle = set(document[sample.needle])
-        first = len(document) + len(sample.asked) - len(sample.answer)
+        first = len(document) + len(sample.dialogue) - len(sample.answer)
         for i, token in enumerate(sample.answer):
             if token in needle:
                 for layer, weights in enumerate(attention):
@@ -81,7 +81,7 @@ def test_errors_are_what_the_output_loses(tiny, samples):
     )
     sample = samples[0]
     count, document = sample.job.num_tokens, list(sample.job.document.token_ids)
-    attention, cache = plain(tiny.model, document + list(sample.asked))
+    attention, cache = plain(tiny.model, document + list(sample.dialogue))
     suffix = list(sample.job.document.suffix)
     ending, _ = plain(tiny.model, document + suffix)
     expected = []
@@ -105,8 +105,8 @@ def test_errors_are_what_the_output_loses(tiny, samples):
         cut = rows * kept
         reduced = cut / cut.sum(dim=-1, keepdim=True) @ values
         expected.append(float((reduced - full).norm() / (full.norm() + 1e-5)))
-    found = layer_errors(tiny, sample, calibration).tolist()
-    assert found == pytest.approx(expected, rel=2e-2, abs=1e-5)
+    errors = layer_errors(tiny, sample, calibration).tolist()
+    assert errors == pytest.approx(expected, rel=2e-2, abs=1e-5)
     assert max(expected) > 0.05
 
 
@@ -124,9 +124,13 @@ def without(heads):
 @pytest.mark.slow
 def test_the_model_cannot_do_without_the_heads_it_finds(tiny):
     """The two best heads are of one layer; without them nothing is found, without the other two of it all is."""
-    found = calibrate(tiny, list(needles(6, 400, tiny.text.count_tokens)))
+    calibration = calibrate(tiny, list(needles(6, 400, tiny.text.count_tokens)))
     ranked = sorted(
-        ((score, layer, head) for layer, heads in enumerate(found.head_scores) for head, score in enumerate(heads)),
+        (
+            (score, layer, head)
+            for layer, heads in enumerate(calibration.head_scores)
+            for head, score in enumerate(heads)
+        ),
         reverse=True,
     )
     best = [(layer, head) for _, layer, head in ranked[:2]]
@@ -162,8 +166,8 @@ def test_a_model_that_finds_nothing_teaches_nothing(tiny_folder):
 @pytest.mark.parametrize("stopped", [1, 5, 8])
 def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypatch, stopped):
     """Among the answers, among the layers' errors, and among the similarities of keys."""
-    asked, path, done = list(needles(3, 200, tiny.text.count_tokens)), tmp_path / "unfinished", []
-    whole = calibrate(tiny, asked)
+    hidden, path, done = list(needles(3, 200, tiny.text.count_tokens)), tmp_path / "unfinished", []
+    whole = calibrate(tiny, hidden)
 
     def progress():
         done.append(1)
@@ -171,13 +175,13 @@ def test_an_interrupted_search_goes_on_from_its_journal(tiny, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny, asked, progress, path)
+        calibrate(tiny, hidden, progress, path)
     with path.open("a") as file:
         file.write('[0.1, "torn')
     worked = []
     for name in ("retrieval_scores", "layer_errors", "key_similarities"):
         real = getattr(head_search, name)
         monkeypatch.setattr(head_search, name, lambda *args, real=real: worked.append(1) or real(*args))
-    assert calibrate(tiny, asked, journal=path) == whole
-    assert len(worked) == 3 * len(asked) - stopped
+    assert calibrate(tiny, hidden, journal=path) == whole
+    assert len(worked) == 3 * len(hidden) - stopped
     assert not path.exists()

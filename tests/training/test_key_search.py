@@ -22,16 +22,16 @@ def by_hand(model, ids):
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     block = torch.tensor([-1 if at < SINK else (at - SINK) // BLOCK for at in range(n)])
     own = causal & ((block[:, None] == block) | (block == -1))
-    found = []
+    passes = []
     for mask in (causal, own):
         past = DynamicCache()
         bias = torch.zeros(1, 1, n, n, dtype=torch.float64).masked_fill(~mask, -math.inf)
         with torch.no_grad():
             model.model(torch.tensor([ids]), attention_mask=bias, position_ids=torch.arange(n)[None],
                         use_cache=True, **{CACHE_ARGUMENT: past})  # fmt: skip
-        found.append([layer.keys[0] for layer in past.layers])
+        passes.append([layer.keys[0] for layer in past.layers])
     means = []
-    for whole, blocks in zip(*found, strict=True):
+    for whole, blocks in zip(*passes, strict=True):
         cosines = []
         for head in range(len(whole)):
             for at in range(SINK, n):
@@ -46,7 +46,7 @@ def by_hand(model, ids):
 @pytest.mark.parametrize("tokens", [BLOCK + SINK + 40, BLOCK + SINK])
 def test_similarities_are_those_under_a_mask(architecture, tokens):
     oracle = load_oracle(architecture)
-    found = key_similarities(oracle.engine, oracle.ids[:tokens])
-    assert found == pytest.approx(by_hand(oracle.model, oracle.ids[:tokens]), abs=1e-5)
-    assert found[0] == pytest.approx(1, abs=1e-5), "the first layer's keys see no other token"
-    assert (min(found) < 0.9999) == (tokens > BLOCK + SINK), "one block is the whole document"
+    similarities = key_similarities(oracle.engine, oracle.ids[:tokens])
+    assert similarities == pytest.approx(by_hand(oracle.model, oracle.ids[:tokens]), abs=1e-5)
+    assert similarities[0] == pytest.approx(1, abs=1e-5), "the first layer's keys see no other token"
+    assert (min(similarities) < 0.9999) == (tokens > BLOCK + SINK), "one block is the whole document"

@@ -15,7 +15,7 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.model import loading
 from kvshelf.samples.tasks import haystacks
 from kvshelf.training import step_search
-from kvshelf.training.asked import Asked
+from kvshelf.training.probed_text import ProbedText
 from kvshelf.training.transform_search import _layers, _moments, _tables, find_transforms
 from tests.conftest import save_random_model
 from tests.engine.test_windows import made as windowed
@@ -85,9 +85,9 @@ def test_an_interrupted_search_goes_on_behind_the_last_text(random, passed, tmp_
     with pytest.raises(KeyboardInterrupt):
         find_transforms(random, documents, checkpoint=path, report=stop)
     passed.clear()
-    told = []
-    assert find_transforms(random, documents, checkpoint=path, report=lambda *done: told.append(done)) == whole
-    assert told[0] == (3, 4 + step_search.TRIES)
+    reports = []
+    assert find_transforms(random, documents, checkpoint=path, report=lambda *done: reports.append(done)) == whole
+    assert reports[0] == (3, 4 + step_search.TRIES)
     assert sum(passed) < needed - 2 * 200
     for damage in (lambda: path.write_bytes(b"torn"), lambda: find_transforms(random, documents[:3], checkpoint=path)):
         damage()  # another search, or no search
@@ -102,13 +102,13 @@ def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, 
 
     def loss(transforms, codec):
         coder = Coder(transforms, tiny.rope.rotate, tiny.rope.unrotate)
-        found = []
+        losses = []
         for ids in documents[-2:]:
-            text = Asked.about(tiny, ids)
+            text = ProbedText.of(tiny, ids)
             coded = text.cache.encoded(codec, coder).decoded(coder)
             exact = text.predictions(tiny, text.cache)
-            found.append(text.divergence(exact, text.predictions(tiny, replace(text.cache, layers=coded.layers))))
-        return sum(found) / len(found)
+            losses.append(text.divergence(exact, text.predictions(tiny, replace(text.cache, layers=coded.layers))))
+        return sum(losses) / len(losses)
 
     made = []
     for lossless in (0.1, 0.04):
@@ -116,11 +116,11 @@ def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, 
         made.append(Transforms.from_bytes(find_transforms(tiny, documents)))
         assert loss(made[-1], "klt") <= lossless * 1.001
         assert loss(made[-1], f"klt:step={1.5 * 2**0.25:.4f}") > lossless
-    coarse, fine = (each.layers[0]["values"].unit for each in made)
+    coarse, fine = (transforms.layers[0]["values"].unit for transforms in made)
     assert fine < coarse
     identity = tiny.prepare(TEXTS[0], policy="full").identity
     first, second = (
-        each.mark(identity).cache_id(key=b"k" * 32, tenant="", codec="klt", format_major=1) for each in made
+        transforms.mark(identity).cache_id(key=b"k" * 32, tenant="", codec="klt", format_major=1) for transforms in made
     )
     assert first != second
 
@@ -128,16 +128,16 @@ def test_the_step_found_is_the_coarsest_without_a_loss_and_part_of_the_id(tiny, 
 @pytest.fixture(scope="module")
 def learnt(tiny):
     """What kvshelf-tiny shows on some texts."""
-    found = None
+    moments = None
     for ids in prose(tiny, 4):
-        more = _moments(tiny, Asked.about(tiny, ids), asked=True)
-        if found is None:
-            found = more
+        more = _moments(tiny, ProbedText.of(tiny, ids), costs=True)
+        if moments is None:
+            moments = more
         else:
-            for mine, own in zip(found, more, strict=True):
+            for mine, own in zip(moments, more, strict=True):
                 for kind in KINDS:
                     mine[kind].add(own[kind])
-    return found
+    return moments
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_weights_lose_less_of_the_predictions_at_the_same_bytes(tiny, learnt):
     tables = _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4))
     alike = [{kind: replace(layer[kind], information=torch.eye(layer[kind].information.shape[1]).double().expand_as(
         layer[kind].information)) for kind in KINDS} for layer in learnt]  # fmt: skip
-    text = Asked.about(tiny, prose(tiny, 5)[4])
+    text = ProbedText.of(tiny, prose(tiny, 5)[4])
     exact = text.predictions(tiny, text.cache)
 
     def coded(moments, finer):
@@ -174,7 +174,7 @@ def test_values_foretold_from_keys_take_fewer_bytes_for_the_same_errors(tiny, le
         dict(layer, values=replace(layer["values"], crossed=torch.outer(layer["keys"].total, layer["values"].mean)))
         for layer in learnt
     ]
-    cache, sizes, errors = Asked.about(tiny, prose(tiny, 5)[4]).cache, [], []
+    cache, sizes, errors = ProbedText.of(tiny, prose(tiny, 5)[4]).cache, [], []
     for moments in (learnt, unrelated):
         coder = made_coder(tiny, _layers(moments, 8))
         made = cache.encoded("klt", coder)
@@ -216,10 +216,12 @@ def made_coder(engine, layers):
 
 def test_weights_are_undone_when_rows_are_decoded(learnt):
     for layer in _layers(learnt):
-        for found in layer.values():
-            size = found.joint.shape[0]
-            assert torch.allclose(found.analysis(None) @ found.synthesis(None), torch.eye(size), atol=0.05)
-            assert torch.allclose(found.analysis(1) @ found.synthesis(1), torch.eye(found.each.shape[1]), atol=0.05)
+        for transform in layer.values():
+            size = transform.joint.shape[0]
+            assert torch.allclose(transform.analysis(None) @ transform.synthesis(None), torch.eye(size), atol=0.05)
+            assert torch.allclose(
+                transform.analysis(1) @ transform.synthesis(1), torch.eye(transform.each.shape[1]), atol=0.05
+            )
 
 
 @pytest.mark.parametrize("damage", ["format", "missing", "skew", "singular", "wide", "slope", "infinite", "cut"])
@@ -253,10 +255,10 @@ def test_transforms_that_cannot_be_right_are_refused(learnt, damage):
 
 
 def test_version_1_is_read_and_has_no_weights(tiny):
-    found = tiny.coders.own.transforms
-    assert not [name for name in load_tensors(found.data) if name.endswith(".weight")]
-    assert {layer[kind].weight for layer in found.layers for kind in KINDS} == {None}
-    assert found.digest.startswith(BUNDLED)
+    transforms = tiny.coders.own.transforms
+    assert not [name for name in load_tensors(transforms.data) if name.endswith(".weight")]
+    assert {layer[kind].weight for layer in transforms.layers for kind in KINDS} == {None}
+    assert transforms.digest.startswith(BUNDLED)
 
 
 def test_version_2_is_read_and_foretells_nothing(learnt):
@@ -266,9 +268,9 @@ def test_version_2_is_read_and_foretells_nothing(learnt):
     layers = [dict(layer, values=replace(layer["values"], **plain)) for layer in _layers(learnt)]
     data = pack("0f", layers, _tables(np.exp(-np.arange(1 << 13) / (1 << 7) * 1.4)), {})
     assert b"kvshelf.transforms/2" in data
-    found = Transforms.from_bytes(data)
-    assert {layer["values"].joint_slope for layer in found.layers} == {None}
-    assert found.layers[0]["values"].weight is not None
+    transforms = Transforms.from_bytes(data)
+    assert {layer["values"].joint_slope for layer in transforms.layers} == {None}
+    assert transforms.layers[0]["values"].weight is not None
 
 
 def test_texts_too_short_to_be_asked_about_and_layers_with_windows_are_refused(random):

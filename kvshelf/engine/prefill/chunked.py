@@ -232,7 +232,7 @@ class RejudgedLayer(ReadLayer):
     def _with(self, layer: LayerView) -> LayerPast:
         """What is left of the document so far and a chunk, judged."""
         past = self._past or LayerPast.nothing(layer, self._absorber.document.num_tokens)
-        return self._absorber.policy.taken(past, layer)
+        return self._absorber.policy.take(past, layer)
 
     def reduce(self, attended: Attended, chunk: LayerReducer) -> None:
         """Judge what is left of the document so far and the chunk, and keep as many entries as the budget has room for;

@@ -28,16 +28,16 @@ class ARKV(KeepsScores, ChunkedTail):
 
     A stored cache has both under the codec `mixed:share=policy`, few bits being int2, int3 or int4. The score is that
     of `cake`: mean + `gamma` * variance of a token's weights over the window's rows, averaged over the GQA group and
-    pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), of the window's rows in all query heads: E is their
-    entropy, V the variance and K the kurtosis of each token's weights over the rows, as in the authors' code, all
-    summed. Of the entries that are not always kept, a layer has the best in many bits, as large a part as its claim is
-    of the largest claim: its share.
+    pooled. A layer's claim is E^(1/tau1) * V^(1/tau2) * K^(1/tau3), summed over the window's rows in all query heads: E
+    is their entropy, V the variance and K the kurtosis of each token's weights over the rows, as in the authors' code.
+    A layer's share is its claim as a part of the largest claim. Of its entries that are not always kept, the best have
+    many bits, as large a part as its share.
 
-    The authors' code decides the shares when the prompt has been read, keeps what stays of it whole, and sets states
-    while the model answers, in fp8: so does suffix policy `arkv`, by the shares, which the cache has with
-    `keep_scores`. Here the document's states are set, too, once it has been read; with `prefill` "chunked" behind each
-    chunk, whose last tokens are the window, over all that is left. An entry in few bits is read as it was until the
-    cache is stored. With a budget of the whole document nothing is dropped.
+    The authors' code decides the shares when the prompt has been read, keeps the prompt's entries whole, and rounds
+    entries to fp8 while the model answers. So does suffix policy `arkv`, by the shares that the cache has with
+    `keep_scores`. Here the document's entries get their bits, too, once it has been read; with `prefill` "chunked"
+    behind each chunk, whose last tokens are the window, over all that is left. An entry in few bits is read as it was
+    until the cache is stored. With a budget of the whole document nothing is dropped.
     """
 
     name: ClassVar[str] = "arkv"
@@ -45,7 +45,7 @@ class ARKV(KeepsScores, ChunkedTail):
     advice: ClassVar[str] = "with codec mixed:share=policy, where layers differ in how widely they attend."
     version: ClassVar[int] = 2
     sets_precision: ClassVar[bool] = True
-    left: ClassVar[tuple[str, ...]] = ("share",)
+    column_names: ClassVar[tuple[str, ...]] = ("share",)
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
@@ -72,16 +72,16 @@ class ARKV(KeepsScores, ChunkedTail):
         of_layers = download([sums for sums, _ in notes.values()])
         claims = dict(zip(notes, map(self._claim, of_layers), strict=True))
         largest = max(claims.values())
-        said: dict[int, Entries] = {}
+        rated: dict[int, Entries] = {}
         for layer, record in records.items():
             assert isinstance(record, Kept)
             claim, always = claims[layer], notes[layer][1]
-            # Claims are all 0 where a window of one row has no variance: then all layers are alike.
+            # All claims are 0 where a window of one row has no variance: then all layers are alike.
             part = claim / largest if largest > 0 else 1.0
             counts = tuple(always + round(part * (n - always)) for n in record.lengths)
             share = torch.full_like(record.entry_positions, part, dtype=torch.float32)
-            said[layer] = self.keeping(replace(record, precise=counts), share=share)
-        return said
+            rated[layer] = self.keeping(replace(record, precise=counts), share=share)
+        return rated
 
     def _claim(self, sums: Tensor) -> float:
         powers = zip(sums.tolist(), (self.tau1, self.tau2, self.tau3), strict=True)
@@ -89,9 +89,8 @@ class ARKV(KeepsScores, ChunkedTail):
 
 
 def _statistics(weights: Tensor) -> Tensor:
-    """Entropy, and variance and kurtosis over the rows, summed over a GQA group: `[3]` fp64, of weights
-    `[group, R, columns]`."""
+    """Entropy, and variance and kurtosis over rows, summed over a GQA group: `[3]` fp64, of `[group, R, columns]`."""
     squares = (weights - weights.mean(dim=1, keepdim=True)).square_()
     kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).clamp_min(1e-8).square()
     entropy = -(weights * (weights + 1e-10).log())
-    return torch.stack([each.double().sum() for each in (entropy, variance(weights), kurtosis)])
+    return torch.stack([numbers.double().sum() for numbers in (entropy, variance(weights), kurtosis)])

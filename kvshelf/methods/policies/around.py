@@ -1,4 +1,4 @@
-"""Base of policies that are built around another one, which chooses the entries."""
+"""Bases of policies that are built around another one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
 from kvshelf.artifact.identity import ModelIdentity
 from kvshelf.artifact.records import Entries
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.method import Needs, parameter, parameter_fields
-from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy
+from kvshelf.methods.policies.base import Phase, Policy, ScoringPolicy, only_scores
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.gate_file import Gates, Geometry
+from kvshelf.methods.policies.snapkv import SnapKV
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
 @dataclass(frozen=True)
 class Around(Policy):
-    """A policy around `inner`, the one that its parameter `base` names. Parameters of both are given together. What the
-    base observes, asks and chooses stays the base's; a subclass adds what it is there for."""
+    """A policy around `inner`, the policy that its parameter `base` names. A request has the parameters of both. By
+    default `inner` observes, probes and chooses."""
 
     takes: ClassVar[str]
-    """In words, what a base has to be."""
+    """The condition on a base, in words."""
 
     base: str = parameter("snapkv", "the policy that chooses; its own parameters are given beside this one")
     inner: Policy = field(default_factory=Full)
@@ -32,20 +35,20 @@ class Around(Policy):
     @classmethod
     @abstractmethod
     def bases(cls, known: Mapping[str, type[Policy]]) -> Mapping[str, type[Policy]]:
-        """Of all policies those that this one can be built around, by name."""
+        """The policies that this one can be built around, by name."""
 
     @classmethod
-    def build(cls, given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:
+    def build(cls, params: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Self:
         own = {f.name for f in parameter_fields(cls)}
-        around = super().build({name: value for name, value in given.items() if name in own}, known)
+        around = super().build({name: value for name, value in params.items() if name in own}, known)
         legal = cls.bases(known)
         if around.base not in legal:
             raise InvalidRequest(
                 f"base is {around.base!r}; {cls.name} can be built around {cls.takes}: one of {', '.join(legal)}",
                 param="policy_params.base",
             )
-        of_base = {name: value for name, value in given.items() if name not in own}
-        inner = around.made(legal[around.base], of_base, known)
+        of_base = {name: value for name, value in params.items() if name not in own}
+        inner = around.build_inner(legal[around.base], of_base, known)
         if inner.parameters().get("prefill", "whole") != "whole":
             raise InvalidRequest(
                 f"{cls.name} works on whole layers; take prefill=whole, or policy {around.base!r} itself",
@@ -65,16 +68,15 @@ class Around(Policy):
             )
         return replace(around, inner=inner)
 
-    def made(self, base: type[Policy], given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:
-        """The base with these parameters."""
-        return base.build(given, known)
+    def build_inner(self, base: type[Policy], params: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:
+        return base.build(params, known)
 
     @property
     def chooser(self) -> Policy:
         return self.inner.chooser
 
     def parameters(self) -> dict[str, Any]:
-        return self.inner.parameters() | super().parameters()  # a name that both have is this policy's
+        return self.inner.parameters() | super().parameters()  # this policy's value of a name that both have
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
         return self.inner.gate_file(model, folder, geometry)
@@ -124,3 +126,31 @@ class Around(Policy):
 
     def next_position(self, num_tokens: int, budget: Budget) -> int:
         return self.inner.next_position(num_tokens, budget)
+
+
+@dataclass(frozen=True)
+class AroundScorer(Around, ScoringPolicy):
+    """A policy that scores as its base does, and itself decides which entries stay by these scores."""
+
+    inner: ScoringPolicy = field(default_factory=SnapKV)
+
+    reduce = ScoringPolicy.reduce
+
+    @property
+    def chooser(self) -> Policy:
+        return self
+
+    @property
+    def phase(self) -> Phase:
+        return "during" if self.sharing is None else "cascade"
+
+    def score(self, layer: LayerView) -> Tensor:
+        return self.inner.score(layer)
+
+    def protected(self, layer: LayerView) -> Tensor:
+        return self.inner.protected(layer)
+
+
+def scorers(known: Mapping[str, type[Policy]]) -> dict[str, type[ScoringPolicy]]:
+    """The policies that only score, and are not built around another one."""
+    return {name: base for name, base in known.items() if only_scores(base) and not issubclass(base, Around)}

@@ -1,15 +1,12 @@
 """Base classes of policies: the mechanism (`Policy`), the common case (`ScoringPolicy`), and policies that judge by the
-end of the prompt (`ProbedPolicy`, `TailPolicy`).
-
-See `kvshelf.methods.method` for what every method has.
-"""
+end of the prompt (`ProbedPolicy`, `TailPolicy`)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeGuard
 
 from torch import Tensor
 
@@ -20,18 +17,17 @@ from kvshelf.errors import InvalidRequest, PolicyUnsupported
 from kvshelf.kernels.select import Counts, QueuedCounts, importance_of, keep_best, of_entries, pack
 from kvshelf.kernels.transfer import download
 from kvshelf.methods.method import POLICY, Kind, Method, Needs, parameter
-from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, require_room
 from kvshelf.methods.policies.gate_file import Gates, Geometry, find
-from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.sharing import Sharing
 from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 MAX_PROBE_BYTES = 16 * 1024
-"""Most UTF-8 bytes of a probe text. Limited, because every blob made with the text contains it."""
+"""Most UTF-8 bytes of a probe text. Every blob made with the text contains it."""
 
 
 class Unsized(NamedTuple):
-    """A reduced layer, as if it had one head, and how many entries each of its heads has."""
+    """A reduced layer: its record, as of one head, and the numbers of entries of its heads, which the device counts."""
 
     record: Kept
     shares: QueuedCounts
@@ -41,7 +37,7 @@ class Unsized(NamedTuple):
 
 
 def sized(layers: Mapping[int, Entries | Unsized]) -> dict[int, Entries]:
-    """Layers with the numbers of entries of their heads, for which this waits together."""
+    """The layers with the numbers of entries of their heads. Waits for the device once for all layers."""
     waiting = {index: layer.shares.counts for index, layer in layers.items() if isinstance(layer, Unsized)}
     counts = dict(zip(waiting, download(list(waiting.values())), strict=True))
     return {
@@ -53,26 +49,33 @@ Phase = Literal["during", "cascade", "after"]
 """When a policy reduces: see `Policy.phase`."""
 
 Observes = Needs
-"""The name of `Needs` before version 0.2, for plug-ins that have it still."""
+"""The name of `Needs` in plug-ins that say `observes`."""
+
+
+def prefill_parameter(tokens: str, *, added: bool = False) -> Any:
+    """How policies read the document that can do so in chunks. tokens: the parameter with the tokens of a pass."""
+    text = (
+        f"whole: one pass, then reduce; chunked: {tokens} tokens a pass, each behind what was kept of those before it"
+    )
+    return parameter("whole", text, choices=("whole", "chunked"), added=added)
 
 
 def pooling_kernel(default: int) -> Any:
-    """The pooling width of policies that pool scores. Bounded, because some hold as many values for each token."""
+    """The pooling width of policies that pool scores. Bounded: some have as many values a token in memory."""
     return parameter(default, "width of the pooling over neighbouring tokens", minimum=1, maximum=255, odd=True)
 
 
 class Absorber(Protocol):
-    """Compresses a document by a policy while it is read, chunk by chunk: tokens that wait until the policy has enough
-    of them (`partitions.PartitionAbsorber`), or all that is left, judged again with each chunk
-    (`chunked.ChunkAbsorber`)."""
+    """Compresses a document by a policy while it is read, chunk by chunk. Either tokens wait until the policy has
+    enough of them (`partitions.PartitionAbsorber`), or each chunk judges all entries again (`chunked.ChunkAbsorber`).
+    """
 
     @property
     def mode(self) -> str:
         """Its name in a cache's identity. States everything that changes the numbers of the prefill."""
 
     @property
-    def policy(self) -> Policy:
-        """The policy that scores."""
+    def policy(self) -> Policy: ...
 
     @property
     def chunks(self) -> Sequence[int]:
@@ -80,8 +83,7 @@ class Absorber(Protocol):
 
     @property
     def again(self) -> bool:
-        """Whether each chunk judges what is left of those before: see `chunked.ChunkAbsorber`, and else
-        `partitions.PartitionAbsorber`."""
+        """Whether each chunk judges all entries again."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ class Policy(Method):
     """One layer in, one reduced layer out.
 
     Raise `version` by hand whenever the entries that a policy chooses can change; it is part of a cache's identity.
-    `by_position` says that it chooses by positions alone, whatever keys and values there are; `shared_by_heads`,
-    that every head of a layer keeps the same tokens, so that budgets per head mean nothing; `budgets_heads`, that it
-    gives each head a budget of its own; `merges`, that an entry it keeps may stand for several tokens. `indexes`, that
-    it makes an index of what it keeps, `prunes`, that it stores keys without some of their channels, `has_residuals`,
-    that it stores the layers' inputs in place of keys and values, and `sets_precision`, that its records say how many
-    entries have more bits under codec `mixed:share=policy`: so it has work where the budget is the whole document.
+
+    by_position: it chooses by positions alone. shared_by_heads: every head of a layer keeps the same tokens, so budgets
+    per head mean nothing. budgets_heads: each head has a budget of its own. merges: an entry may stand for several
+    tokens. The others give it work even under a budget of the whole document. indexes: it makes an index of its
+    entries. prunes: it stores keys without some of their channels. has_residuals: it stores the layers' inputs in place
+    of keys and values. sets_precision: its records say how many entries have more bits under `mixed:share=policy`.
     """
 
     kind: ClassVar[Kind] = POLICY
@@ -109,16 +111,16 @@ class Policy(Method):
     sets_precision: ClassVar[bool] = False
     has_residuals: ClassVar[bool] = False
     selects: ClassVar[bool] = False
-    """Whether the queries of a question alone can judge for it, so that it may be a selector, `policy:NAME`."""
+    """Whether it can judge by the queries of a question alone, and so be a selector, `policy:NAME`."""
     settled: ClassVar[Mapping[str, str]] = {}
     """The parameters that it does not have as a selector, and why."""
     stored: ClassVar[Mapping[str, str]] = {}
-    """What its records have beside whole entries, and which of its parameters says how much: `vectors` like keys for
-    each KV head and `block` of tokens; `pruned`, the share of a key's channels that goes, but of the last `whole`
-    entries. `residuals`, with "" for the parameter, in place of keys and values."""
+    """The parameters that say what its records have beside whole entries: `vectors` like keys for each KV head and
+    `block` of tokens; `pruned`, the share of a key's channels that goes, except of the last `whole` entries;
+    `residuals`, which no parameter sizes (""), in place of keys and values."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Plug-ins may say `observes`, the name of `needs` before version 0.2, and ask their base for it."""
+        """Plug-ins may say `observes` for `needs`, and ask their base for either."""
         super().__init_subclass__(**options)
         for name, other in (("observes", "needs"), ("needs", "observes")):
             if name in cls.__dict__ and other not in cls.__dict__:
@@ -126,7 +128,7 @@ class Policy(Method):
 
     @property
     def revision(self) -> int:
-        """The version in a cache's identity: the class's version, combined with the base policy's, if there is one."""
+        """The version in a cache's identity. A policy around another one combines both versions."""
         return self.version
 
     @abstractmethod
@@ -134,37 +136,36 @@ class Policy(Method):
         """Reduce one layer to its budget. Must not modify the view; same view, same result."""
 
     def begin(self, layer: LayerView, budget: LayerBudget) -> Entries | Unsized:
-        """The same without a wait for the device, where that can be: see `sized`."""
+        """As `reduce`, but without a wait for the device where it can: see `sized`."""
         return self.reduce(layer, budget)
 
     @property
     def chooser(self) -> Policy:
-        """The policy that reduces each layer: this one, or the one that it is built around."""
+        """The policy that reduces each layer: this one, or its base."""
         return self
 
     @property
     def scorer(self) -> ScoringPolicy | None:
-        """This policy, as one that scores each entry by itself; None if it does not."""
+        """This policy if it scores each entry by itself; else None."""
         return None
 
     @property
     def index_block(self) -> int | None:
-        """Tokens of a block of the index that it makes, which no codec may cut; None without such blocks."""
+        """Tokens of a block of its index, which no codec may cut; None without blocks."""
         return None
 
     @property
     def stored_beside(self) -> dict[str, Any]:
-        """What its records have beside whole entries, and how much of it: see `stored`."""
+        """The values of the parameters in `stored`, True without one."""
         params = self.parameters()
         return {what: params.get(name, True) for what, name in self.stored.items()}
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:  # noqa: ARG002
-        """The gates of a model for a policy that needs some: by default those of any family that were trained for its
-        name. folder, and what it raises: as of `gate_file.find`."""
+        """The gates of a model, by default of any family. folder, errors: as of `gate_file.find`."""
         return find(model, folder, self.name)
 
     def noted(self, layer: LayerView) -> Any:  # noqa: ARG002
-        """What `finished` has to know of a layer, taken before the layer is reduced and freed."""
+        """The note of a layer for `finished`, made before the layer is reduced and freed."""
         return None
 
     def finished(
@@ -177,25 +178,25 @@ class Policy(Method):
         return records
 
     def has_work(self, budget: Budget, num_tokens: int) -> bool:
-        """Whether it makes anything else of a document than `full` does."""
+        """Whether its records of the document differ from those of `full`."""
         always = self.indexes or self.prunes or self.sets_precision or self.has_residuals
         return always or budget.tokens < num_tokens
 
     @property
     def phase(self) -> Phase:
-        """When it reduces in a prefill in one pass. Between chunks, all layers have what stays and a chunk.
+        """When it reduces layers.
 
-        "during": each layer once, when its attention is done. In one pass the memory peak is one full layer and the
-        entries kept from the others. "cascade": earlier layers shrink again as later ones claim their part of a budget
-        that all layers share. The memory peak is one full layer and about 1.125 times the budget of the whole cache.
-        "after": all layers once the last one is there. The memory peak is the full cache. In chunks, of the last two
-        every layer has a chunk beside its budget before it is cut.
+        "during": each layer once, when its attention is done. The memory peak of a prefill in one pass is one full
+        layer and the kept entries of the others. "cascade": all layers share one budget, and earlier layers shrink
+        again as later ones claim their part. The memory peak is one full layer and about 1.125 times the budget of the
+        whole cache. "after": all layers once the last one is there. The memory peak is the full cache. In a prefill in
+        chunks, every layer of a "cascade" or "after" policy has its entries and a chunk before all are cut.
         """
         return "during"
 
     @property
     def sizes_itself(self) -> bool:
-        """Whether `own_budget` says how many entries stay, and a request must not."""
+        """Whether `own_budget` decides how many entries stay; a request then must not."""
         return not self.takes_budget
 
     def own_budget(self, document: DocumentView) -> Budget:
@@ -204,17 +205,17 @@ class Policy(Method):
 
     @property
     def takes_questions(self) -> bool:
-        """Whether expected questions guide it."""
+        """Whether expected questions guide its choice."""
         return False
 
     @property
     def exact(self) -> bool:
-        """Whether the entries kept add up to the budget. If not, the policy's docstring states its granularity."""
-        return True
+        """Whether the entries kept add up to the budget of a request. If not, the policy's docstring says why."""
+        return not (self.takes_budget and self.sizes_itself)
 
     @property
     def ragged(self) -> bool:
-        """Whether heads or layers keep different numbers of entries, as a rule."""
+        """Whether heads or layers keep different numbers of entries."""
         return self.budgets_heads
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:  # noqa: ARG002
@@ -222,11 +223,11 @@ class Policy(Method):
         return ()
 
     def at_question(self, question_tokens: int) -> Self:  # noqa: ARG002
-        """This policy as a selector, for a question of so many tokens: what of it no stored cache can do otherwise."""
+        """This policy as a selector for a question of so many tokens, with parameters that a stored cache allows."""
         return self
 
     def probe_text(self, document: DocumentView) -> str:  # noqa: ARG002
-        """The text of the probe passes, for the identity; "" if it follows from the document and the parameters."""
+        """The text of the probe passes for the identity; "" if it follows from the document and the parameters."""
         return ""
 
     def next_position(self, num_tokens: int, budget: Budget) -> int:  # noqa: ARG002
@@ -234,8 +235,7 @@ class Policy(Method):
         return num_tokens
 
     def absorber(self, document: DocumentView, budget: Budget) -> Absorber | None:  # noqa: ARG002
-        """How to compress during a chunked prefill; None for a prefill in one pass, with a `reduce` after each
-        layer."""
+        """The absorber of a chunked prefill; None for a prefill in one pass."""
         return None
 
     def resumes(self, made: Identity) -> bool:  # noqa: ARG002
@@ -244,14 +244,13 @@ class Policy(Method):
 
     @property
     def first_kept(self) -> int:
-        """First tokens of such a cache that stay whatever follows."""
+        """First tokens of a resumed cache that stay whatever follows."""
         return 0
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:  # noqa: ARG002
-        """This policy, its defaults fitted to the document, the budget, the model and its calibration.
+        """This policy with its defaults fitted to the document, the budget, the model and its calibration.
 
-        given: the parameters that the caller chose, which stay as they are. Raises `PolicyUnsupported` where one of
-        them does not fit.
+        given: the parameters that the caller chose, which stay. Raises `PolicyUnsupported` where one does not fit.
         """
         if budget.tokens <= document.protected_prefix:
             raise PolicyUnsupported(
@@ -264,8 +263,7 @@ class Policy(Method):
 
 @dataclass(frozen=True)
 class ScoringPolicy(Policy):
-    """The common case: score every token of every head, keep the best. With `shared_by_heads` every head of a layer has
-    the same scores."""
+    """Scores every token of every head, and keeps the best. With `shared_by_heads` heads have equal scores."""
 
     @abstractmethod
     def score(self, layer: LayerView) -> Tensor:
@@ -280,22 +278,22 @@ class ScoringPolicy(Policy):
         return layer.protected
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Counts:  # noqa: ARG002
-        """Entries each head of this layer keeps. The default is the same for all. scores, budget: of all its heads,
-        also where the view has those of one process (`LayerView.ranks`)."""
+        """Entries that each head of this layer keeps, by default equally many. scores, budget: of all heads of the
+        layer, even where the view has the heads of one process (`LayerView.ranks`)."""
         return budget.per_head
 
     def columns(self, layer: LayerView, scores: Tensor) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """The numbers of each token by name, `[kv_heads, N]` fp32, that its record keeps of entries: none."""
+        """Numbers of each token, `[kv_heads, N]` fp32 by name, which the record has of each entry."""
         return {}
 
     def precedence(self, layer: LayerView, scores: Tensor) -> Tensor:  # noqa: ARG002
-        """What decides who stays among the tokens of a head, `[heads, N]` fp32, by their scores: these. A score that is
-        not finite stays so, but where a token is protected."""
+        """The numbers by which the tokens of a head stay, `[heads, N]` fp32, higher is kept: by default the scores.
+        Where a score is not finite, and its token not protected, this is not finite, either."""
         return scores
 
     @property
     def sharing(self) -> Sharing | None:
-        """How the layers share one budget; None if each has its own. If shared, layers are reduced in cascade."""
+        """How the layers share one budget; None if each has its own."""
         return None
 
     @property
@@ -303,7 +301,7 @@ class ScoringPolicy(Policy):
         return super().ragged or self.sharing is not None or type(self).counts is not ScoringPolicy.counts
 
     def weight(self, layer: LayerView) -> float:  # noqa: ARG002
-        """The weight of this layer where layers share by weight."""
+        """The weight of this layer under a sharing by weights."""
         return 1.0
 
     @property
@@ -313,9 +311,9 @@ class ScoringPolicy(Policy):
     def importance(self, layer: LayerView) -> Tensor:
         """The scores, infinite where a token is protected: `[kv_heads, N]` fp32.
 
-        `select` ranks scores that are not finite first. So a bad score that could have decided anything belongs to a
-        kept entry, as a NaN. `require_finite_scores` looks for NaN once in the whole cache, after the prefill: a check
-        of each layer's scores would wait for the device once per layer.
+        `select` ranks scores that are not finite first, so a kept entry shows such a score as NaN.
+        `require_finite_scores` looks for NaN once in the whole cache, after the prefill: a check of each layer would
+        wait for the device each time.
         """
         return importance_of(self.score(layer), self.protected(layer))
 
@@ -323,22 +321,22 @@ class ScoringPolicy(Policy):
         return sized({0: self._begun(layer, budget)})[0]
 
     def begin(self, layer: LayerView, budget: LayerBudget) -> Entries | Unsized:
-        own = type(self).reduce is ScoringPolicy.reduce
-        return self._begun(layer, budget) if own else self.reduce(layer, budget)
+        return self._begun(layer, budget) if only_scores(type(self)) else self.reduce(layer, budget)
 
     def _begun(self, layer: LayerView, budget: LayerBudget) -> Kept | Unsized:
         scores, protected = self.score(layer), self.protected(layer)
-        of_all = layer.all_heads(scores)
-        whole = LayerBudget(budget.per_head * (len(of_all) // layer.kv_heads))
-        counts = self.counts(layer, of_all, protected, whole)
-        if layer.ranks is not None:  # what its own heads add up to is not known without a wait
+        all_scores = layer.all_heads(scores)
+        layer_budget = LayerBudget(budget.per_head * (len(all_scores) // layer.kv_heads))
+        counts = self.counts(layer, all_scores, protected, layer_budget)
+        if layer.ranks is not None:  # the total of this process's heads is not known without a wait
             counts = layer.own_heads(counts.known() if isinstance(counts, QueuedCounts) else counts)
-        decides = self.precedence(layer, scores)
-        keys, values, positions, importance = keep_best(layer.keys, layer.values, decides, protected, counts)
-        if decides is not scores:  # codecs compare entries of all layers and heads by their scores
+        precedence = self.precedence(layer, scores)
+        keys, values, positions, importance = keep_best(layer.keys, layer.values, precedence, protected, counts)
+        if precedence is not scores:  # codecs compare entries of all layers and heads by their scores
             importance = of_entries(importance_of(scores, protected), positions, counts)
         columns = {
-            name: of_entries(own, positions, counts).contiguous() for name, own in self.columns(layer, scores).items()
+            name: of_entries(numbers, positions, counts).contiguous()
+            for name, numbers in self.columns(layer, scores).items()
         }
         kept = Kept(
             keys=keys,
@@ -351,14 +349,18 @@ class ScoringPolicy(Policy):
         return Unsized(kept, counts) if isinstance(counts, QueuedCounts) else kept
 
 
+def only_scores(policy: type[Policy]) -> TypeGuard[type[ScoringPolicy]]:
+    """Whether a policy scores, and leaves the rest to `ScoringPolicy.reduce`."""
+    return issubclass(policy, ScoringPolicy) and policy.reduce is ScoringPolicy.reduce
+
+
 @dataclass(frozen=True)
 class ProbedPolicy(Policy):
     """Judges by what the end of the prompt attends to.
 
-    The papers end the prompt with the question. Here the question is not known yet, so the end is the first of these
-    that is given: the questions that the caller expects, the text of `probe`, the chat template's text before the
-    answer. With an empty `probe`, or without a template, the document's own last tokens are the end. The cache's
-    identity records which end was used.
+    In the papers the question ends the prompt. Here no question is known yet. The end is the first of these that there
+    is: the questions that the caller expects, the text of `probe`, the chat template's text before the answer, and the
+    document's own last tokens, which an empty `probe` asks for. The cache's identity records the end.
     """
 
     selects: ClassVar[bool] = True
@@ -375,7 +377,7 @@ class ProbedPolicy(Policy):
         return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        if not self.takes_questions:  # it is read in chunks, whose own last rows observe
+        if not self.takes_questions:  # the document is read in chunks, whose last rows observe
             return ()
         end = document.end
         if document.questions:
@@ -391,7 +393,7 @@ class ProbedPolicy(Policy):
 
 @dataclass(frozen=True)
 class WindowPolicy(ProbedPolicy):
-    """Observes the last `window` rows of the prompt, and keeps those rows that are the document's own tokens."""
+    """Observes the last `window` rows of the prompt, and keeps the document's tokens among them."""
 
     window: int = parameter(64, "last tokens that observe; those of the document are kept", minimum=1)
 
@@ -400,7 +402,7 @@ class WindowPolicy(ProbedPolicy):
         largest = budget.tokens - document.protected_prefix
         if "window" not in given:
             return replace(self, window=min(self.window, max(1, budget.tokens // 2), largest))
-        require_held("window", self.window, largest, budget.tokens)
+        require_room("window", self.window, largest, budget.tokens)
         return self
 
     def at_question(self, question_tokens: int) -> Self:
@@ -411,19 +413,19 @@ class WindowPolicy(ProbedPolicy):
         return layer.protected | layer.window(self.window).protect_tail()
 
     def always(self, layer: LayerView) -> int:
-        """How many tokens `protected` marks. To ask the mask would wait for the device."""
+        """How many tokens `protected` marks. The mask's sum would wait for the device."""
         return min(layer.num_tokens, layer.protected_prefix + layer.window(self.window).tail)
 
 
 @dataclass(frozen=True)
 class TailPolicy(WindowPolicy, ScoringPolicy):
-    """Scores each entry by itself, by the rows that a `WindowPolicy` observes."""
+    """Scores each entry by itself, from the window's rows."""
 
 
 def keep(layer: LayerView, mask: Tensor, importance: Tensor | None = None, counts: Sequence[int] | None = None) -> Kept:
-    """The record of the entries where `mask` `[kv_heads, N]` is set: `counts[h]` of head h, if known without waiting
-    for the device. `importance` `[kv_heads, N]` fp32 ranks them for codecs that store some with more bits; by default
-    the most recent entries rank highest."""
+    """The record of the entries where `mask` `[kv_heads, N]` is set. counts: their number in each head, if known
+    without a wait for the device. importance: `[kv_heads, N]` fp32, ranks entries for codecs that store some with more
+    bits; by default the most recent ones rank highest."""
     keys, values, positions, lengths = pack(layer.keys, layer.values, mask, counts)
     return Kept(
         keys=keys,

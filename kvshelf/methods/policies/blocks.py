@@ -1,6 +1,5 @@
-"""Base of KVzip and EpiCache: scores by the largest weight that a probe gives, with the whole document at hand or block
-by block while it is read, so that the KV cache of a layer never exceeds budget, block and probe (EpiCache, Kim et al.,
-2025, arXiv 2509.17396, section 3.1).
+"""Base of KVzip and EpiCache: scores by the largest weight that a probe gives, over the whole document or block by
+block while it is read (EpiCache, Kim et al., 2025, arXiv 2509.17396, section 3.1).
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import Counts, importance_of
 from kvshelf.kernels.window_scores import window_attention
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.policies.base import ScoringPolicy
-from kvshelf.methods.policies.budgets import Budget, LayerBudget
+from kvshelf.methods.policies.base import ScoringPolicy, prefill_parameter
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, fitted_sink
 from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
-from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import GlobalSharing, Sharing, flat_counts, flat_shares
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
@@ -30,11 +28,10 @@ _ROWS = 128
 
 @dataclass(frozen=True, eq=False)
 class BlockPast:
-    """What one KV head holds when a block has been read, and the probe behind it.
+    """One KV head when a block and the probe behind it have been read.
 
-    keys: `[kept + block, D]`, after RoPE, of entries kept from earlier blocks and of all tokens of this one; the first
-    `sinks` of them always stay. importance: `[kept]` fp32, as judged before. queries: `[group, R, D]` and own_keys:
-    `[R, D]`, of the probe.
+    keys: `[kept + block, D]`, after RoPE, of kept entries and of all tokens of this block; the first `sinks` always
+    stay. importance: `[kept]` fp32, of the kept entries. queries: `[group, R, D]` and own_keys: `[R, D]`, of the probe.
     """
 
     keys: Tensor
@@ -50,17 +47,16 @@ class BlockPast:
 
     @property
     def block(self) -> int:
-        """Tokens of this block."""
         return len(self.keys) - self.kept
 
 
 @dataclass(frozen=True)
 class BlockPolicy(ChunkedPolicy, ScoringPolicy):
-    """A subclass says which probe follows a block, and how it judges.
+    """A subclass has the probe that follows a block, and judges by it.
 
-    With `prefill` "chunked", each block sees what was kept of those before it, and its probe sees the same and the
-    block. Then the lowest entries go until the budget holds: of all heads of the layer together, or of each head. All
-    that is dropped is dropped for good. The probe's own states are not stored.
+    With `prefill` "chunked", each block sees the kept entries of the blocks before it, and its probe sees these and the
+    block: a layer never has more entries than budget, block and probe. Then the lowest entries go for good until the
+    budget holds: of all heads of the layer together, or of each head. The probe's own states are not stored.
     """
 
     in_chunks: ClassVar[frozenset[str]] = frozenset()
@@ -68,11 +64,7 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
     chunk: int = parameter(2048, "document tokens of a block", minimum=64)
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
     across: str = parameter("layer", "who shares a budget", choices=("layer", "head"))
-    prefill: str = parameter(
-        "whole",
-        "whole: one pass, then reduce; chunked: chunk tokens a pass, each behind what was kept of those before it",
-        choices=("whole", "chunked"),
-    )
+    prefill: str = prefill_parameter("chunk")
 
     @property
     def needs(self) -> Needs:
@@ -94,12 +86,12 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         return flat_shares(importance_of(scores, protected), tokens * heads)
 
     def tokens_of(self, layer_idx: int, document: DocumentView, mean: int) -> int:  # noqa: ARG002
-        """The mean number of entries that the heads of a layer keep, of that over all layers."""
+        """The mean number of entries that the heads of a layer keep. mean: over all layers."""
         return mean
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, requested="sink" in given)
         policy = replace(self, sink=sink)
         if self.prefill == "whole" or self.across != "cache":
             return policy
@@ -119,29 +111,26 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         return f"{super().mode},probed"
 
     def ends(self, document: DocumentView) -> list[int]:
-        """The first chunk has the tokens of the chat template, too."""
+        """The ends of the blocks; the first chunk has the tokens of the chat template, too."""
         return [end for _, end in self.blocks(document)]
 
-    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+    def take(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         (probed,) = chunk.probes
         joined, sinks = past.joined(chunk), self.sinks(chunk.document)
         keys, _ = zip(*joined.record.heads(), strict=True)
-        importance = [
-            importance_of(
-                self.judged(BlockPast(of_head, before, min(sinks, joined.read), queries, own_keys, chunk.scaling)),
-                torch.arange(len(of_head), device=of_head.device) < sinks,
-            )
-            for of_head, before, queries, own_keys in zip(
-                keys, past.importance, chunk.grouped(probed.queries), probed.keys, strict=True
-            )
-        ]
+        importance = []
+        heads = zip(keys, past.importance, chunk.grouped(probed.queries), probed.keys, strict=True)
+        for head_keys, before, queries, own_keys in heads:
+            head = BlockPast(head_keys, before, min(sinks, joined.read), queries, own_keys, chunk.scaling)
+            always = torch.arange(len(head_keys), device=head_keys.device) < sinks
+            importance.append(importance_of(self.judged(head), always))
         return joined.judged(torch.cat(importance))
 
     def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:
         return replace(budget, tokens=self.tokens_of(layer_idx, document, budget.tokens))
 
     def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
-        """All entries stay as long as the budget holds them."""
+        """All entries stay while the budget has room for them."""
         if self.across == "head":
             return super().shares(pasts, budget)
         (past,) = pasts
@@ -154,20 +143,20 @@ class BlockPolicy(ChunkedPolicy, ScoringPolicy):
         """The importance of the entries of one head, `[kept + block]` fp32, higher is kept."""
 
     def sinks(self, document: DocumentView) -> int:
-        """First tokens that always stay: those of the chat template, or the first `sink`, whichever are more."""
+        """First tokens that always stay: the chat template's or the first `sink`, whichever are more."""
         return max(self.sink, document.protected_prefix)
 
     def blocks(self, document: DocumentView) -> Iterator[tuple[int, int]]:
-        """Bounds of the blocks: what follows the chat template's tokens."""
+        """Bounds of the blocks, which begin behind the chat template's tokens."""
         for start in range(document.protected_prefix, document.num_tokens, self.chunk):
             yield start, min(start + self.chunk, document.num_tokens)
 
 
 def largest_weights(queries: Tensor, keys: Tensor, own_keys: Tensor | None, scaling: float) -> Tensor:
-    """The largest softmax weight that any row of any query head of a GQA group gives to each of `keys` `[n, D]`.
+    """The largest softmax weight that any row of a GQA group gives to each of `keys` `[n, D]`: `[n]` fp32.
 
     queries: `[group, R, D]`, behind all keys. own_keys: `[R, D]`, keys of the rows themselves, each of which sees those
-    up to its own; None leaves them out of the softmax. Returns `[n]` fp32.
+    up to its own; None leaves them out of the softmax.
     """
     largest = torch.zeros(len(keys), device=keys.device)
     every = keys if own_keys is None else torch.cat([keys, own_keys])
@@ -175,7 +164,7 @@ def largest_weights(queries: Tensor, keys: Tensor, own_keys: Tensor | None, scal
         last = min(first + _ROWS, queries.shape[1])
         if own_keys is None:
             weights = (queries[:, first:last].float() @ keys.float().T * scaling).softmax(dim=-1)  # [group, rows, n]
-        else:  # the scored rows are the last of the keys that they see
+        else:  # these rows are the last of the keys that they see
             weights = window_attention(queries[:, first:last], every[: len(keys) + last], scaling)[..., : len(keys)]
         largest = torch.maximum(largest, weights.amax(dim=(0, 1)))
     return largest

@@ -12,18 +12,15 @@ DEFAULT_COMPRESSION_RATIO = 0.5
 
 @dataclass(frozen=True)
 class Budget:
-    """Mean number of entries kept per layer and KV head, sinks and windows included, and the ratio it came from.
-
-    `compression_ratio` is the fraction REMOVED (kvpress's meaning): 0.75 keeps a quarter.
-    """
+    """tokens: mean number of entries kept per layer and KV head, sinks and windows included. compression_ratio: the
+    fraction REMOVED (kvpress's meaning): 0.75 keeps a quarter."""
 
     tokens: int
     compression_ratio: float
 
     @classmethod
     def resolve(cls, num_tokens: int, *, compression_ratio: float | None, budget_tokens: int | None) -> Budget:
-        """The integer budget for a document of `num_tokens`, from the ratio or the number of tokens, or the default
-        ratio."""
+        """The budget of a document, from a ratio or a number of tokens, by default from the default ratio."""
         if compression_ratio is not None and budget_tokens is not None:
             raise InvalidRequest(
                 f"compression_ratio ({compression_ratio}) and budget_tokens ({budget_tokens}) say the same thing in "
@@ -42,7 +39,7 @@ class Budget:
         return cls(num_tokens, 0.0)
 
     def beside(self, protected: int, num_tokens: int) -> Budget:
-        """What it leaves for the other tokens of a document of `num_tokens`, of which some are protected."""
+        """The budget of the tokens that are not protected, in a document of `num_tokens`."""
         if not protected:
             return self
         tokens = self.tokens - protected
@@ -92,50 +89,63 @@ class LayerBudget:
 
     @classmethod
     def uniform(cls, kv_heads: int, tokens: int) -> LayerBudget:
-        """The same for every head."""
         return cls((tokens,) * kv_heads)
 
     @property
     def total(self) -> int:
-        """Entries of the whole layer."""
         return sum(self.per_head)
 
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """The first `first` layers and the last `last` keep everything, and the others pay for them: the total stays that
-    of the mean budget."""
+    """The first `first` layers and the last `last` keep everything, and the others pay for them, on the same total."""
 
     first: int = 0
     last: int = 0
 
     def of_layer(self, place: int, num_layers: int, num_tokens: int, budget: LayerBudget) -> LayerBudget:
-        """The budget of the layer at `place`, of one that all layers have. What does not divide evenly goes to the
-        first of the others."""
+        """The budget of the layer at `place`. budget: the mean. The first paying layers get the remainder."""
         if self == WholeLayers():
             return budget
         heads = len(budget.per_head)
         if not self.first <= place < num_layers - self.last:
             return LayerBudget.uniform(heads, num_tokens)
-        paid = self._paid(num_layers, num_tokens, budget.total // heads)
-        share, left = divmod(paid, num_layers - self.first - self.last)
-        return LayerBudget.uniform(heads, share + (place - self.first < left))
+        total = self._of_others(num_layers, num_tokens, budget.total // heads)
+        share, remainder = divmod(total, num_layers - self.first - self.last)
+        return LayerBudget.uniform(heads, share + (place - self.first < remainder))
 
     def fewest(self, num_layers: int | None, num_tokens: int, mean: int, least: int, param: str) -> int:
         """Entries of each KV head of a layer that is not whole. Raises `PolicyUnsupported` below `least`. num_layers:
-        None where no layer may be whole, for nobody knows the model."""
+        None without a model; then no layer may be whole."""
         if self == WholeLayers():
             return mean
         whole, layers = self.first + self.last, num_layers or 0
-        left = self._paid(layers, num_tokens, mean) // (layers - whole) if layers > whole else -1
-        if left < least:
+        share = self._of_others(layers, num_tokens, mean) // (layers - whole) if layers > whole else -1
+        if share < least:
             raise PolicyUnsupported(
                 f"{whole} of {layers} layers stay whole, with {num_tokens} entries per KV head; a mean budget of "
-                f"{mean} leaves {max(0, left)} for each of the others, and the policy needs {least}; lower {param} or "
+                f"{mean} leaves {max(0, share)} for each of the others, and the policy needs {least}; lower {param} or "
                 "compression_ratio",
                 param=f"policy_params.{param}",
             )
-        return left
+        return share
 
-    def _paid(self, num_layers: int, num_tokens: int, mean: int) -> int:
+    def _of_others(self, num_layers: int, num_tokens: int, mean: int) -> int:
         return mean * num_layers - (self.first + self.last) * num_tokens
+
+
+def require_room(name: str, value: int, room: int, budget_tokens: int) -> None:
+    """Raise `PolicyUnsupported` where the parameter asks for more entries than the budget has room for."""
+    if value > room:
+        raise PolicyUnsupported(
+            f"{name} is {value}, and the budget of {budget_tokens} entries per KV head has room for {room}; lower "
+            f"{name} or raise the budget",
+            param=f"policy_params.{name}",
+        )
+
+
+def fitted_sink(sink: int, budget_tokens: int, *, room: int, requested: bool) -> int:
+    """The number of sinks. A default shrinks to `room`; a request for more raises `PolicyUnsupported`."""
+    if requested:
+        require_room("sink", sink, room, budget_tokens)
+    return min(sink, room)

@@ -18,25 +18,23 @@ from kvshelf.methods.policies.view import LayerView, ObservationWindow
 
 @dataclass(frozen=True)
 class Cake(TailPolicy):
-    """Give layers whose attention is spread out and shifting more of the budget, and keep what is attended to
-    steadily or in bursts.
+    """Give layers whose attention is spread out and shifting more, and keep what is attended to steadily or in bursts.
 
     With A the weights of the window's rows on the judged tokens, the preference of a layer is P = H^(1/tau1) *
     V^(1/tau2) (section 4.1): H, the entropy, sums -A log A over query heads, rows and tokens; V is the variance of A
     over the rows (unbiased), summed over query heads and tokens. A layer's share of the budget is proportional to P. A
     token's score is mean + gamma * variance of A over the rows (section 4.3), averaged over the GQA group and pooled.
-    The authors tune tau1 and tau2 to model and budget, 1.6 and 0.4 for Llama 3.1 8B at 1,024 entries, 1.5 and 0.6 for
-    Qwen 2.5 7B; 1 and 1 is their fallback.
+    The authors tune tau1, tau2: 1.6, 0.4 for Llama 3.1 8B at 1,024 entries, 1.5, 0.6 for Qwen 2.5 7B, else 1, 1.
 
     The layers are reduced in cascade (section 4.2). Departures: if a share exceeds the document, the other layers take
-    the excess in proportion and not evenly. Only then can a share never grow when a layer joins (`ProportionalSharing`
-    has the proof), and the cascade keeps what waiting for every layer would keep. The total is exact. A window of one
-    row has no variance, so all layers get equal shares.
+    the excess in proportion and not evenly, so that no share grows when a layer joins (`ProportionalSharing` has the
+    proof). The total is exact. A window of one row has no variance, so all layers get equal shares.
     """
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491"
     advice: ClassVar[str] = "with small budgets on deep models, where layers differ in how widely they attend."
+    sharing: ClassVar[ProportionalSharing] = ProportionalSharing()
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
@@ -44,13 +42,8 @@ class Cake(TailPolicy):
     tau1: float = parameter(1.0, "the larger, the less the entropy tells layers apart", minimum=0.1)
     tau2: float = parameter(1.0, "the larger, the less the variance tells layers apart", minimum=0.1)
 
-    @property
-    def sharing(self) -> ProportionalSharing:
-        return ProportionalSharing()
-
     def score(self, layer: LayerView) -> Tensor:
-        window = layer.window(self.window)
-        return indicators(window, layer.kv_heads, self.gamma, self.kernel)
+        return indicators(layer.window(self.window), layer.kv_heads, self.gamma, self.kernel)
 
     def weight(self, layer: LayerView) -> float:
         window = layer.window(self.window)

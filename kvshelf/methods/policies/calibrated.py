@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -29,23 +28,22 @@ class CalibratedPolicy(Policy):
         return replace(policy, calibration=required_digest(self.calibration, calibration_of(document).digest))
 
 
-def required_digest(named: str | None, own: str) -> str:
-    """The model's `own`. Raises `PolicyUnsupported` where a request named another."""
-    if named not in (None, own):
+def required_digest(named: str | None, digest: str) -> str:
+    """The `digest` of the model's calibration. Raises `PolicyUnsupported` where a request named another."""
+    if named not in (None, digest):
         raise PolicyUnsupported(
-            f"calibration {named!r} is not this model's, which is {own!r}; leave it out",
+            f"calibration {named!r} is not this model's, which is {digest!r}; leave it out",
             param="policy_params.calibration",
         )
-    return own
+    return digest
 
 
 def calibration_of(document: DocumentView) -> Calibration:
-    """That of the document's model, for policies that need it."""
     assert document.calibration is not None, "the policy says that it needs the calibration"
     return document.calibration
 
 
-def retrieval_scores(calibration: Calibration, kv_heads: int) -> list[Sequence[float]]:
-    """How much the KV heads retrieve, by layer: of each the score of its query head that retrieves most."""
+def retrieval_scores(calibration: Calibration, kv_heads: int) -> list[float]:
+    """The scores of the KV heads of all layers: of each that of its query head which retrieves most."""
     group = calibration.query_heads // kv_heads
-    return [[max(layer[i : i + group]) for i in range(0, len(layer), group)] for layer in calibration.head_scores]
+    return [max(layer[i : i + group]) for layer in calibration.head_scores for i in range(0, len(layer), group)]

@@ -21,34 +21,28 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class CaM(H2O):
-    """In part, as the document is reduced once: keep what `h2o` keeps, but let the values of the tokens that go live on
-    in the kept ones that follow them.
+    """In part, as the document is reduced once: keep what `h2o` keeps, and add values of leaving tokens to later ones.
 
-    A token that goes draws whether it merges, with the probability p = A / (mean A of its heirs), at most 1. Its heirs
-    are the next m = `merge` kept tokens behind it, or as many as there are; A is the mean weight of the rows that see a
-    token. If it merges, 1 / m of its value is added to that of each heir. Its key is dropped, the heirs' keys stay, and
-    so does their share of the softmax.
+    A leaving token merges with the probability p = A / (mean A of its heirs), at most 1. Its heirs are the next m =
+    `merge` kept tokens behind it, or as many as there are; A is the mean weight of the rows that see a token. If it
+    merges, 1 / m of its value is added to that of each heir. Its key is dropped; heirs keep keys and shares of the
+    softmax.
 
     Draws come from a hash of (`seed`, layer, head, position), as those of suffix policy `cam`: the same document gives
     the same cache. Departures: in the paper tokens leave one at a time while the model answers, each judged by the
-    attention at its step, and a value may be handed on by an heir that leaves later. Here all leave at once, and heirs
-    stay. A is a mean, for of a document's sums later tokens have fewer rows. A GQA group shares the mean of its
-    attention, so that KV heads are not repeated. The authors' code looks for infinite probabilities where it should
-    look for those that are no numbers; here 0 / 0 is 0.
+    attention at its step, and an heir that leaves later hands the value on. Here all leave at once, and heirs stay. A
+    is a mean, because fewer rows see later tokens. A GQA group shares the mean of its attention, so that KV heads are
+    not repeated. The authors' code looks for infinite probabilities where it should look for NaN; here 0 / 0 is 0.
     """
 
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (proceedings.mlr.press/v235/zhang24n)"
-    advice: ClassVar[str] = (
-        "as a baseline: it keeps the tokens and keys of h2o, and kvshelf-tiny answers less from them."
-    )
+    advice: ClassVar[str] = "as a baseline: it keeps the tokens of h2o, and kvshelf-tiny answers less from them."
     merges: ClassVar[bool] = True
     selects: ClassVar[bool] = False
 
     merge: int = parameter(32, "kept tokens that share the value of one that goes", minimum=1)
-    probability: float | None = parameter(
-        None, "with which a token that goes merges; null: by the attention it received", minimum=0, maximum=1
-    )
+    probability: float | None = parameter(None, "of a merge; null: by the attention received", minimum=0, maximum=1)
     seed: int = parameter(0, "of the draws", minimum=0)
 
     @property
@@ -60,18 +54,23 @@ class CaM(H2O):
         kept = select(scores, protected, budget.per_head)
         joins = ~kept & self._drawn(layer, scores, kept)
         record = keep(layer, kept, importance_of(scores, protected), budget.per_head)
-        heads = zip(layer.values, joins, kept, record.lengths, strict=True)
-        inherited = [self._inherited(*of_head) for of_head in heads]
-        own = [rows.float() for _, rows in record.heads()]
-        values = torch.cat([rows + more for rows, more in zip(own, inherited, strict=True)])
-        at = record.entry_positions
-        columns = {name: of_entries(own, at, record.lengths) for name, own in self.columns(layer, scores).items()}
+        heads = zip(layer.values, joins, kept, record.heads(), strict=True)
+        values = torch.cat(
+            [
+                rows.float() + self._inherited(states, merges, stays, len(rows))
+                for states, merges, stays, (_, rows) in heads
+            ]
+        )
+        columns = {
+            name: of_entries(numbers, record.entry_positions, record.lengths)
+            for name, numbers in self.columns(layer, scores).items()
+        }
         return replace(record, values=values.to(layer.values.dtype), columns=columns)
 
     def _drawn(self, layer: LayerView, scores: Tensor, kept: Tensor) -> Tensor:
-        """Which tokens merge if they go: `[kv_heads, N]` bool."""
+        """Which tokens merge if they leave: `[kv_heads, N]` bool."""
         attention = scores if self.normalize == "rows" else scores / (layer.num_tokens - layer.positions)
-        # Of a token that goes, the number of kept ones up to it and up to its last heir; of a kept one, its own.
+        # The number of kept tokens up to each token, and up to the last heir of each leaving one.
         before = kept.cumsum(dim=1)
         ends = (before + self.merge).minimum(before[:, -1:])
         of_kept = attention.new_zeros(len(kept), layer.num_tokens + 1, dtype=torch.float64)
@@ -83,10 +82,10 @@ class CaM(H2O):
         return joins & (ends > before)
 
     def _inherited(self, values: Tensor, joins: Tensor, kept: Tensor, count: int) -> Tensor:
-        """What each of the `count` kept tokens of a head gets, `[count, Dv]` fp32: the shares of those that merge
+        """What each of the `count` kept tokens of a head inherits, `[count, Dv]` fp32: the shares of the merging tokens
         between it and the m-th kept token before it. values: `[N, Dv]`; joins, kept: `[N]` bool."""
         shares = torch.where(joins.unsqueeze(1), values, 0.0).double() / self.merge
-        sums, at = shares.cumsum(dim=0), marked(kept, count)  # in fp64, as differences of them are small
+        sums, at = shares.cumsum(dim=0), marked(kept, count)  # in fp64, as their differences are small
         inherited = sums[at]
         inherited[self.merge :] -= sums[at[: -self.merge]]
         return inherited.float()

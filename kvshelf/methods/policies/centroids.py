@@ -1,4 +1,4 @@
-"""Centroids of episodes as text, which a policy has as a parameter: by them a question is sent to the nearest cache."""
+"""Centroids of episodes as text, a parameter of policy `epicache`: they send a question to the nearest cache."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ENTRY: Final = np.dtype([("token", "<u4"), ("weight", "u1")])
 def packed(weights: Mapping[int, float]) -> str:
     """A centroid as text: the largest of these positive weights of tokens, each as a byte in proportion to the largest.
     Base64 of pairs of a token id (4 bytes, little-endian) and a weight (1 byte), by ascending id."""
-    largest = sorted(weights.items(), key=lambda each: (-each[1], each[0]))[:MAX_CENTROID]
-    scale = 255 / largest[0][1]
-    entries = sorted((token, round(weight * scale)) for token, weight in largest)
-    return base64.b64encode(np.array([entry for entry in entries if entry[1]], _ENTRY).tobytes()).decode()
+    largest = sorted(weights, key=lambda token: (-weights[token], token))[:MAX_CENTROID]
+    scale = 255 / weights[largest[0]]
+    entries = [(token, byte) for token in sorted(largest) if (byte := round(weights[token] * scale))]
+    return base64.b64encode(np.array(entries, _ENTRY).tobytes()).decode()
 
 
 def unpacked(centroid: str) -> dict[int, float]:
-    """The weights of tokens that `packed` wrote, of length 1 together. Raises `InvalidRequest` for any other text."""
+    """The weights of a text that `packed` wrote, as a vector of length 1. Raises `InvalidRequest` for another text."""
     try:
         entries = np.frombuffer(base64.b64decode(centroid, validate=True), _ENTRY)
     except (binascii.Error, ValueError):

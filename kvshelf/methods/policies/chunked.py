@@ -1,11 +1,11 @@
-"""Policies that decide again while a document is read: at each chunk, over what is left of it and the chunk.
+"""Policies that judge again while a document is read: at each chunk, over all entries that are left and the chunk.
 
     kvzip, epicache                       by the largest weights that a probe behind the chunk gives
     snapkv, tova, arkv, keydiff           as over a document; the chunk's last rows observe
     gates                                 by an output of each token, which stays with its entry
     d2o                                   by sums of attention, which stay with the entry, and a threshold of the layer
 
-Between two layers, one has no more than the budget and a chunk; where layers share the budget, all of them together.
+While a layer runs it has no more than its budget and a chunk; where layers share the budget, all of them do together.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import PolicyUnsupported
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy
-from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.parameters import require_held
+from kvshelf.methods.policies.base import Policy, ProbedPolicy, TailPolicy, prefill_parameter
+from kvshelf.methods.policies.budgets import Budget, require_room
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPast:
-    """What a layer has of a document of `num_tokens`, of which `read` have been read.
+    """A layer of a document of `num_tokens`, of which `read` have been read.
 
-    record: the entries, with the importance that was given to them last. columns: what the policy carries of each
-    entry, `[entries]` fp32, by name. note: what it carries of the layer.
+    record: the entries, with the importance that they got last. columns: the policy's numbers of each entry,
+    `[entries]` fp32, by name. note: the policy's, of the layer.
     """
 
     record: Kept
@@ -45,7 +44,7 @@ class LayerPast:
 
     @classmethod
     def nothing(cls, chunk: LayerView, num_tokens: int) -> LayerPast:
-        """Before the first chunk, of a layer like this one."""
+        """A layer like this one before its first chunk."""
         record = Kept(
             keys=chunk.keys[0, :0],
             values=chunk.values[0, :0],
@@ -67,35 +66,33 @@ class LayerPast:
         return list(torch.split(self.record.importance, self.record.lengths))
 
     def joined(self, chunk: LayerView, columns: Mapping[str, Tensor] | None = None) -> LayerPast:
-        """With the tokens of a chunk behind those of each head, not judged yet. columns: of the chunk, `[kv_heads, T]`
-        each."""
+        """The past with a chunk's tokens behind those of each head, not judged yet. columns: `[kv_heads, T]`."""
         record, tokens = self.record, chunk.num_tokens
         keys, values = (rows for rows in record.rows if isinstance(rows, Tensor))
         at = torch.arange(self.read, self.read + tokens, dtype=torch.int32, device=keys.device)
         joined = Kept(
-            keys=self._behind(keys, chunk.keys),
-            values=self._behind(values, chunk.values),
-            entries_at=self._behind(record.entry_positions, at.expand(chunk.kv_heads, -1)),
+            keys=self._append(keys, chunk.keys),
+            values=self._append(values, chunk.values),
+            entries_at=self._append(record.entry_positions, at.expand(chunk.kv_heads, -1)),
             offsets=offsets_of([length + tokens for length in record.lengths]),
         )
-        carried = {
-            name: self._behind(self.columns.get(name, numbers[0, :0]), numbers)
+        longer = {
+            name: self._append(self.columns.get(name, numbers[0, :0]), numbers)
             for name, numbers in (columns or {}).items()
         }
-        return replace(self, record=joined, read=self.read + tokens, columns=carried)
+        return replace(self, record=joined, read=self.read + tokens, columns=longer)
 
-    def _behind(self, entries: Tensor, tokens: Tensor) -> Tensor:
-        """`[entries, ...]`, with `tokens` `[kv_heads, T, ...]` behind those of each head."""
+    def _append(self, entries: Tensor, tokens: Tensor) -> Tensor:
+        """`[entries, ...]` with `tokens` `[kv_heads, T, ...]` behind those of each head."""
         heads = zip(torch.split(entries, self.record.lengths), tokens, strict=True)
         return torch.cat([part for head in heads for part in head])
 
     def judged(self, importance: Tensor, note: Any = None) -> LayerPast:
-        """With the importance of each entry, `[entries]` fp32, infinite where one must stay."""
+        """The past with this importance of each entry, `[entries]` fp32, infinite where one must stay."""
         return replace(self, record=replace(self.record, importance=importance), note=note)
 
     def layer(self, chunk: LayerView) -> LayerView:
-        """The entries as a layer of as many tokens, of which the last have the queries of the chunk. Every head has
-        equally many."""
+        """The entries as a layer, whose last tokens have the queries of the chunk. All heads must have equally many."""
         keys, values = (
             rows.view(chunk.kv_heads, self.record.lengths[0], -1)
             for rows in self.record.rows
@@ -105,7 +102,7 @@ class LayerPast:
         return replace(chunk, keys=keys, values=values, document=document)
 
     def best(self, counts: Sequence[int]) -> LayerPast:
-        """The most important entries, `counts[h]` of head h; equal ones by the smaller position."""
+        """The past with the `counts[h]` most important entries of head h; of equal ones the first stay."""
         assert self.record.importance is not None, "judged"
         best = best_rows(self.record, self.record.importance, counts)
         if best is None:
@@ -115,8 +112,8 @@ class LayerPast:
 
 
 def best_rows(record: Kept, precedence: Tensor, counts: Sequence[int]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """The rows of the `counts[h]` first entries of each head, ascending, and where its heads then begin and end; equal
-    ones by the smaller position. None: all."""
+    """The rows of the `counts[h]` entries of head h with the highest precedence, ascending, of equal ones the first,
+    and the offsets of the heads among these. None: all rows stay."""
     offsets = tuple(accumulate(counts, initial=0))
     if offsets == tuple(record.offsets):
         return None
@@ -129,7 +126,6 @@ def best_rows(record: Kept, precedence: Tensor, counts: Sequence[int]) -> tuple[
 
 
 def only_rows(record: Kept, rows: Tensor, offsets: tuple[int, ...]) -> Kept:
-    """These rows of a record."""
     assert isinstance(record.keys, Tensor)
     assert isinstance(record.values, Tensor)
     assert record.importance is not None
@@ -145,30 +141,24 @@ def only_rows(record: Kept, rows: Tensor, offsets: tuple[int, ...]) -> Kept:
 
 @dataclass(frozen=True)
 class ChunkedPolicy(Policy):
-    """One that can decide again at each chunk. With `prefill` "chunked" a chunk sees what was kept of those before it;
-    then all that is left and the chunk are judged, and what goes beyond the budget is dropped for good."""
+    """A policy that can judge again at each chunk. With `prefill` "chunked" a chunk sees the entries kept of those
+    before it; then all of these and the chunk are judged, and the lowest go for good until the budget holds."""
 
     settled: ClassVar[Mapping[str, str]] = dict.fromkeys(("prefill", "chunk"), "a stored document has been read")
 
     in_chunks: ClassVar[frozenset[str]] = frozenset({"chunk"})
-    """Its parameters that mean nothing where the document is read in one pass."""
+    """The parameters that mean nothing where the document is read in one pass."""
 
-    prefill: str = parameter(
-        "whole",
-        "whole: one pass, then reduce; chunked: chunk tokens a pass, each behind what was kept of those before it",
-        choices=("whole", "chunked"),
-        added=True,
-    )
+    prefill: str = prefill_parameter("chunk", added=True)
     chunk: int = parameter(2048, "tokens of a pass where prefill is chunked", minimum=64, added=True)
 
     @property
     def chunked(self) -> bool:
-        """Whether it reads the document in chunks."""
         return self.prefill == "chunked"
 
     @property
     def mode(self) -> str:
-        """As of an `Absorber`."""
+        """As `Absorber.mode`."""
         return f"chunked:chunk={self.chunk}"
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
@@ -184,68 +174,65 @@ class ChunkedPolicy(Policy):
         return ChunkAbsorber(self, document, budget) if self.chunked and not everything else None
 
     def ends(self, document: DocumentView) -> list[int]:
-        """Where its chunks end."""
+        """The ends of the chunks."""
         return [*range(self.chunk, document.num_tokens, self.chunk), document.num_tokens]
 
-    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+    def take(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         """The past with the chunk's tokens, judged. chunk: a layer of these tokens alone, at their places in the
         document; its probes stood behind it."""
-        assert self.scorer is not None, "one that does not score says what it does here"
+        assert self.scorer is not None, "a policy that does not score overrides this"
         joined = past.joined(chunk)
         layer = joined.layer(chunk)
         return joined.judged(self.scorer.importance(layer).flatten(), self.noted(layer))
 
     @property
     def hides(self) -> bool:
-        """Whether it takes a chunk before its tokens attend, as `hidden` says which of them no later one sees."""
+        """Whether it takes a chunk before the chunk's tokens attend, because `hidden` hides some from later ones."""
         return False
 
     def hidden(self, past: LayerPast, count: int) -> Tensor:
-        """Which of the last `count` tokens of a past, those of its chunk, no later token sees: `[kv_heads, count]`
-        bool. Of a policy that hides."""
+        """Which of the chunk's tokens, the last `count` of a past, no later token sees: `[kv_heads, count]` bool."""
         raise NotImplementedError
 
     def layer_budget(self, layer_idx: int, document: DocumentView, budget: Budget) -> Budget:  # noqa: ARG002
-        """The part of the budget that one layer has, as a mean of its heads."""
+        """The mean budget of a layer's heads."""
         return budget
 
     def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
-        """How many entries each head keeps, of one layer, or of all of them where `phase` is not "during"."""
+        """How many entries each head keeps. pasts: one layer, or all layers where `phase` is not "during"."""
         return [[min(budget.tokens, length) for length in past.record.lengths] for past in pasts]
 
     def own_bytes(self, document: DocumentView) -> int:  # noqa: ARG002
-        """That it holds of a document in chunks beside keys, values and their scores, where they grow with it."""
+        """Bytes that it needs for a document in chunks beside keys, values and scores, where they grow with it."""
         return 0
 
     def recorded(self, past: LayerPast) -> Kept:
-        """What is stored of a layer, once the document has been read."""
+        """The stored record of a layer, once the document has been read."""
         return past.record
 
     def cut(self, past: LayerPast, counts: Sequence[int]) -> LayerPast:
-        """What stays of a layer whose head h keeps `counts[h]` entries."""
+        """The layer once head h has been cut to `counts[h]` entries."""
         return past.best(counts)
 
     @property
     def goes_on(self) -> bool:
-        """Whether its caches have all that it decides by, so that more chunks may follow."""
+        """Whether its caches have all numbers that it judges by, so that more chunks may follow."""
         return False
 
     def resumes(self, made: Identity) -> bool:
-        """Of a cache that it read itself, though in one pass where nothing had to go, with the same parameters but for
-        `chunk`, and of which nothing is protected."""
-        own, other = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
-        same = (self.name, self.revision, own) == (made.policy, made.policy_version, other)
+        """Whether it made the cache, with the same parameters but `chunk`, and no protected or appended tokens."""
+        params, others = ({**params, "chunk": None} for params in (self.parameters(), made.policy_params))
+        same = (self.name, self.revision, params) == (made.policy, made.policy_version, others)
         return self.chunked and self.goes_on and same and made.prefill != "appended" and not made.protect
 
     def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
-        """What `record`, a layer of such a cache, was made of by `recorded`. read: its tokens. num_tokens: with those
-        that follow."""
+        """The past of which `recorded` made this record. read: its tokens. num_tokens: with those that follow."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkAbsorber:
-    """An `Absorber` of a policy that decides again at each chunk."""
+    """The `Absorber` of a policy that judges again at each chunk."""
 
     policy: ChunkedPolicy
     document: DocumentView
@@ -267,7 +254,7 @@ class ChunkAbsorber:
 
 @dataclass(frozen=True)
 class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
-    """In chunks, the last rows of each are the end of the prompt: no question and no text stand behind a chunk."""
+    """With `prefill` "chunked" the last rows of each chunk observe: no question and no text stand behind it."""
 
     settled: ClassVar[Mapping[str, str]] = {**ChunkedPolicy.settled, **ProbedPolicy.settled}
 
@@ -288,17 +275,17 @@ class ChunkedProbed(ChunkedPolicy, ProbedPolicy):
 
 @dataclass(frozen=True)
 class ChunkedTail(ChunkedProbed, TailPolicy):
-    """The window is of each chunk, which has room for it twice."""
+    """With `prefill` "chunked" each chunk has its window, which is at most half of it."""
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         if not self.chunked:
             return policy
         if "window" in given:
-            require_held("window", policy.window, self.chunk // 2, self.chunk)
+            require_room("window", policy.window, self.chunk // 2, self.chunk)
         return replace(policy, window=min(policy.window, self.chunk // 2))
 
     def ends(self, document: DocumentView) -> list[int]:
-        """The chunk before the last ends where the last still has the rows of a window."""
+        """No chunk ends so late that the last one has fewer rows than the window."""
         *ends, last = super().ends(document)
         return [*(min(end, last - self.window) for end in ends), last]

@@ -26,22 +26,23 @@ class ChunkKV(TailPolicy):
     head of a layer, and with `reuse` in several adjacent layers.
 
     Tokens are scored as in SnapKV; a chunk's score is the mean over its tokens of the sum over KV heads. The document
-    is cut from its start into chunks of `chunk` tokens; the tokens left at the end form a shorter chunk, with the mean
-    over its own length. Chunks that touch the template's tokens or the window stay. With `reuse` n the first of each n
-    adjacent layers chooses, and the others keep what it does (the paper's N_reuse).
+    is cut from its start into chunks of `chunk` tokens, and the last one may be shorter. Chunks that touch the
+    template's tokens or the window stay. With `reuse` n the first of each n adjacent layers chooses, and the others
+    keep the same chunks (the paper's N_reuse).
 
     Granularity: of n chunks, the shorter one included, max(1, floor(n * (1 - compression_ratio))) are kept, as in
     kvpress. So the kept total can differ from the budget by up to two chunks: fewer entries, because only whole chunks
     stay, or more, because the shorter chunk can be among the dropped ones.
 
-    Departures: scores are pooled as in kvpress's SnapKV (`kernel=1` for no pooling). Chunks have 20 tokens as in
-    kvpress (the paper: 10).
+    Departures: scores are pooled as in kvpress's SnapKV (`kernel=1` for none). Chunks have 20 tokens as there, not 10.
     """
 
     name: ClassVar[str] = "chunkkv"
     source: ClassVar[str] = "ChunkKV, arXiv 2502.00299"
     advice: ClassVar[str] = "with expected questions, where passages must stay whole."
     shared_by_heads: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False  # only where a shorter last chunk goes in some layers
     settled: ClassVar[Mapping[str, str]] = {
         **TailPolicy.settled,
         "reuse": "layers of a stored cache may hold different tokens",
@@ -52,19 +53,11 @@ class ChunkKV(TailPolicy):
     chunk: int = parameter(20, "tokens per chunk", minimum=1)
     reuse: int = parameter(1, "adjacent layers that keep the chunks of the first of them", minimum=1, added=True)
     share: float | None = field(default=None, compare=False, repr=False)
-    """The fraction of chunks to keep, from the request; the budget's number of entries is already rounded."""
+    """The fraction of chunks to keep. It comes from the request, as the budget's number of entries is rounded."""
 
     @property
     def needs(self) -> Needs:
         return super().needs | (Needs.BEFORE if self.reuse > 1 else Needs.NOTHING)
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def ragged(self) -> bool:
-        return False  # only where a shorter last chunk goes in some layers
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
@@ -76,7 +69,7 @@ class ChunkKV(TailPolicy):
         if policy._fits(document, budget):
             return policy
         smaller = (replace(policy, chunk=chunk) for chunk in range(min(self.chunk, budget.tokens), 0, -1))
-        largest = next(one.chunk for one in smaller if one._fits(document, budget))
+        largest = next(policy.chunk for policy in smaller if policy._fits(document, budget))
         raise PolicyUnsupported(
             f"chunk is {self.chunk}, and the budget of {budget.tokens} of {document.num_tokens} entries per KV head "
             f"does not hold the whole chunks of the template and of a window of {policy.window}; lower chunk to at "
@@ -93,13 +86,13 @@ class ChunkKV(TailPolicy):
         return self._of_tokens(whole / self._lengths(layer), layer).repeat(layer.kv_heads, 1)
 
     def protected(self, layer: LayerView) -> Tensor:
-        touched = torch.split(super().protected(layer), self.chunk)
-        return self._of_tokens(torch.stack([part.any() for part in touched]), layer)
+        chunks = torch.split(super().protected(layer), self.chunk)
+        return self._of_tokens(torch.stack([chunk.any() for chunk in chunks]), layer)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         """The tokens of the best chunks. A chunk's tokens share one score, so they are the best tokens."""
-        kept, missing = self._kept(layer.num_tokens), -layer.num_tokens % self.chunk
-        if missing and not layer.window(self.window).tail:  # nobody knows whether the shorter chunk stays
+        kept, missing = self._kept_chunks(layer.num_tokens), -layer.num_tokens % self.chunk
+        if missing and not layer.window(self.window).tail:  # the shorter chunk may go
             chosen = select(scores[:1, :: self.chunk], protected[:: self.chunk], [kept])
             missing *= int(chosen[0, -1])  # waits for the device
         return [kept * self.chunk - missing] * len(scores)
@@ -111,14 +104,14 @@ class ChunkKV(TailPolicy):
     def _of_tokens(self, of_chunks: Tensor, layer: LayerView) -> Tensor:
         return of_chunks.repeat_interleave(self.chunk)[: layer.num_tokens]
 
-    def _kept(self, num_tokens: int) -> int:
+    def _kept_chunks(self, num_tokens: int) -> int:
         """Chunks to keep."""
         assert self.share is not None, "resolved by `fitted`, for it depends on the budget"
         # 20 * (1 - 0.9) is 1.99...; the small term makes it the 2 that was meant.
         return max(1, math.floor(math.ceil(num_tokens / self.chunk) * self.share + 1e-9))
 
     def _fits(self, document: DocumentView, budget: Budget) -> bool:
-        """Whether the budget holds one chunk, and the number of kept chunks covers those that always stay."""
+        """Whether the budget has room for one chunk, and for those that always stay."""
         chunks, before = (math.ceil(count / self.chunk) for count in (document.num_tokens, document.protected_prefix))
         always = min(chunks, before + chunks - (document.num_tokens - self.window) // self.chunk)
-        return self.chunk <= budget.tokens and always <= self._kept(document.num_tokens)
+        return self.chunk <= budget.tokens and always <= self._kept_chunks(document.num_tokens)

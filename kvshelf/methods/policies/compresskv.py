@@ -33,16 +33,14 @@ class CompressKV(CalibratedPolicy, TailPolicy):
     KV heads. Layer l of L keeps 32 + e_l (B L - 32 L) entries, 3 B at most.
 
     Departures: `ProbedPolicy` says what the prompt's end is. The paper takes 4 of 32 heads; kvshelf takes an eighth of
-    the heads in smaller models. Entries that a layer cannot hold go to the others in proportion, and shares are rounded
-    by largest remainders, so that the total is exact. The 32 shrink to the budget, and a layer keeps at least its
-    window and the chat template's tokens.
+    the heads in smaller models. The entries for which a layer has no room go to the others in proportion, and shares
+    are rounded by largest remainders, so that the total is exact. The 32 shrink to the budget, and a layer keeps at
+    least its window and the chat template's tokens.
     """
 
     name: ClassVar[str] = "compresskv"
     source: ClassVar[str] = "CompressKV, arXiv 2508.02401"
-    advice: ClassVar[str] = (
-        "for models that have a calibration; one set of tokens per layer suits engines that store heads alike."
-    )
+    advice: ClassVar[str] = "for calibrated models; one set of tokens per layer suits engines that store heads alike."
     shared_by_heads: ClassVar[bool] = True
 
     window: int = parameter(8, "last tokens that observe; those of the document are kept", minimum=1)
@@ -63,18 +61,14 @@ class CompressKV(CalibratedPolicy, TailPolicy):
         window = layer.window(self.window)
         group = layer.all_queries.shape[0] // layer.kv_heads
         best = calibration_of(layer.document).best_heads(layer.layer_idx, self.heads)
-        first = layer.first_kv_head
-        groups = range(first, first + layer.kv_heads)
-        chosen_heads = {own: [head % group for head in best if head // group == own] for own in groups}
-        rows = [
-            window.attention(own - first)[upload_numbers(heads, layer.keys.device)].sum(dim=1)
-            for own, heads in chosen_heads.items()
-            if heads
-        ]  # each [chosen heads of the group, columns]
-        none = torch.zeros(1, window.columns, device=layer.keys.device)
-        chosen = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
-        scores = layer.all_heads(chosen).sum(dim=0) / len(best)
-        return window.pad(scores).repeat(layer.kv_heads, 1)
+        rows = []
+        for kv_head in range(layer.kv_heads):
+            if heads := [head % group for head in best if head // group == layer.first_kv_head + kv_head]:
+                weights = window.attention(kv_head)[upload_numbers(heads, layer.keys.device)]
+                rows.append(weights.sum(dim=1))  # [chosen heads of the group, columns]
+        none = torch.zeros(1, window.columns, device=layer.keys.device)  # where other processes have the best heads
+        total = pooled(torch.cat(rows), self.kernel).sum(dim=0, keepdim=True) if rows else none
+        return window.pad(layer.all_heads(total).sum(dim=0) / len(best)).repeat(layer.kv_heads, 1)
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         mean = budget.total // len(budget.per_head)
@@ -85,9 +79,6 @@ class CompressKV(CalibratedPolicy, TailPolicy):
 
 
 def layer_counts(errors: Sequence[float], total: int, lowest: int, highest: int) -> list[int]:
-    """Share `total` among layers: `lowest` each, and the rest in proportion to their errors, but `highest` at most.
-
-    Adds up to `total`, which must lie within what `lowest` and `highest` allow.
-    """
+    """Share exactly `total`, which must be possible: `lowest` each, the rest by their errors, `highest` at most."""
     rest = fill(errors, total - lowest * len(errors), highest - lowest)
     return [lowest + share for share in largest_remainders(rest)]

@@ -17,19 +17,17 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 @dataclass(frozen=True)
 class DapQ(ScoringPolicy):
-    """A reconstruction from the paper's abstract and a summary of its sections: keep what pseudo queries attend to,
-    queries placed at the positions of later questions and answers.
+    """A reconstruction from the paper's abstract and a summary of its sections: keep what pseudo queries attend to, at
+    the positions of later questions and answers.
 
-    The paper's idea: a query's position says more about what it attends to than its content. Pseudo tokens of any text
-    run once behind the document, `pseudo` of them, at the positions that the answer will have: from N + `offset` on.
-    Their queries score each document token by the weight they give it, the best stay, and what the pseudo tokens made
-    is dropped. Its ablations find 32 to 64 tokens best, and that the text hardly matters.
+    The paper's idea: a query's position says more about what it attends to than its content. `pseudo` tokens of any
+    text run once behind the document, at the positions that the answer will have, from N + `offset` on. Their queries
+    score each document token by the weight that they give it. Ablations find 32 to 64 tokens best, of any text.
 
     The summary (qwen-long's of 2603.11564v1) does not say how weights are joined: here by their mean over rows and GQA
-    group, pooled over neighbours (average). Departures: the document is judged by itself, not with the question. No
-    token is kept for standing at its end.
+    group, pooled over neighbours (average). Departures: no question judges. The last tokens may go.
 
-    The text is the first of these that is given: the expected questions, `probe`, the chat template's text before the
+    The text is the first of these that there is: the expected questions, `probe`, the chat template's text before the
     answer. An empty `probe`, or no template, repeats the document's own last tokens. Questions are not repeated; if
     they differ in length, the last rows of each count, as many as the shortest has.
     """
@@ -38,15 +36,12 @@ class DapQ(ScoringPolicy):
     source: ClassVar[str] = "DapQ, arXiv 2603.11564"
     advice: ClassVar[str] = "as a cheap step up from snapkv when the questions are unknown."
     needs: ClassVar[Needs] = Needs.QUERIES
+    takes_questions: ClassVar[bool] = True
 
     pseudo: int = parameter(32, "pseudo tokens", minimum=1, maximum=4096)
     offset: int = parameter(0, "tokens between the document and the first pseudo token", minimum=0)
     probe: str | None = parameter(None, "text of the pseudo tokens; null: the chat template's suffix")
     kernel: int = pooling_kernel(5)
-
-    @property
-    def takes_questions(self) -> bool:
-        return True
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         start = document.end + self.offset

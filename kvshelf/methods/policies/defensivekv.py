@@ -18,15 +18,15 @@ from kvshelf.methods.policies.sharing import flat_shares
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _BLOCK_TOKENS = 1024
-"""Tokens whose values are projected at once, so that only a block of N x q_heads x hidden is in memory."""
+"""Tokens whose values are projected at once: all of them would take N x q_heads x hidden numbers."""
 
 _SECURED = 2.0
-"""Raises secured tokens above all others, whose scores are at most 1."""
+"""Added to the scores of secured tokens: all others are at most 1."""
 
 
 @dataclass(frozen=True)
 class DefensiveKV(TailPolicy):
-    """Keep every token that any row at the end of the prompt might miss badly, weighed by what its value adds to the
+    """Keep the tokens that any row at the end of the prompt might miss badly, weighed by what their values add to the
     output; the heads of a layer share one budget.
 
     A is the window's attention on the judged tokens. Each row of A is pooled over neighbours and rescaled to its mass
@@ -37,26 +37,19 @@ class DefensiveKV(TailPolicy):
 
     Departures from the authors' code: their correction for the window's own attention measures tokens outside the
     window; kvshelf measures the loss itself. The token that crosses the threshold is secured too, since without it the
-    threshold is not reached. Secured tokens, window and template are kept for certain, by rank and by mask; in the
-    authors' code they get the layer's largest score and may lose a tie.
+    threshold is not reached. Secured tokens, window and template are certain to stay; in the authors' code they get the
+    layer's largest score and may lose a tie.
     """
 
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = (
-        "when the questions are unknown, one prefill is all you can pay, and no more than half has to go."
-    )
+    advice: ClassVar[str] = "when questions are unknown, one prefill has to do, and no more than half has to go."
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.WEIGHTS
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(5)
     mass: float = parameter(0.9, "part of the attention that each head secures first", minimum=0, maximum=1)
-    secured: int | None = parameter(
-        None, "most tokens a head secures; null: what the budget leaves beside window and template", minimum=0
-    )
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.WEIGHTS
+    secured: int | None = parameter(None, "most tokens a head secures; null: what the budget leaves", minimum=0)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
@@ -97,9 +90,9 @@ class DefensiveKV(TailPolicy):
         """`[columns]` bool: the largest weights, until at most 1 - `mass` of the judged attention is missing."""
         ranked = mean.double().sort(descending=True, stable=True)
         before = ranked.values.cumsum(dim=0) - ranked.values
-        wanted = before < ranked.values.sum() - (1 - self.mass)
-        wanted[len(wanted) if self.secured is None else self.secured :] = False
-        return torch.zeros_like(wanted).scatter_(0, ranked.indices, wanted)
+        needed = before < ranked.values.sum() - (1 - self.mass)
+        needed[len(needed) if self.secured is None else self.secured :] = False
+        return torch.zeros_like(needed).scatter_(0, ranked.indices, needed)
 
 
 def projected_norms(layer: LayerView) -> Tensor:

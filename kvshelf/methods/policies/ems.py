@@ -30,10 +30,10 @@ class EMS(KeepsScores, WindowPolicy):
 
     Score per query head (eq. 2): s = max(s_glo * mean(s_loc) / mean(s_glo), s_loc), where s_glo is the attention a
     token receives from all rows of the document, s_loc that from the observing rows; then s is pooled. B entries are
-    kept: the protected tokens, and the best by s as class centers. Each of the next (gamma - 1) * B tokens looks for
-    the center j of greatest cos(k_i, k_j) * cos(v_i, v_j) (eq. 5) and joins its class if that is at least tau. All
-    other tokens are evicted. A class has one key direction, the mean of k / |k| weighted by s, and one value, the mean
-    of v weighted by s. Each of its tokens keeps a slot with the length of its own key.
+    kept: the protected tokens, and the best by s as class centers. Each of the next (gamma - 1) * B tokens finds the
+    center j of greatest cos(k_i, k_j) * cos(v_i, v_j) (eq. 5) and joins its class if that is at least tau. All other
+    tokens are evicted. A class has one key direction, the mean of k / |k| weighted by s, and one value, the mean of v
+    weighted by s. Each of its tokens has a slot with the length of its own key.
 
     The budget counts classes. Slots are extra: at most gamma * B per head, 12 bytes each (scale, class, position). At
     gamma 4 and D = 128 in bfloat16, that is up to 9 % of the entries' bytes.
@@ -50,18 +50,18 @@ class EMS(KeepsScores, WindowPolicy):
 
     Departures: a GQA group shares the mean of its scores, while the authors repeat KV heads. The local rows are those
     of the probe passes, if there are any; eq. 2's means then leave out the tail. Tokens of the chat template and of the
-    tail take no members. Keys that point apart never merge, though two negative cosines have a positive product.
-    Suffix policy `ems` goes on while the model answers, with `keep_scores`. kvshelf's own: the mean direction gets the
-    length of the center's key; evicted tokens have no slot, because the key of a "zero class" has logit 0, and so a
-    share of the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1 takes s_glo from
-    every n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 % of the entries are
-    those that all rows keep (4k tokens).
+    tail take no members. Keys that point apart never merge, though two negative cosines have a positive product. Suffix
+    policy `ems` goes on while the model answers, with `keep_scores`. kvshelf's own: the mean direction gets the length
+    of the center's key; evicted tokens have no slot, because the key of a "zero class" has logit 0, and so a share of
+    the softmax; a token alone in its class keeps key and value bit by bit; `every` n above 1 takes s_glo from every
+    n-th row, for 1 / n of the work. With every eighth, a quarter kept and nothing merged, 65 % of the entries stay the
+    same (4k tokens).
     """
 
     name: ClassVar[str] = "ems"
     source: ClassVar[str] = "EMS, arXiv 2412.08521"
     merges: ClassVar[bool] = True
-    left: ClassVar[tuple[str, ...]] = ("all", "past")
+    column_names: ClassVar[tuple[str, ...]] = ("all", "past")
     required: ClassVar[Mapping[str, Any]] = {"every": 1, "pos": "post"}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
@@ -78,16 +78,10 @@ class EMS(KeepsScores, WindowPolicy):
     pos: str = parameter("post", "merge keys with RoPE (post) or without (pre)", choices=("post", "pre"))
     merge: bool = parameter(True, "false: only evict")
     score: str = parameter(
-        "both",
-        "global: attention from all rows alone; local: from the window alone",
-        choices=("both", "global", "local"),
-        added=True,
+        "both", "global: from all rows; local: from the window", choices=("both", "global", "local"), added=True
     )
     similarity: str = parameter(
-        "both",
-        "whose cosine tokens merge by: that of keys times that of values, or one",
-        choices=("both", "keys", "values"),
-        added=True,
+        "both", "whose cosine tokens merge by; both: their product", choices=("both", "keys", "values"), added=True
     )
     every: int = parameter(1, "sum every n-th row only for the global score, for 1 / n of its work", minimum=1)
 
@@ -123,8 +117,9 @@ class EMS(KeepsScores, WindowPolicy):
         importance = importance_of(scores, protected)
         if not self.merge:
             record = keep(layer, kept, importance, budget.per_head)
-            at = record.entry_positions
-            return replace(record, columns={name: of_entries(own, at, record.lengths) for name, own in sums.items()})
+            at, lengths = record.entry_positions, record.lengths
+            columns = {name: of_entries(of_tokens, at, lengths) for name, of_tokens in sums.items()}
+            return replace(record, columns=columns)
         slots = [int(min(self.gamma * count, layer.num_tokens)) for count in budget.per_head]
         candidates = select(scores, protected, slots) & ~kept
         keys = layer.keys_unrotated() if self.unrotated else layer.keys
@@ -134,7 +129,7 @@ class EMS(KeepsScores, WindowPolicy):
         class_keys, class_values, scales = combined(keys, layer.values, scores, plan)
         rope_mode: RopeMode = "pre" if self.unrotated else "baked"
         merged = plan.as_merged(class_keys.to(layer.keys.dtype), class_values, importance, scales, rope_mode)
-        return replace(merged, columns={name: own[plan.members] for name, own in sums.items()})
+        return replace(merged, columns={name: of_tokens[plan.members] for name, of_tokens in sums.items()})
 
 
 def combined(keys: Tensor, values: Tensor, scores: Tensor, plan: MergePlan) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,11 +22,11 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 _INSTRUCTION: Final = "\n\nFind what the text above says about the following."
 _OWN_END: Final = 64
-"""Tokens at the end of the document that stand for the episode where nothing else does."""
+"""Last tokens of the document that stand for the episode without a tokenizer."""
 _FLOOR: Final = 4
-"""A layer keeps this part of an even share at least."""
+"""A layer keeps at least an even share divided by this."""
 _SPREAD: Final = 1e-4
-"""Layers whose similarities differ by less change alike: such differences are rounding."""
+"""Smaller differences of similarities are rounding."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,26 @@ class EpiCache(BlockPolicy):
 
     Behind the document, or behind each chunk of it with `prefill` "chunked", runs a pass: an instruction, the chat
     template's text before the answer, and `probe`, the episode's text. The score of an entry is the largest weight that
-    any row of the pass, of any head of the GQA group, gives it in a softmax over the document, or what is left of it,
-    without the pass itself. The best of all heads of a layer stay (`across="layer"`), or of each head. With chunks all
-    that is left is scored anew at each, and the KV cache of a layer never has more entries than budget, chunk and pass
-    together.
+    any row of the pass, of any head of the GQA group, gives it in a softmax over all entries, without the pass itself.
+    The best of all heads of a layer stay (`across="layer"`), or of each head. Each chunk scores all entries anew, and
+    the KV cache of a layer never has more of them than budget, chunk and pass together.
 
-    With `layers` "sensitivity", layers whose keys change more where a document is read in blocks keep more.
-    `kvshelf calibrate` measures once per model the mean cosine s_l between a layer's keys and those of the same tokens
-    when each sees the first tokens and its own block alone. The weight of a layer is (1 - t_l) ^ `sharpness`, where t_l
-    is s_l with the lowest of all layers at 0 and the highest at 1; shares of the budget are proportional to it, and a
-    quarter of an even share at least.
+    With `layers` "sensitivity", layers whose keys change more where a document is read in blocks keep more. `kvshelf
+    calibrate` measures once per model the mean cosine s_l between a layer's keys and those of the same tokens when each
+    sees the first tokens and its own block alone. The weight of a layer is (1 - t_l) ^ `sharpness`, where t_l is s_l
+    with the lowest of all layers at 0 and the highest at 1; a share is proportional to it, and at least a quarter of an
+    even one.
 
     A creation with `episodes` finds the episodes and makes the caches, with `prefill` "chunked"
-    (docs/internals/answers.md). Their `centroid` says what each is about: a question is sent to the nearest. It changes
-    nothing of what stays.
+    (docs/internals/answers.md). A question is sent to the cache with the nearest `centroid`, which changes no entry.
 
     Departures: s_l is of blocks of 128 tokens behind 4 first ones, as documents of `kvshelf calibrate` are short; the
-    paper's have 2,048. What "sensitivity" gains is not measured here. The first `sink` tokens and the chat template's
+    paper's have 2,048. The gain of "sensitivity" is not measured here. The first `sink` tokens and the chat template's
     always stay. The authors' code starts the pass one position early, within the chunk's last token; here it starts
-    behind the chunk. Their floor of a layer adds to the budget; here the others pay for it, and what a layer cannot
-    hold goes to them, so that the total is exact. Layers have equal budgets by default, which needs no calibration.
-    Episodes are found by words, not by a sentence encoder. Without `probe` the instruction is the pass; without a
-    tokenizer, the document's last 64 tokens.
+    behind the chunk. Their floor of a layer adds to the budget; here the other layers pay for it, and take the entries
+    for which a layer has no room, so that the total is exact. By default layers have equal budgets, which need no
+    calibration. Words, not a sentence encoder, tell episodes apart. Without `probe` the pass has the instruction alone;
+    without a tokenizer it is the document's last 64 tokens.
     """
 
     name: ClassVar[str] = "epicache"
@@ -65,13 +63,9 @@ class EpiCache(BlockPolicy):
 
     probe: str | None = parameter(None, "the episode's text; null: the instruction alone")
     centroid: str | None = parameter(None, "what the episode is about, for route=nearest; made by `episodes`")
-    layers: str = parameter(
-        "equal", "budgets of layers: equal, or by sensitivity", choices=("equal", "sensitivity"), added=True
-    )
+    layers: str = parameter("equal", "what decides budgets of layers", choices=("equal", "sensitivity"), added=True)
     sharpness: float = parameter(1.1, "power of a layer's weight", minimum=0, maximum=8, added=True)
-    calibration: str | None = parameter(
-        None, "for layers=sensitivity: digest of the calibration to use; null: the one that is there", added=True
-    )
+    calibration: str | None = parameter(None, "digest for layers=sensitivity; null: the one that is there", added=True)
 
     @property
     def needs(self) -> Needs:
@@ -134,13 +128,13 @@ class EpiCache(BlockPolicy):
 
 @lru_cache(maxsize=64)
 def _shares(similarities: tuple[float, ...], sharpness: float, mean: int, floor: int, cap: int) -> tuple[int, ...]:
-    """Entries of a head of each layer; made once for all layers of a chunk, as exact fractions take their time."""
+    """Entries of a head of each layer. Cached for the layers of a chunk, as exact fractions are slow."""
     weights = sensitivities(similarities, sharpness)
     return tuple(floored(weights, mean * len(weights), floor, cap))
 
 
 def sensitivities(similarities: Sequence[float], sharpness: float) -> list[float]:
-    """The layers' weights, 1 for the one whose keys change most; all 1 where all change alike."""
+    """The layers' weights: 1 for the layer whose keys change most, and for all where all change alike."""
     lowest, highest = min(similarities), max(similarities)
     if highest - lowest < _SPREAD:
         return [1.0] * len(similarities)

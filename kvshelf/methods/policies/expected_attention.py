@@ -12,8 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
-from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.budgets import Budget, fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
 from kvshelf.model.rope import Rope
 
@@ -29,10 +28,10 @@ class ExpectedAttention(ScoringPolicy):
     queries there. The expected weight of key j is then softmax_j(s k_j . R mu + s^2/2 k_j^T R Sigma R^T k_j), s being
     the model's attention scale; the score is (its mean over the GQA group + eps) * ||v_j||. This is kvpress's
     ExpectedAttentionPress, but R comes from the model's own RoPE tables, whatever their scaling, and all is fp32,
-    because the quadratic term leaves the range of half precision. Departures: scores are logarithms: the same order,
-    without an underflow in which most tokens of some heads would tie at zero. The chat template's tokens count as sinks
-    if they are more than `sink`. Sinks stay, and neither queries nor softmax include them. The published results also
-    use per-head budgets and eps 0.01.
+    because the quadratic term leaves the range of half precision. Departures: scores are logarithms, as most tokens of
+    some heads would underflow to equal scores of zero. The chat template's tokens count as sinks if they are more than
+    `sink`. Sinks stay, and neither queries nor softmax include them. The published results also use per-head budgets
+    and eps 0.01.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -48,21 +47,15 @@ class ExpectedAttention(ScoringPolicy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, requested="sink" in given)
         return replace(self, sink=sink)
 
     def score(self, layer: LayerView) -> Tensor:
         first = self._first(layer)
         keys = layer.keys[:, first:].float()  # [kv_heads, n, D]
         mean, covariance = self._future_queries(layer, first)
-        scores = torch.stack(
-            [
-                _log_weights(head_keys, head_mean, head_covariance, layer.scaling)
-                for head_keys, head_mean, head_covariance in zip(
-                    keys, layer.grouped(mean), layer.grouped(covariance), strict=True
-                )
-            ]
-        )
+        heads = zip(keys, layer.grouped(mean), layer.grouped(covariance), strict=True)
+        scores = torch.stack([_log_weights(*of_head, layer.scaling) for of_head in heads])
         if self.value_norm:
             least = scores.new_full((), self.eps).log()  # -inf for 0, which adds nothing
             scores = torch.logaddexp(scores, least) + row_norms(layer.values[:, first:]).log_()
@@ -86,7 +79,7 @@ class ExpectedAttention(ScoringPolicy):
 
 
 def _moments(queries: Tensor, positions: Tensor, rope: Rope, *, covariance: bool) -> tuple[Tensor, Tensor]:
-    """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` (zeros if not asked for) of un-rotated queries, fp32.
+    """Mean `[q_heads, D]` and covariance `[q_heads, D, D]` (zeros unless requested) of un-rotated queries, fp32.
 
     queries: `[q_heads, n, D]`, as rotated to positions `[n]`. One block of rows at a time, so that the un-rotated rows
     stay in the processor's cache. Sums are over differences from the first block's mean: squares of the queries
@@ -104,7 +97,7 @@ def _moments(queries: Tensor, positions: Tensor, rope: Rope, *, covariance: bool
         total += rows.sum(dim=1)
         if covariance:
             squares.baddbmm_(rows.mT, rows)
-    assert shift is not None, "there are rows to look at: a policy keeps fewer than there are"
+    assert shift is not None, "a policy keeps fewer tokens than there are rows"
     difference = total / num_rows
     if covariance:
         squares = squares / num_rows - difference.unsqueeze(2) * difference.unsqueeze(1)

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -33,7 +33,7 @@ Target = Literal["kvzip", "answers", "distill"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 BESIDE_THE_WEIGHTS: Final = "gates"
-"""Name of the folder of gate files that a model's own folder may hold."""
+"""Name of the folder of gate files within a model's own folder."""
 
 LARGEST_WIDTH: Final = 8192
 _ABOUT: Final = "kvshelf"
@@ -43,7 +43,7 @@ _DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
 class Training(BaseModel):
-    """How gates were trained. For people: no code depends on it. data: digest of the token ids of all documents."""
+    """How gates were trained, for people: no code reads it. data: digest of the token ids of all documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -57,8 +57,8 @@ class Training(BaseModel):
 
 
 class GateHeader(BaseModel):
-    """What a gate file is of. weights: digest of the model's, as in `ModelIdentity`. revision: of the policy's formula,
-    as the policy's `gate_revision`. inputs: what a gate reads of a token."""
+    """The header of a gate file. weights: digest of the model's, as in `ModelIdentity`. revision: of the policy's
+    formula, its `gate_revision`. inputs: what a gate reads of a token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -74,8 +74,8 @@ class GateHeader(BaseModel):
 
 
 class Geometry(NamedTuple):
-    """What the shapes of a model's gates follow from. layers: those that policies reduce. head: channels of a head.
-    hidden, intermediate: of the model's rows, and of those within its MLPs."""
+    """The sizes of a model from which the shapes of its gates follow. layers: those that policies reduce. head:
+    channels of a head. hidden, intermediate: channels of the model's rows, and of those within its MLPs."""
 
     layers: int
     q_heads: int
@@ -100,23 +100,22 @@ class Gates:
 
     def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
         """The tensors of one of the layers that policies reduce, and those that all layers share: fp32."""
-        own = own_tensors(self.tensors, index)
-        there = carried(list(own.values()), device, {})
-        return {name: tensor.to(torch.float32) for name, tensor in zip(own, there, strict=True)}
+        tensors = own_tensors(self.tensors, index)
+        on_device = carried(list(tensors.values()), device, {})
+        return {name: tensor.to(torch.float32) for name, tensor in zip(tensors, on_device, strict=True)}
 
     def to_bytes(self) -> bytes:
-        """The file."""
         return to_safetensors(self.tensors, self.header.model_dump_json())
 
     @classmethod
     def of(cls, header: GateHeader, tensors: Mapping[str, Tensor]) -> Gates:
-        """Gates made here, of the tensors as they are stored."""
-        made = cls(header, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, "")
-        return cls(header, made.tensors, blake3(made.to_bytes()).hexdigest())
+        """Gates of a training. tensors: in the dtypes of the file."""
+        gates = cls(header, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, "")
+        return replace(gates, digest=blake3(gates.to_bytes()).hexdigest())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Gates:
-        """Read a file. Raises ValueError for anything that is no gate file, and for numbers that are not finite."""
+        """Read a file. Raises ValueError for another file, and for numbers that are not finite."""
         try:
             header = GateHeader.model_validate_json(metadata(data))
             tensors = load(data)
@@ -143,37 +142,35 @@ class Gates:
 
 
 class OpenGates:
-    """The gates of answers that are open: each layer is brought to its device once, for all of them, and leaves it with
-    the last one."""
+    """The gates of open answers. They share each layer, which is on its device until the last one ends."""
 
     def __init__(self, gates: Gates) -> None:
         self.digest = gates.digest
         self._gates = gates
-        self._there: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+        self._on_device: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
 
     def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
-        """As of `Gates`."""
-        if (index, device) not in self._there:
-            self._there[index, device] = self._gates.layer(index, device)
-        return self._there[index, device]
+        """As `Gates.layer`."""
+        if (index, device) not in self._on_device:
+            self._on_device[index, device] = self._gates.layer(index, device)
+        return self._on_device[index, device]
 
 
 def own_tensors(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     """The tensors of one of the layers that policies reduce, and those that all layers share, by their own names."""
-    own = f"{index}."
-    return {n.removeprefix(own): t for n, t in tensors.items() if n.startswith(own) or not n[0].isdigit()}
+    prefix = f"{index}."
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix) or not n[0].isdigit()}
 
 
 def gate_path(weights: str, policy: str) -> Path:
-    """Where the user's own gates of a model lie, for one policy. The folder holds those of many models."""
-    named = os.environ.get("KVSHELF_GATES")
-    folder = Path(named) if named else data_folder().with_name("gates")
+    """The path of the user's gates for one policy and the model with these weights."""
+    setting = os.environ.get("KVSHELF_GATES")
+    folder = Path(setting) if setting else data_folder().with_name("gates")
     return folder / f"{weights}.{policy}.safetensors"
 
 
 class Form(NamedTuple):
-    """What the gates of a policy have to be. revision: of its formula. shapes: of the tensors that a file of some width
-    must have."""
+    """The gates that a policy can read. revision: of its formula. shapes: of a file's tensors, by its width."""
 
     family: Family
     revision: int
@@ -181,11 +178,9 @@ class Form(NamedTuple):
 
 
 def find(model: ModelIdentity, folder: str, policy: str, form: Form | None = None) -> Gates:
-    """The gates of a model for one policy. folder: what its weights were loaded from, as of `calibration.find`. form:
-    None takes any.
+    """The gates of a model for one policy. folder: as of `calibration.find`. form: None takes any.
 
-    Raises `PolicyUnsupported` if there are none, if they belong to other weights, to another policy or to another
-    formula, and if the file is broken.
+    Raises `PolicyUnsupported` without gates, for those of other weights, policies or formulas, and for a broken file.
     """
     path = place(gate_path(model.weights, policy), folder, f"{BESIDE_THE_WEIGHTS}/{policy}.safetensors")
     command = f"kvshelf train-gates --model {model.name} --dtype {model.dtype} --family {policy}"
@@ -227,7 +222,7 @@ def _read(path: Path, modified_ns: int, size: int) -> Gates:  # noqa: ARG001 - a
 
 
 def to_safetensors(tensors: Mapping[str, Tensor], about: str) -> bytes:
-    """A safetensors file of these tensors, with a text about them."""
+    """A safetensors file of these tensors and a text about them."""
     return save(dict(tensors), {_ABOUT: about})
 
 
@@ -238,8 +233,8 @@ def metadata(data: bytes) -> str:
     (length,) = struct.unpack_from("<Q", data)
     if length > min(_LARGEST_HEADER, len(data) - 8):
         raise ValueError("it is cut off, or no safetensors file")
-    said: Any = json.loads(data[8 : 8 + length])
-    about = said["__metadata__"][_ABOUT]
+    header: Any = json.loads(data[8 : 8 + length])
+    about = header["__metadata__"][_ABOUT]
     if not isinstance(about, str):
         raise TypeError("its metadata is no text")
     return about

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
-from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.budgets import Budget, require_room
 from kvshelf.methods.policies.keeping import KeepsScores
-from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
@@ -39,7 +38,7 @@ class H2O(KeepsScores, ScoringPolicy):
     advice: ClassVar[str] = "as the baseline of eviction by attention; it favours early tokens."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     selects: ClassVar[bool] = True
-    left: ClassVar[tuple[str, ...]] = ("sum",)
+    column_names: ClassVar[tuple[str, ...]] = ("sum",)
     required: ClassVar[Mapping[str, Any]] = {"normalize": "none", "every": 1}
     settled: ClassVar[Mapping[str, str]] = {
         **KeepsScores.settled,
@@ -56,7 +55,7 @@ class H2O(KeepsScores, ScoringPolicy):
         largest = budget.tokens - document.protected_prefix
         if self.recent is None:
             return replace(self, recent=min(budget.tokens // 2, largest))
-        require_held("recent", self.recent, largest, budget.tokens)
+        require_room("recent", self.recent, largest, budget.tokens)
         return self
 
     def score(self, layer: LayerView) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor
@@ -26,10 +25,10 @@ class HeadKV(CalibratedPolicy, SnapKV):
     1 over the H heads of the model). Head h keeps its window and b - b / beta + S_h (b / beta) H entries: beta near 1
     leaves everything to the scores, a large one makes the shares even.
 
-    Departures: the scores are those that `kvshelf calibrate` measures, how much of a copied needle a head attends to;
-    the paper's also count what a reasoning head looks at. A KV head has the score of its best query head, where the
-    paper keeps a cache for each query head. What a head cannot hold goes to the others in proportion, and shares are
-    rounded by largest remainders, so that the total is exact. `ProbedPolicy` says what the prompt's end is.
+    Departures: `kvshelf calibrate` measures the scores, how much of a copied needle a head attends to; the paper's also
+    count what a reasoning head looks at. A KV head has the score of its best query head, where the paper keeps a cache
+    for each query head. The entries for which a head has no room go to the others in proportion, and shares are rounded
+    by largest remainders, so that the total is exact. `ProbedPolicy` says what the prompt's end is.
     """
 
     name: ClassVar[str] = "headkv"
@@ -44,7 +43,7 @@ class HeadKV(CalibratedPolicy, SnapKV):
 
     def counts(self, layer: LayerView, scores: Tensor, protected: Tensor, budget: LayerBudget) -> Sequence[int]:  # noqa: ARG002
         kept, heads = self.always(layer), len(scores)
-        retrieval = [*chain(*retrieval_scores(calibration_of(layer.document), heads))]
+        retrieval = retrieval_scores(calibration_of(layer.document), heads)
         free = budget.total // heads - kept
         even = free - int(free / self.beta)
         shares = largest_remainders(fill(retrieval, (free - even) * len(retrieval), layer.num_tokens - kept - even))

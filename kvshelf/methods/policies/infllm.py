@@ -28,9 +28,9 @@ class InfLLM(Policy):
     before the rows. `block` must be a multiple of the entries that share a scale of the codec.
 
     Departures: the next 4,096 tokens judge in the paper; here all later ones do. The authors' code has representatives
-    of each query head and stores the mean of their keys; here those of a KV head share theirs, which are stored each.
-    Of 52 questions at a quarter of the entries, blocks of 32, means find 33 % and single keys 54 % (kvshelf-tiny). A
-    trial with all 32 keys of each block found no more than with four.
+    of each query head and stores the mean of their keys; here each KV head has its own, and each key is stored. Of 52
+    questions at a quarter of the entries, blocks of 32, means find 33 % and single keys 54 % (kvshelf-tiny). A trial
+    with all 32 keys of each block found no more than with four.
     """
 
     name: ClassVar[str] = "infllm"
@@ -53,9 +53,9 @@ class InfLLM(Policy):
         kept = Full().reduce(layer, budget)
         summaries = self._summaries(layer).to(torch.bfloat16)
         assert kept.importance is not None
-        own: dict[str, Any] = {each.name: getattr(kept, each.name) for each in fields(kept)}
-        own["importance"] = kept.importance.where(summaries.isfinite().all(), torch.nan)  # see `require_finite_scores`
-        return Indexed(**own, block=self.block, summaries=summaries)
+        importance = kept.importance.where(summaries.isfinite().all(), torch.nan)  # see `require_finite_scores`
+        values: dict[str, Any] = {field.name: getattr(kept, field.name) for field in fields(kept)}
+        return Indexed(**values | {"importance": importance}, block=self.block, summaries=summaries)
 
     def _summaries(self, layer: LayerView) -> Tensor:
         """`[blocks, kv_heads * representatives * D]` fp32."""

@@ -1,4 +1,4 @@
-"""The base of policies whose papers go on choosing while the model answers."""
+"""Base of policies whose papers go on choosing while the model answers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,20 @@ from kvshelf.methods.policies.view import DocumentView
 
 @dataclass(frozen=True)
 class KeepsScores(Policy):
-    """One that goes on by numbers which it has of each entry when the document has been read. With `keep_scores` the
-    cache has them, too, as columns of its records, 4 bytes a number under every codec: the suffix policy of the same
-    paper begins with them under scope "cache"."""
+    """A policy with numbers of each entry, by which the suffix policy of the same paper goes on under scope "cache".
+    With `keep_scores` the cache has them as columns of its records, 4 bytes a number under every codec."""
 
     settled: ClassVar[Mapping[str, str]] = {"keep_scores": "what it chooses at a question is not stored"}
-    left: ClassVar[tuple[str, ...]]
-    """The names of the columns."""
+    column_names: ClassVar[tuple[str, ...]]
     required: ClassVar[Mapping[str, Any]] = {}
-    """The values of parameters without which no answer could go on: sums over all rows, entries that it can copy."""
+    """The values of parameters without which no answer could go on."""
 
-    keep_scores: bool = parameter(
-        False, "store what an answer goes on with under suffix.scope cache, 4 bytes a number", added=True
-    )
+    keep_scores: bool = parameter(False, "store what suffix.scope cache goes on with, 4 bytes a number", added=True)
 
     @property
     def stored_beside(self) -> dict[str, Any]:
         beside = super().stored_beside
-        return beside | {"columns": len(self.left)} if self.keep_scores else beside
+        return beside | {"columns": len(self.column_names)} if self.keep_scores else beside
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         for name, value in self.required.items() if self.keep_scores else ():
@@ -52,5 +48,5 @@ class KeepsScores(Policy):
         return self.keep_scores or super().has_work(budget, num_tokens)
 
     def keeping(self, record: Kept, **columns: Tensor) -> Kept:
-        """The record with these columns, `[entries]` fp32 each, where the cache is to have them."""
+        """The record, with `keep_scores` with these columns, `[entries]` fp32 each."""
         return replace(record, columns=columns) if self.keep_scores else record

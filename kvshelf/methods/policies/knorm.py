@@ -17,8 +17,7 @@ class Knorm(ScoringPolicy):
     """Keep the keys of smallest norm: they tend to be attended to most. Sees no query.
 
     score_j = -|k_j|_2 per KV head; a rotation changes no norm, so RoPE plays no part. In models that normalise their
-    keys (Qwen3), norms hardly tell tokens apart. Departure, as in kvpress: no layer is left out; the paper keeps the
-    first two whole.
+    keys (Qwen3), norms hardly tell tokens apart. Departure, as in kvpress: the first two layers do not stay whole.
     """
 
     name: ClassVar[str] = "knorm"

@@ -26,39 +26,31 @@ class KVcues(KVzip):
     larger of its `kvzip` score and the largest weight that any row of any cue, of any head of the GQA group, gives it
     in a softmax over the document and the cue.
 
-    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` asks cues of
-    another form, whose answers begin elsewhere.
+    Not from a paper. The forward pass has about 2 N tokens more than that of `kvzip`. `quality` has other cues.
     """
 
     name: ClassVar[str] = "kvcues"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416, and cues (docs/internals/policies.md)"
-    advice: ClassVar[str] = (
-        "for the smallest caches that still answer: keeps what questions read, for up to ten times the prefill."
-    )
+    advice: ClassVar[str] = "for the smallest caches that still answer, for up to ten times the prefill."
 
     prefill: str = field(default="whole", init=False)  # cues are asked of the whole document
     every: int = parameter(CUE_EVERY, "document tokens from one cue to the next", minimum=1)
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
-        return [*super().probe_passes(document), *(_cue(document, start) for start in self._cues(document))]
+        cues = (
+            (slice(start, end := start + CUE_ASKED), slice(end, end + CUE_ANSWER)) for start in self._cues(document)
+        )
+        return [*super().probe_passes(document), *(document.cue(*cue) for cue in cues)]
 
     def score(self, layer: LayerView) -> Tensor:
-        repeated = super().score(layer)
-        cues = len(self._cues(layer.document))
-        return torch.maximum(repeated, _cue_scores(layer, cues)) if cues else repeated
+        scores, cues = super().score(layer), len(self._cues(layer.document))
+        if not cues:
+            return scores
+        probes = layer.probes[-cues:]
+        queries = torch.stack([probed.queries for probed in probes])  # [cues, q_heads, T, D]
+        own_keys = torch.stack([probed.keys for probed in probes])  # [cues, kv_heads, T, D]
+        return torch.maximum(scores, pass_scores(queries, layer.keys, layer.scaling, own_keys))
 
     def _cues(self, document: DocumentView) -> range:
-        """Where the cues start."""
+        """The starts of the cues."""
         return range(document.protected_prefix, document.num_tokens - CUE_ASKED - CUE_ANSWER + 1, self.every)
-
-
-def _cue(document: DocumentView, start: int) -> ProbePass:
-    return document.cue(slice(start, start + CUE_ASKED), slice(start + CUE_ASKED, start + CUE_ASKED + CUE_ANSWER))
-
-
-def _cue_scores(layer: LayerView, cues: int) -> Tensor:
-    """The largest weight that a row of the last `cues` passes gives each token: `[kv_heads, N]` fp32."""
-    probes = layer.probes[-cues:]
-    queries = torch.stack([probed.queries for probed in probes])  # [cues, q_heads, T, D]
-    own_keys = torch.stack([probed.keys for probed in probes])  # [cues, kv_heads, T, D]
-    return pass_scores(queries, layer.keys, layer.scaling, own_keys)

@@ -18,8 +18,8 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class KVDirect(Policy):
-    """In part, as a token has a residual in each layer and not one for all of them: keep every entry as what the layer
-    was given, of which the model makes the keys and values of all heads again, by its own norm, projections and
+    """In part, as a token has a residual in each layer and not one for all of them: keep every entry as the residual
+    that entered the layer. The model makes the keys and values of all heads of it again, by its norm, projections and
     rotation.
 
     Under codec none keys and values are those of `full` up to rounding: products of another number of rows may sum in
@@ -27,13 +27,13 @@ class KVDirect(Policy):
     as many in models without grouped queries (Llama-2), more than them in most others, which are refused. With `made`
     "step", the paper's, they are made at every step, of one layer at a time, so that memory has residuals alone;
     selectors and copies of entries (suffix scope "cache") are refused, as they read keys. By default they are made once
-    for each attach, and it saves on the shelf and on the way. Layers with a window or chunks keep their own. Codecs
-    round residuals by channel, as keys; `mixed` gives the last tokens more bits.
+    for each attach, and residuals save bytes on the shelf and on the way. Layers with a window or chunks keep their
+    own. Codecs round residuals by channel, as keys; `mixed` gives the last tokens more bits.
 
     Departures: the paper's abstract counts one residual of a token (5 KB of Gemma 3 4B, whose keys and values take
     136), of which the layers above the first make theirs by running again. Question and answer have keys and values, as
     the paper's last tokens up to its budget, and the document has none, where the paper's budget may reach into the
-    prompt. What is appended is read under another policy; such a cache is made once for each attach.
+    prompt. Appended tokens are read under another policy; such a cache is made once for each attach.
     """
 
     name: ClassVar[str] = "kvdirect"

@@ -14,9 +14,8 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of, select
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy
-from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers, fitted_sink
 from kvshelf.methods.policies.merging import MergePlan
-from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _TINY = 1e-30
@@ -25,29 +24,27 @@ _TINY = 1e-30
 @dataclass(frozen=True)
 class KVMerger(Policy):
     """A reconstruction from the paper's abstract and notes on it: merge neighbours whose keys point the same way, and
-    drop nothing: heavy hitters, first and recent tokens stay as they are, and between them each run of tokens becomes
+    drop nothing. Heavy hitters, first and recent tokens stay as they are, and between them each run of tokens becomes
     one entry, until the budget holds.
 
-    A token joins the run of the next one if the cosine of their keys is large enough. By default the budget says what
-    is, for each head: of all pairs of neighbours that may merge, the N - B most similar do. With `threshold`, the
-    paper's epsilon of 0.75, a cosine above it is. How many entries stay then follows from the keys, in each head, as in
-    the paper, so a budget is refused; `heavy` and `recent` are parts of the document, and the identity's budget is all
-    of it, the most that can stay. A run stands at its pivot, the token with the largest sum of its attention column.
+    A token joins the run of the next one if the cosine of their keys is large enough. By default the budget decides
+    for each head: of all pairs of neighbours that may merge, the N - B most similar do. With `threshold`, the paper's
+    epsilon of 0.75, pairs with a larger cosine do. The keys of each head then decide how many entries stay, as in the
+    paper, so a budget is refused; `heavy` and `recent` are parts of the document, and the identity's budget is all of
+    it, the most that can stay. A run stands at its pivot, the token with the largest sum of its attention column.
     Key and value are means with weights exp(-d^2 / (2 s^2)), d the distance of a token's key from the pivot's, and s
     `sigma`, or `width` times the root mean square of d over the run. `value_sum` multiplies the value by the run's
     length (eq. 7). `store="slots"` gives each token of a run its own share of the softmax.
 
     The paper's form is `threshold=0.75,value_sum=true,first=2,last=1` with `sigma=5`, the best of its ablation.
-    Departures: its eq. 4 makes s of the weights that s is for, which says nothing; it reports a mean of 5. By a budget,
-    whole layers are paid for by the others, and heavy hitters leave room for the runs between them. Of notes that
-    differ, neighbours are compared with each other, not with a run's first.
+    Departures: its eq. 4 makes s of the weights that s is for, which defines nothing; it reports a mean of 5. By a
+    budget, the others pay for whole layers, and heavy hitters leave room for the runs between them. Notes on the paper
+    differ; here neighbours are compared with each other, not with a run's first.
     """
 
     name: ClassVar[str] = "kvmerger"
     source: ClassVar[str] = "KVMerger, arXiv 2407.08454"
-    advice: ClassVar[str] = (
-        "to see what merging neighbours is worth; in text whose neighbours say different things, little."
-    )
+    advice: ClassVar[str] = "to see what merging neighbours is worth: little where each token says something else."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.SUMS
     merges: ClassVar[bool] = True
 
@@ -69,10 +66,6 @@ class KVMerger(Policy):
         return self.threshold is not None
 
     @property
-    def exact(self) -> bool:
-        return self.threshold is None
-
-    @property
     def ragged(self) -> bool:
         return not self.exact or self.first + self.last > 0
 
@@ -85,7 +78,7 @@ class KVMerger(Policy):
             document.num_layers, document.num_tokens, budget.tokens, 2, "first" if self.first else "last"
         )
         room = max(0, count - int(self.recent * count) - 1)
-        policy = replace(self, sink=fitted_sink(self.sink, count, room=room, given="sink" in given))
+        policy = replace(self, sink=fitted_sink(self.sink, count, room=room, requested="sink" in given))
         always = max(policy.sink, document.protected_prefix)
         if self._heavy(count, always) < 0:
             raise PolicyUnsupported(
@@ -108,9 +101,9 @@ class KVMerger(Policy):
         return make(keys, values, importance_of(scores, apart))
 
     def _heavy(self, count: int, always: int) -> int:
-        """How many heavy hitters a head keeps: each may part a run in two, which a budget has to hold."""
-        left = count - always - int(self.recent * count) - 1
-        return min(int(self.heavy * count), left if self.threshold is not None else left // 2)
+        """How many heavy hitters a head keeps. Each may part a run in two, for which a budget needs room."""
+        room = count - always - int(self.recent * count) - 1
+        return min(int(self.heavy * count), room if self.threshold is not None else room // 2)
 
     def _plan(self, layer: LayerView, scores: Tensor, budget: LayerBudget) -> tuple[MergePlan, Tensor]:
         """Runs of the tokens of each head, and the tokens `[N]` that stay as they are in every head."""
@@ -140,8 +133,8 @@ class KVMerger(Policy):
 
 
 def _pivots(scores: Tensor, runs: Tensor) -> Tensor:
-    """The token with the largest score of each run, of equal ones the first: `[kv_heads, N]` bool. A score that is not
-    a number is the largest, so that its entry stays and shows it."""
+    """The token with the largest score of each run, of equal ones the first: `[kv_heads, N]` bool. NaN is the largest
+    score, so that its entry stays and shows it."""
     scores = scores.nan_to_num(nan=torch.inf)
     best = scores.new_full(scores.shape, -torch.inf).scatter_reduce(1, runs, scores, "amax")
     ties = scores == best.gather(1, runs)

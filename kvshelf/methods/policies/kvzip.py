@@ -16,7 +16,7 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
-_LEAD = 8  # last tokens of the chunk before, which say where to start
+_LEAD = 8  # last tokens of the chunk before, with which a repetition starts
 _LEAST_CHUNK = 256
 
 
@@ -31,9 +31,9 @@ class KVzip(BlockPolicy):
     heads share one budget (`across="cache"`, the authors' "pair"), or each layer has its own, or each head
     ("pair-uniform"). The forward pass has 2 N tokens or more, which must fit into the model's longest sequence.
 
-    With `prefill` "chunked" each pass stands behind its chunk, and sees the chunk and what was kept of those before.
-    Its score is of its chunk alone, as above; entries of earlier chunks keep theirs. Then the lowest go until the
-    budget holds, and layers no longer share one: `across` is "layer" or "head".
+    With `prefill` "chunked" each pass stands behind its chunk, and sees the chunk and the kept entries of those before.
+    It scores its chunk alone, as above; entries of earlier chunks keep their scores. Then the lowest go until the
+    budget holds, and layers share no budget: `across` is "layer" or "head".
 
     Departures: the sink block is the chat template's tokens or the first `sink`, whichever are more, and always stays;
     softmax runs in fp32; the kept total is exact, while the authors' threshold drops ties; without a tokenizer the
@@ -42,9 +42,7 @@ class KVzip(BlockPolicy):
 
     name: ClassVar[str] = "kvzip"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    advice: ClassVar[str] = (
-        "for documents compressed once and asked often: closest to the full cache, for two to five times the prefill."
-    )
+    advice: ClassVar[str] = "for many questions to a document: closest to the full cache, for 2 to 5 times the prefill."
 
     chunk: int = parameter(2048, "document tokens repeated at a time", minimum=64)
     sink: int = parameter(4, "first tokens in every softmax, always kept", minimum=0)
@@ -54,8 +52,8 @@ class KVzip(BlockPolicy):
         policy = super().fitted(document, budget, given)
         if "chunk" in given or document.max_tokens is None:
             return policy
-        words = [self._ask(document, None), self._ask(document, (0,) * _LEAD)]
-        room = document.max_tokens - document.end - max(map(len, words))
+        prompts = [self._prompt(document, None), self._prompt(document, (0,) * _LEAD)]
+        room = document.max_tokens - document.end - max(map(len, prompts))
         return replace(policy, chunk=min(self.chunk, max(room, _LEAST_CHUNK)))
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
@@ -63,13 +61,13 @@ class KVzip(BlockPolicy):
         lead: tuple[int, ...] | None = None
         for start, end in self.blocks(document):
             tokens = tuple(document.token_ids[start:end])
-            behind = document.end if self.prefill == "whole" else document.behind(end)
-            passes.append(ProbePass((*self._ask(document, lead), *tokens), behind))
+            position = document.end if self.prefill == "whole" else document.behind(end)
+            passes.append(ProbePass((*self._prompt(document, lead), *tokens), position))
             lead = tokens[-_LEAD:]
         return passes
 
     def probe_text(self, document: DocumentView) -> str:
-        return "" if document.text is None else document.text.decode(self._ask(document, None))
+        return "" if document.text is None else document.text.decode(self._prompt(document, None))
 
     def score(self, layer: LayerView) -> Tensor:
         scores = torch.zeros(layer.kv_heads, layer.num_tokens, device=layer.keys.device)
@@ -87,7 +85,7 @@ class KVzip(BlockPolicy):
         weights = largest_weights(past.queries, keys, past.own_keys, past.scaling)
         return torch.cat([past.importance, weights[len(keys) - past.block :]])
 
-    def _ask(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The tokens that ask for a chunk: the first, or the one after `lead`."""
+    def _prompt(self, document: DocumentView, lead: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The tokens that ask for the chunk after `lead`; None: for the first one."""
         words = () if document.text is None else document.text.encode(_FIRST if lead is None else _NEXT)
         return (*words, *(lead or ()), *document.suffix)

@@ -13,17 +13,12 @@ from kvshelf.methods.policies.sharing import GlobalSharing
 class LayerDefensiveKV(DefensiveKV):
     """Score as DefensiveKV does, and keep the best of all layers and heads together.
 
-    The authors' code holds every layer in full until the last; here layers are reduced in cascade, which keeps the same
-    entries. One departure besides those of `DefensiveKV`: secured tokens are kept for certain in every layer. In the
+    The authors' code has every layer in full until the last; here layers are reduced in cascade, which keeps the same
+    entries. One departure besides those of `DefensiveKV`: secured tokens are certain to stay in every layer. In the
     authors' code they get their layer's largest score and may lose to another layer's tokens.
     """
 
     name: ClassVar[str] = "layer_defensivekv"
     source: ClassVar[str] = "Layer-DefensiveKV, arXiv 2510.13334"
-    advice: ClassVar[str] = (
-        "as defensivekv, where heads may be ragged: with half removed, closest to the full cache without a replay."
-    )
-
-    @property
-    def sharing(self) -> GlobalSharing:
-        return GlobalSharing()
+    advice: ClassVar[str] = "as defensivekv, with ragged heads: closest to the full cache without a replay."
+    sharing: ClassVar[GlobalSharing] = GlobalSharing()

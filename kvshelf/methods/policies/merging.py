@@ -1,13 +1,12 @@
-"""What policies that merge have in common: who goes, to whom, with what weight, and stored as what.
+"""The common mechanism of policies that merge tokens.
 
-                 goes                       to whom                            weight             stored as
+                 merging tokens             into                               weight             stored as
     `ems`        the next best by score     nearest center, keys and values    score              slots, own lengths
     `d2o`        what is not kept           nearest kept token, keys           e^cosine           means, or slots
     `kvmerger`   a run but for its pivot    the pivot of its run               Gaussian           means, or slots
-    `cam`        those drawn, values alone  the next m kept tokens             1 / m              sums
+    `cam`        drawn ones, values alone   the next m kept tokens             1 / m              sums
 
-A mean takes the share of the softmax of one token, whichever tokens it stands for. Slots give each of them its own
-share, for 12 bytes each.
+A mean takes one token's share of the softmax, whichever tokens it stands for. Slots give each its own, for 12 bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from kvshelf.kernels.merge import merge_weighted, nearest_pair
 from kvshelf.methods.policies.view import Ranks
 
 Places = tuple[Tensor, Tensor]
-"""The heads and the tokens of some places of `[kv_heads, N]`, int64, head by head."""
+"""Indices into `[kv_heads, N]`, heads and tokens, int64, head by head."""
 
 NO_THRESHOLD: Final = -2.0
-"""Of a layer that has dropped nothing yet: below every cosine."""
+"""The threshold of a layer that has dropped nothing yet: below every cosine."""
 
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """The entry that each token of a layer becomes part of. kept: `[kv_heads, N]` bool, tokens at whose positions
-    entries stand. classes: `[kv_heads, N]` int64, the entry of a token as an index into its head's kept tokens, -1 if
-    it is evicted. counts: entries and members of each head; on a device that is asked for them it waits."""
+    """The entry that each token of a layer becomes part of. kept: `[kv_heads, N]` bool, the tokens whose positions
+    entries have. classes: `[kv_heads, N]` int64, the entry of a token as an index into its head's kept tokens, -1 if it
+    is evicted. counts: entries and members of each head."""
 
     kept: Tensor
     classes: Tensor
@@ -53,12 +52,12 @@ class MergePlan:
 
     @classmethod
     def of_all(cls, kept: Tensor, classes: Tensor, entries: Sequence[int] | None) -> MergePlan:
-        """Every token is part of an entry. entries: of each head; None: asked of the device."""
+        """Every token is part of an entry. entries: of each head; None: counted, which waits for the device."""
         return cls(kept, classes, (counted(kept)[0] if entries is None else entries, [kept.shape[1]] * len(kept)))
 
     @cached_property
     def entries(self) -> Places:
-        """Where entries stand, `[entries]`."""
+        """The kept tokens, `[entries]`."""
         return places_of(self.kept, self.counts[0])
 
     @cached_property
@@ -68,15 +67,15 @@ class MergePlan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """The entry of each member, as a row of all heads' entries: `[members]` int64."""
+        """The row of each member's entry among the entries of all heads: `[members]` int64."""
         counts = self.kept.sum(dim=1, keepdim=True)
         return (self.classes + counts.cumsum(0) - counts)[self.members]
 
     @cached_property
     def sizes(self) -> Tensor:
         """Members of each entry: `[entries]` int64."""
-        none = torch.zeros(sum(self.counts[0]), dtype=torch.int64, device=self.kept.device)
-        return none.index_add_(0, self.owners, torch.ones_like(self.owners))
+        sizes = torch.zeros(sum(self.counts[0]), dtype=torch.int64, device=self.kept.device)
+        return sizes.index_add_(0, self.owners, torch.ones_like(self.owners))
 
     def totals(self, weights: Tensor) -> Tensor:
         """The sum `[entries]` of the weights `[kv_heads, N]` of each entry's members."""
@@ -85,20 +84,21 @@ class MergePlan:
     def means(self, states: Tensor, weights: Tensor) -> Tensor:
         """The weighted means `[entries, D]` of `states` `[kv_heads, N, D]`, in their dtype; a token alone in its entry
         stays bit by bit. weights: `[kv_heads, N]` fp32, positive."""
-        of_members = states[self.members]
+        rows = states[self.members]
         # Nobody needs the directions, so they are of one channel.
-        _, means = merge_weighted(of_members[:, :1], of_members, weights[self.members], self.owners, len(self.sizes))
+        _, means = merge_weighted(rows[:, :1], rows, weights[self.members], self.owners, len(self.sizes))
         return self.or_alone(states, means.to(states.dtype))
 
     def or_alone(self, states: Tensor, merged: Tensor) -> Tensor:
-        """`merged` `[entries, D]`, but for entries of one token that token's own of `states` `[kv_heads, N, D]`."""
+        """`merged` `[entries, D]`, but with the token's own `states` `[kv_heads, N, D]` for entries of one token."""
         return torch.where((self.sizes == 1).unsqueeze(1), states[self.entries], merged)
 
-    def made(
+    def merged(
         self, states: tuple[Tensor, Tensor], weights: Tensor, importance: Tensor, *, slots: bool, shrinks: bool
     ) -> Kept | Merged:
-        """The weighted means of keys and values, as of `means`, with the importance `[kv_heads, N]` fp32. slots: with
-        one for each member. shrinks: as sums over the number of members, so that weights below 1 shorten them."""
+        """The record of the weighted means of keys and values, as of `means`. importance: `[kv_heads, N]` fp32. slots:
+        with a slot for each member. shrinks: weighted sums are divided by the number of members, not by their weights.
+        """
         keys, values = (self.means(rows, weights) for rows in states)
         if shrinks:
             shares = (self.totals(weights) / self.sizes).unsqueeze(1)
@@ -106,7 +106,7 @@ class MergePlan:
         return (self.as_merged if slots else self.as_kept)(keys, values, importance)
 
     def as_kept(self, keys: Tensor, values: Tensor, importance: Tensor) -> Kept:
-        """The entries `[entries, D]` and `[entries, Dv]`, as tokens like others. importance: `[kv_heads, N]` fp32."""
+        """The record of entries `[entries, D]` and `[entries, Dv]` without slots. importance: `[kv_heads, N]` fp32."""
         return Kept(
             keys=keys,
             values=values,
@@ -123,8 +123,8 @@ class MergePlan:
         scales: Tensor | None = None,
         rope_mode: RopeMode = "baked",
     ) -> Merged:
-        """The entries with a slot for each member. scales: of the members, `[members]` fp32; None: all have the key of
-        their entry as it is."""
+        """The record of entries with a slot for each member. scales: `[members]` fp32, by which members multiply the
+        key of their entry; None: 1."""
         kept = self.as_kept(keys, values, importance)
         return Merged(
             keys=keys,
@@ -141,23 +141,23 @@ class MergePlan:
 
 
 def counted(*masks: Tensor) -> tuple[list[int], ...]:
-    """How many are set of each head, of masks `[kv_heads, N]`. Waits for the device, once for all of them."""
+    """The number of set places of each head, of masks `[kv_heads, N]`. Waits for the device once for all masks."""
     return tuple(torch.stack([mask.sum(dim=1) for mask in masks]).tolist())
 
 
 def places_of(mask: Tensor, counts: Sequence[int]) -> Places:
-    """Where a mask `[kv_heads, N]` is set, of each head as often as `counts` says: to index `[kv_heads, N, ...]` with,
-    for which a mask would wait for the device."""
+    """The set places of a mask `[kv_heads, N]`, `counts[h]` of head h, as indices into `[kv_heads, N, ...]`: to index
+    with the mask would wait for the device."""
     rows = marked(mask.flatten(), sum(counts))
     return rows // mask.shape[1], rows % mask.shape[1]
 
 
 def over_heads(similarity: Tensor, goes: Tensor, places: Tensor, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Of each token the sum of `similarity` `[kv_heads, N]` fp32 over the heads that drop it, and their number, both
-    `[tokens]` fp32. goes: `[kv_heads, N]` bool; places: of the tokens, of which each head may have others, likewise."""
-    own = torch.stack([torch.where(goes, similarity, 0.0), goes.float()])  # [2, kv_heads, N]
-    by_token = own.new_zeros(*own.shape[:2], int(places.max()) + 1)
-    sums = by_token.scatter_(2, places.expand_as(own), own).sum(dim=1)
+    """For each token the sum of `similarity` `[kv_heads, N]` fp32 over the heads that drop it, and the number of these
+    heads, both `[tokens]` fp32. goes: `[kv_heads, N]` bool. places: `[kv_heads, N]`, the token of each place."""
+    by_place = torch.stack([torch.where(goes, similarity, 0.0), goes.float()])  # [2, kv_heads, N]
+    by_token = by_place.new_zeros(*by_place.shape[:2], int(places.max()) + 1)
+    sums = by_token.scatter_(2, places.expand_as(by_place), by_place).sum(dim=1)
     of_all, heads = sums if ranks is None else ranks.gathered(sums.unsqueeze(0)).sum(dim=0)
     return of_all, heads
 
@@ -172,12 +172,12 @@ def by_threshold(
     before: Tensor | float | None,
     centers: Tensor | None = None,
 ) -> tuple[MergePlan, Tensor, Tensor | float]:
-    """D2O's merge: a token that is not kept joins the kept one whose key is most like its own, where the mean of their
-    cosines over the heads that drop it is at least a threshold: `tau`, or the mean of all these cosines, and the mean
-    of this and the threshold `before`.
+    """D2O's merge: a dropped token joins the kept one whose key is most like its own, where the mean of their cosines
+    over the heads that drop it is at least a threshold. This is `tau`, or else the mean of all these cosines; with the
+    threshold `before` it is the mean of both.
 
-    keys: `[kv_heads, N, D]`; kept: bool, places: of the tokens, and the cosines of those that go, and the kept tokens
-    that may take members, by default all: `[kv_heads, N]`. Returns the plan, the cosines and the threshold.
+    keys: `[kv_heads, N, D]`. kept, centers: `[kv_heads, N]` bool, the kept tokens, and those that may take members, by
+    default all of them. places: as of `over_heads`. Returns the plan, the cosines `[kv_heads, N]` and the threshold.
     """
     cosines, targets = nearest(keys, None, ~kept, kept, kept if centers is None else centers)
     sums, heads = over_heads(cosines, ~kept, places, ranks)
@@ -188,11 +188,11 @@ def by_threshold(
 
 
 def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token of `goes` the center that is most like it: the largest cosine of their keys, times that of their
+    """For each token of `goes` the center most like it: with the largest cosine of their keys, times that of their
     values unless `values` is None.
 
     keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]`; goes, kept and centers, which are some of the kept tokens:
-    `[kv_heads, N]` bool. Returns `[kv_heads, N]` fp32, -inf for tokens that do not go or find no center, and the center
+    `[kv_heads, N]` bool. Returns the similarity, `[kv_heads, N]` fp32, -inf for tokens without a center, and the center
     as an index into its head's kept tokens, `[kv_heads, N]` int64.
     """
     similarity = torch.full(goes.shape, -torch.inf, device=keys.device)
@@ -203,9 +203,9 @@ def nearest(keys: Tensor, values: Tensor | None, goes: Tensor, kept: Tensor, cen
     going, central = places_of(goes, of_goes), places_of(centers, of_centers)
     # Ones have cosine 1 with each other: the keys alone decide.
     by = keys.new_ones(*goes.shape, 1) if values is None else values
-    found, rows = nearest_pair(keys[going], by[going], keys[central], by[central], of_goes, of_centers)
+    largest, rows = nearest_pair(keys[going], by[going], keys[central], by[central], of_goes, of_centers)
     # Two keys and two values that both point apart have a positive product, and no direction in common.
     apart = (keys[going].float() * keys[central][rows].float()).sum(dim=1) <= 0
-    similarity[going] = found.masked_fill(apart, -torch.inf) if values is not None else found
+    similarity[going] = largest.masked_fill(apart, -torch.inf) if values is not None else largest
     targets[going] = (kept.cumsum(1) - 1)[central][rows]
     return similarity, targets

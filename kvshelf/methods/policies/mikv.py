@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.artifact.records import Entries, Kept
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.around import Around
+from kvshelf.methods.policies.around import Around, scorers
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
 from kvshelf.methods.policies.blocks import BlockPolicy
 from kvshelf.methods.policies.budgets import Budget
@@ -21,7 +21,7 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, Ranks
 
 
 class _LayerClaim(NamedTuple):
-    """What is left to know of a layer when all layers are there. weight: its claim where layers share a budget."""
+    """The note of a layer. weight: its claim where layers share a budget."""
 
     weight: float
     document: DocumentView
@@ -31,11 +31,11 @@ class _LayerClaim(NamedTuple):
         """The importance of the entries of each head, of all processes."""
         assert isinstance(record, Kept)
         assert record.importance is not None
-        of_own = record.importance.view(record.kv_heads, -1)  # nothing is evicted
-        return list(of_own if self.ranks is None else self.ranks.gathered(of_own))
+        importance = record.importance.view(record.kv_heads, -1)  # nothing is evicted
+        return list(importance if self.ranks is None else self.ranks.gathered(importance))
 
     def of_own(self, of_all: tuple[int, ...]) -> tuple[int, ...]:
-        """Of numbers of all heads those of this process."""
+        """The numbers of this process's heads, of those of all heads."""
         if self.ranks is None:
             return of_all
         heads = len(of_all) // self.ranks.size
@@ -44,18 +44,15 @@ class _LayerClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class MiKV(Around):
-    """Keep every entry, and let another policy say which of them have more bits: those that it would keep of a budget
-    of `high`.
+    """Keep every entry, and let another policy choose those with more bits, which it would keep of a budget of `high`.
 
     It takes effect under the codec `mixed:share=policy` (`high=none` for the paper's 16 bits, `low=int2`, `int3` or
-    `int4`).
-    Where the base's layers and heads share one budget (kvzip), they share the precise entries. Under `mixed` with a
-    number, each head's most important entries by the base have more bits. Other codecs treat all entries alike.
+    `int4`). Where the base's layers and heads share one budget (kvzip), they share the precise entries. Under `mixed`
+    with a number, each head's most important entries by the base have more bits. Other codecs treat all entries alike.
 
-    Departures: the important entries are those of a base that is chosen, in the paper H2O's. The paper quantizes by
-    token. Its balancer multiplies each channel of a key and divides that of the query, so that outliers do not spoil
-    the steps of their token. kvshelf quantizes keys by channel, where such a factor moves a channel's scale and zero
-    with it and changes no code, but for the rounding of both to bf16; it is left out.
+    Departures: any base may choose the important entries, in the paper H2O does. The paper quantizes by token. Its
+    balancer multiplies each channel of a key and divides that of the query, so that outliers do not spoil the steps of
+    their token. kvshelf quantizes keys by channel, where such a factor would change no code; it is left out.
     """
 
     name: ClassVar[str] = "mikv"
@@ -72,14 +69,13 @@ class MiKV(Around):
     @classmethod
     def bases(cls, known: Mapping[str, type[Policy]]) -> Mapping[str, type[ScoringPolicy]]:
         return {
-            base.name: base
-            for base in known.values()
-            if issubclass(base, ScoringPolicy) and base.reduce is ScoringPolicy.reduce and not issubclass(base, Around)
+            name: base
+            for name, base in scorers(known).items()
             if base.counts is ScoringPolicy.counts or base.build({}, known).phase == "cascade"
         }
 
-    def made(self, base: type[Policy], given: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:
-        inner = base.build(given, known)
+    def build_inner(self, base: type[Policy], params: Mapping[str, Any], known: Mapping[str, type[Policy]]) -> Policy:
+        inner = base.build(params, known)
         if isinstance(inner, BlockPolicy) and inner.across == "layer":
             raise InvalidRequest(
                 "mikv lets the heads of all layers share the precise entries, or gives each as many; take across=cache "
@@ -118,6 +114,6 @@ class MiKV(Around):
         return {layer: note.of_own(of_all) for (layer, note), of_all in zip(notes.items(), counts, strict=True)}
 
     def _precise(self, budget: Budget, document: DocumentView) -> Budget:
-        """What the base would have to choose from if the others were evicted: never less than it always keeps."""
+        """The base's budget of precise entries: never less than it always keeps."""
         tokens = max(int(self.high * budget.tokens + 1e-9), document.protected_prefix + 1)
         return replace(budget, tokens=min(tokens, budget.tokens))

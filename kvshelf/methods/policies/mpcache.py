@@ -21,11 +21,10 @@ class MPCache(ScoringPolicy):
 
     The score of a token is the largest weight that a row gives it, of the rows of the last `rows` of the document; a
     row's weights are the mean over the layer's heads, so all heads keep the same tokens. The paper keeps what exceeds a
-    threshold chosen for each data set; a budget asks for the same order, without one. Selector `mpcache` is the dynamic
-    half, at the question.
+    threshold chosen for each data set; a budget keeps the same order. Selector `mpcache` is the dynamic half.
 
-    Departures: a row sees no later token (the authors' code has no mask among these rows, so that a token may be judged
-    by rows before it). Rows are of the document, as no question is known.
+    Departures: a row sees no later token (the authors' code has no mask among these rows, so rows before a token may
+    judge it). Rows are of the document, as no question is known.
     """
 
     name: ClassVar[str] = "mpcache"
@@ -42,12 +41,12 @@ class MPCache(ScoringPolicy):
         best = torch.zeros(layer.num_tokens, device=queries.device)
         for start in range(0, queries.shape[2], _ROWS_AT_ONCE):
             rows = queries[:, :, start : start + _ROWS_AT_ONCE].float()
-            own = layer.all_heads(self._summed(layer, rows, first + start).unsqueeze(0))  # [ranks, R, N]
-            best = torch.maximum(best, own.sum(0).amax(0))
-        heads = len(layer.all_queries) * len(own)
+            sums = layer.all_heads(self._sum(layer, rows, first + start).unsqueeze(0))  # [ranks, R, N]
+            best = torch.maximum(best, sums.sum(0).amax(0))
+        heads = len(layer.all_queries) * len(sums)
         return (best / heads).expand(layer.kv_heads, -1).contiguous()
 
-    def _summed(self, layer: LayerView, rows: Tensor, first: int) -> Tensor:
+    def _sum(self, layer: LayerView, rows: Tensor, first: int) -> Tensor:
         """Weights of rows `[kv_heads, group, R, D]` from position `first` on, summed over the heads, `[R, N]` fp32."""
         logits = torch.matmul(rows, layer.keys.float().unsqueeze(1).transpose(2, 3)) * layer.scaling
         positions = torch.arange(first, first + rows.shape[2], device=rows.device).unsqueeze(1)

@@ -1,7 +1,6 @@
 """Base of LagKV and LocalKV: a document cut into partitions, each judged by its own neighbourhood alone.
 
-Judging a partition needs no token after the next partition. So the choice is the same with the whole document at hand
-and while the document is read: one-shot, recursive and streaming selection agree on equal keys and values.
+Judging a partition needs no token after the next partition. So one-shot and recursive selection agree on equal keys.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from kvshelf.kernels.lag_scores import lag_scores
 from kvshelf.kernels.row_norms import row_norms
 from kvshelf.kernels.select import select
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.base import Absorber, Policy, keep
+from kvshelf.methods.policies.base import Absorber, Policy, keep, prefill_parameter
 from kvshelf.methods.policies.budgets import Budget, LayerBudget, WholeLayers
 from kvshelf.methods.policies.full import Full
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
 def retained(r: float, lag: int) -> int:
-    """Entries that stay of a partition of `lag` tokens, rounded down."""
+    """Entries that a partition of `lag` tokens keeps, rounded down."""
     return math.floor(r * lag + 1e-9)  # 0.29 * 100 is 28.99...; the small term makes it the 29 that was meant
 
 
@@ -42,7 +41,7 @@ class PartitionCut:
 
     @property
     def reduced(self) -> int:
-        """Partitions that are reduced."""
+        """The number of partitions that are reduced."""
         return max(0, (self.num_tokens - self.sink) // self.lag - 1)
 
     @property
@@ -51,42 +50,32 @@ class PartitionCut:
         return self.num_tokens - self.reduced * self.lag
 
     def retained(self, r: float) -> int:
-        """Entries that stay where each reduced partition keeps `r` of its tokens (eq. 12)."""
+        """Entries of the document where each reduced partition keeps the part `r` of its tokens (eq. 12)."""
         return self.whole + self.reduced * retained(r, self.lag)
 
     def shares(self, entries: int) -> list[int]:
-        """Entries that each reduced partition keeps, so that `entries` stay in total (eq. 12 solved for the share). If
-        the division is uneven, the earliest partitions keep one more. Only the length decides, so shares are known
-        while the document is read."""
-        assert entries >= self.whole, "what stays whole has room"
-        share, left = divmod(entries - self.whole, self.reduced)
-        return [share + (index < left) for index in range(self.reduced)]
+        """Entries that each reduced partition keeps, so that the document keeps `entries` (eq. 12 solved for the
+        share). If the division is uneven, the earliest partitions keep one more. Only the length decides, so shares are
+        known while the document is read."""
+        assert entries >= self.whole, "whole partitions have room"
+        share, remainder = divmod(entries - self.whole, self.reduced)
+        return [share + (index < remainder) for index in range(self.reduced)]
 
 
 @dataclass(frozen=True)
 class PartitionPolicy(Policy):
-    """Equations 7 to 16 of the LagKV paper; a subclass says what judges a partition."""
+    """Equations 7 to 16 of the LagKV paper."""
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
     lag: int = parameter(128, "tokens per partition", minimum=2)
     score: str = parameter(
-        "lag",
-        "what judges a partition: the scale of the next (lag), its own (local), or the norms of its keys (l2)",
-        choices=("lag", "local", "l2"),
+        "lag", "what judges a partition: the scale of the next, its own, or key norms", choices=("lag", "local", "l2")
     )
     value_weight: float = parameter(1.0, "what the values' score counts beside the keys'; l2 has no values", minimum=0)
     skip_layers: int = parameter(0, "first layers that stay whole; the others pay for them", minimum=0)
-    prefill: str = parameter(
-        "whole",
-        "whole: one pass, then reduce; chunked: lag tokens a pass, each behind what was kept of those before it",
-        choices=("whole", "chunked"),
-    )
+    prefill: str = prefill_parameter("lag")
     r: float | None = parameter(
-        None,
-        "part of each reduced partition that stays, in place of a budget; null: the budget decides",
-        minimum=1e-6,
-        maximum=1,
-        added=True,
+        None, "part of each reduced partition that stays; null: by the budget", minimum=1e-6, maximum=1, added=True
     )
 
     @property
@@ -97,16 +86,9 @@ class PartitionPolicy(Policy):
         """The mean over all layers, rounded down: that of equation 12, and all of the first `skip_layers`."""
         tokens, layers = document.num_tokens, document.num_layers or 1
         skipped = min(self.skip_layers, layers)
-        mean = (self._retained(document) * (layers - skipped) + tokens * skipped) // layers
-        return Budget(mean, 1 - mean / tokens)
-
-    @property
-    def exact(self) -> bool:
-        return self.r is None
-
-    def _retained(self, document: DocumentView) -> int:
         assert self.r is not None, "the policy must size itself"
-        return self._cut(document).retained(self.r)
+        mean = (self._cut(document).retained(self.r) * (layers - skipped) + tokens * skipped) // layers
+        return Budget(mean, 1 - mean / tokens)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
@@ -212,7 +194,7 @@ class PartitionAbsorber:
 
     @property
     def entries(self) -> int:
-        """Of each KV head, that stay."""
+        """Entries that each KV head keeps."""
         return self.cut.whole + sum(self.shares)
 
     @property
@@ -224,14 +206,13 @@ class PartitionAbsorber:
     def absorb(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Judge the oldest tokens that are not yet reduced; None if more tokens must come first.
 
-        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]`: the tokens not yet reduced, from position `start`.
-        Returns which of the first n stay, a mask `[kv_heads, n]` with equally many set in every head, and the
-        importance of these n tokens, the same shape, fp32.
+        keys: `[kv_heads, T, D]`, values: `[kv_heads, T, Dv]` of these tokens, from position `start`. Returns which of
+        the first n stay, `[kv_heads, n]` bool with equally many set in every head, and their importance, likewise fp32.
         """
         heads, buffered, _ = keys.shape
         if start < self.cut.sink:
-            everything = torch.ones(heads, min(buffered, self.cut.sink - start), dtype=torch.bool, device=keys.device)
-            return everything, torch.full(everything.shape, torch.inf, device=keys.device)
+            sinks = torch.ones(heads, min(buffered, self.cut.sink - start), dtype=torch.bool, device=keys.device)
+            return sinks, torch.full(sinks.shape, torch.inf, device=keys.device)
         partition = (start - self.cut.sink) // self.cut.lag
         two = slice(2 * self.cut.lag)
         if buffered < two.stop or partition == len(self.shares):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,13 +18,12 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import keep_best
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy
-from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, fitted_sink
 from kvshelf.methods.policies.sharing import fill, largest_remainders
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _LOGITS: Final = 1 << 24
-"""That are in memory at a time, of all heads: 64 MB in fp32."""
+"""Logits of all heads that are in memory at a time: 64 MB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,16 @@ class PyramidInfer(Policy):
 
     The last `recent` of the document, R tokens, and the first `sink` stay. Another token's score is an average of the
     attention that the R rows give it, the mean over all heads of the layer. Rows weigh from 1 for the first to
-    `last_weight` for the last, in equal steps. The softmax is over the tokens that the layer before keeps: what a layer
-    drops, no later one holds. Beside what always stays, layer l of L gets a part of the budget in proportion to the
-    product of r_i over the layers i < l, r_i = decay + (1 - decay) (1 + cos(pi i / L)) / 2.
+    `last_weight` for the last, in equal steps. The softmax is over the tokens that the layer before keeps: no later
+    layer keeps a token that one drops. Beside the tokens that always stay, layer l of L gets a part of the budget in
+    proportion to the product of r_i over the layers i < l, r_i = decay + (1 - decay) (1 + cos(pi i / L)) / 2.
 
-    Departures from the authors' code: there a dropped token is computed in no later layer, which is what makes the
-    prefill faster. Here all layers compute all tokens, so that rows of later layers have read what earlier ones
-    dropped, and nothing is saved but what is stored. There the first layer keeps all and `decay` alone says how much
-    the others keep; here a budget does: no layer gets more than the document, the others take what it cannot hold in
-    proportion, and shares are rounded by largest remainders, so that the total is exact. There a layer's attention
-    decides about the next layer; here it decides about its own. No entry leaves while decoding, because a stored cache
-    never changes. Where half of the budget is less than R, R is that half.
+    Departures from the authors' code: there no later layer computes a dropped token, which makes the prefill faster.
+    Here all layers compute all tokens, so rows of later layers have read dropped ones, and only the stored cache is
+    smaller. There the first layer keeps all and `decay` alone decides for the others; here a budget does: no layer gets
+    more than the document, the others take the excess in proportion, and shares are rounded by largest remainders, so
+    that the total is exact. There a layer's attention decides about the next layer, here about its own. No entry leaves
+    while decoding, because a stored cache never changes. Where half of the budget is less than R, R is that half.
     """
 
     name: ClassVar[str] = "pyramidinfer"
@@ -51,21 +50,16 @@ class PyramidInfer(Policy):
     advice: ClassVar[str] = "as a baseline: what one layer drops, all deeper layers drop."
     needs: ClassVar[Needs] = Needs.QUERIES | Needs.BEFORE
     shared_by_heads: ClassVar[bool] = True
+    ragged: ClassVar[bool] = True
 
     recent: float = parameter(0.2, "part of the document, at its end, that stays and judges", minimum=0, maximum=1)
     last_weight: float = parameter(1.2, "weight of the last row's attention; the first row has 1", minimum=0)
-    decay: float = parameter(
-        0.9, "part that the deepest layers hand on to the next; the first hands on all", minimum=0, maximum=1
-    )
+    decay: float = parameter(0.9, "part that the deepest layers hand on; the first hands on all", minimum=0, maximum=1)
     sink: int = parameter(4, "first tokens always kept", minimum=0)
-
-    @property
-    def ragged(self) -> bool:
-        return True
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, requested="sink" in given)
         rows, room = self._rows(document.num_tokens), budget.tokens - max(sink, document.protected_prefix)
         if rows > room and "recent" in given:
             raise PolicyUnsupported(
@@ -86,7 +80,9 @@ class PyramidInfer(Policy):
 
     def score(self, layer: LayerView) -> Tensor:
         """`[kv_heads, N]` fp32, the same for each head: below zero for what the layer before dropped."""
-        rows, candidates = self._rows(layer.num_tokens), self._candidates(layer)
+        rows, candidates = self._rows(layer.num_tokens), layer.positions  # [C]: the tokens that the layer may keep
+        if layer.before is not None:
+            candidates = (layer.before | self.protected(layer)).nonzero()[:, 0]
         keys = layer.keys[:, candidates].float().transpose(1, 2)  # [kv_heads, D, C]
         queries = layer.grouped(layer.all_queries)[:, :, -rows:]  # [kv_heads, group, R, D]
         at_once = max(1, _LOGITS // (len(layer.all_queries) * len(candidates)))
@@ -94,16 +90,16 @@ class PyramidInfer(Policy):
         columns = torch.arange(len(candidates), device=keys.device)
         total = torch.zeros(len(candidates), device=keys.device)
         for start in range(0, rows, at_once):
-            of_rows = weights[start : start + at_once]
-            asking = queries[:, :, start : start + len(of_rows)].float()
+            row_weights = weights[start : start + at_once]
+            block = queries[:, :, start : start + len(row_weights)].float()
             # The group is folded into the rows: a product that is broadcast over it would copy all keys for each head.
-            logits = torch.matmul(asking.flatten(1, 2), keys).view(*asking.shape[:3], -1) * layer.scaling
-            own = torch.arange(start, start + len(of_rows), device=keys.device) + len(candidates) - rows
-            attention = logits.masked_fill_(columns > own.unsqueeze(1), -torch.inf).softmax(dim=3)
-            total += torch.einsum("hgrn,r->n", attention, of_rows)
-        of_all = layer.all_heads(total.unsqueeze(0))  # [ranks, C]
+            logits = torch.matmul(block.flatten(1, 2), keys).view(*block.shape[:3], -1) * layer.scaling
+            last = torch.arange(start, start + len(row_weights), device=keys.device) + len(candidates) - rows
+            attention = logits.masked_fill_(columns > last.unsqueeze(1), -torch.inf).softmax(dim=3)
+            total += torch.einsum("hgrn,r->n", attention, row_weights)
+        totals = layer.all_heads(total.unsqueeze(0))  # [ranks, C]
         scores = torch.full((layer.num_tokens,), -1.0, device=keys.device)  # below any average of attention
-        scores[candidates] = of_all.sum(dim=0) / (len(of_all) * len(layer.all_queries) * weights.sum())
+        scores[candidates] = totals.sum(dim=0) / (len(totals) * len(layer.all_queries) * weights.sum())
         return scores.expand(layer.kv_heads, -1).contiguous()
 
     def protected(self, layer: LayerView) -> Tensor:
@@ -122,15 +118,9 @@ class PyramidInfer(Policy):
     def _parts(self, num_layers: int) -> list[float]:
         """How much each layer keeps in proportion to the others; it never rises."""
         turns = ((1 + math.cos(math.pi * place / num_layers)) / 2 for place in range(num_layers - 1))
-        handed_on = (self.decay + (1 - self.decay) * turn for turn in turns)
-        return list(accumulate(handed_on, lambda part, ratio: part * ratio, initial=1.0))
+        ratios = (self.decay + (1 - self.decay) * turn for turn in turns)
+        return list(accumulate(ratios, operator.mul, initial=1.0))
 
     def _rows(self, num_tokens: int) -> int:
-        """Recent tokens of a document of so many."""
+        """R of a document."""
         return max(1, round(self.recent * num_tokens))
-
-    def _candidates(self, layer: LayerView) -> Tensor:
-        """The tokens that the layer may keep, `[C]` int64, ascending."""
-        if layer.before is None:
-            return layer.positions
-        return (layer.before | self.protected(layer)).nonzero()[:, 0]

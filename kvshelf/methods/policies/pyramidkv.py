@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -25,26 +26,20 @@ class PyramidKV(SnapKV):
     window, applies the formula to B - w, and rounds beta's part and the step down, so that a layer of n can get up to n
     / 2 entries more than B on average. Departures: B is the integer budget, and a model of one layer gets B.
 
-    Where the last layer could not hold its window and the chat template (and in the authors' form where 2 (B - w) > N),
-    no pyramid can be built: `beta` becomes 1, so that all layers get B and the choice is SnapKV's. The cache's
-    parameters say so. A given `beta` is refused there.
+    Where the last layer has no room for its window and the chat template (and in the authors' form where 2 (B - w) >
+    N), a default `beta` becomes 1, so that all layers get B, as in SnapKV; a request's `beta` is refused.
     """
 
     name: ClassVar[str] = "pyramidkv"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069"
     advice: ClassVar[str] = "as a baseline: lower layers get more, whatever the document."
     version: ClassVar[int] = 1
+    exact: ClassVar[bool] = False
 
     prefill: str = field(default="whole", init=False)  # a chunk is judged where all layers have equally many entries
     chunk: int = field(default=2048, init=False)
     beta: int = parameter(20, "how steep: the last layer gets about 1 / beta of the mean budget", minimum=1)
-    form: str = parameter(
-        "kvpress", "whether the window is part of what the formula shares out", choices=("kvpress", "authors")
-    )
-
-    @property
-    def exact(self) -> bool:
-        return False
+    form: str = parameter("kvpress", "how the formula counts the window", choices=("kvpress", "authors"))
 
     @property
     def ragged(self) -> bool:
@@ -72,16 +67,15 @@ class PyramidKV(SnapKV):
         if layer.num_layers == 1 or self.beta == 1:
             return budget.per_head
         high, low = self._ends(mean, layer.num_tokens)
+        step = (high - low) / (layer.num_layers - 1)
         if self.form == "authors":
-            step = float((high - low) // (layer.num_layers - 1))
-        else:
-            step = (high - low) / (layer.num_layers - 1)
+            step = math.floor(step)
         return (round(high - layer.place * step),) * len(budget.per_head)
 
     def _ends(self, mean: int, num_tokens: int) -> tuple[float, float]:
-        """Budget of the first layer and of the last, `mean` apart from rounding."""
-        apart = self.window if self.form == "authors" else 0  # of the window, where it is not shared out
-        shared = mean - apart
-        low = shared // self.beta if apart else shared / self.beta
+        """Budgets of the first layer and of the last: their mean is `mean` apart from rounding."""
+        beside = self.window if self.form == "authors" else 0  # entries that the formula does not share out
+        shared = mean - beside
+        low = shared // self.beta if beside else shared / self.beta
         high = min(2 * shared - low, num_tokens - self.window)
-        return high + apart, 2 * shared - high + apart
+        return high + beside, 2 * shared - high + beside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from kvshelf.methods import registry
@@ -18,17 +19,18 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
 
 
 def everything() -> Policy:
-    """The policy that keeps every entry, for what no policy reduces."""
+    """The policy that keeps every entry."""
     return build("full", {})
 
 
 def infos() -> list[MethodInfo]:
-    """Every policy as forms show it, from its class."""
+    """Every policy, from its class."""
     return [_info(cls) for cls in POLICIES.values()]
 
 
+@cache
 def sourced_infos() -> list[MethodInfo]:
-    """As `infos`, of the policies that installed sources have."""
+    """The policies of installed sources."""
     return [_info(cls) for cls in POLICIES.sourced()]
 
 

@@ -1,5 +1,4 @@
-"""SABlock: segments guide the scores, and each is kept in the largest blocks that lose little (Chen et al., 2025, arXiv
-2510.22556)."""
+"""SABlock: segments guide the scores, and keep the largest blocks that lose little (arXiv 2510.22556)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from kvshelf.methods.policies.segments import Segments, best_blocks
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 MAX_SEGMENT = 64
-"""Most tokens of a segment; a longer one is cut. Otherwise a table without punctuation would be one segment."""
+"""Most tokens of a segment; longer ones are cut, as a table without punctuation would be one segment."""
 
 _EPSILON = 1e-8  # of eq. 6
 _TINY = 1e-30  # attention to a whole segment can underflow to 0
@@ -52,6 +51,7 @@ class SABlock(TailPolicy):
     name: ClassVar[str] = "sablock"
     source: ClassVar[str] = "SABlock, arXiv 2510.22556"
     advice: ClassVar[str] = "with expected questions, where words without their neighbours say little."
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.TEXT
     shared_by_heads: ClassVar[bool] = True
     settled: ClassVar[Mapping[str, str]] = {
         **TailPolicy.settled,
@@ -67,10 +67,6 @@ class SABlock(TailPolicy):
     form: str = parameter("scaled", "how eq. 8 applies the weight of a segment", choices=("scaled", "power"))
     segments: str = parameter("punctuation", "what ends a segment", choices=("punctuation", "sentences"), added=True)
     keep_tail: bool = parameter(False, "keep the document's last window tokens where a probe observes, too")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.TEXT
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         if self.block > 1 and self.block not in self._sizes():
@@ -118,14 +114,14 @@ class SABlock(TailPolicy):
         return guided, segments
 
     def _blocks(self, scores: Tensor, segments: Segments, best: Tensor) -> Tensor:
-        """Exchange the best tokens of each segment for blocks that hold enough score. All: `[segments, width]`."""
+        """Exchange the best tokens of each segment for blocks with enough score. All: `[segments, width]`."""
         chosen, counts = best, best.sum(dim=1)  # blocks of 1; m, eq. 10
-        wanted = self.tau * (scores * best).double().sum(dim=1)
+        least = self.tau * (scores * best).double().sum(dim=1)
         is_open = torch.ones_like(counts, dtype=torch.bool)
         for size in self._sizes():
             blocks = best_blocks(scores, segments.inside, counts, size)
             # Multiplied out, so that a segment without any score needs no division: eq. 11 and 12.
-            enough = is_open & (counts >= size) & ((scores * blocks).double().sum(dim=1) >= wanted)
+            enough = is_open & (counts >= size) & ((scores * blocks).double().sum(dim=1) >= least)
             chosen = torch.where(enough.unsqueeze(1), blocks, chosen)
             is_open &= ~enough
         return chosen

@@ -17,13 +17,13 @@ from kvshelf.methods.policies.budgets import Budget, LayerBudget
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _SMALL = 1e-6
-"""0.29 * 100 is 28.99...; with this it is the 29 that was meant."""
+"""0.29 * 100 is 28.99...; with this it is 29."""
 
 
 @dataclass(frozen=True)
 class Sage(ProbedPolicy):
-    """Keep the first tokens, the most recent ones, and between them the tokens that each query head asks for with the
-    prompt's last token.
+    """Keep the first and the most recent tokens, and between them those that each query head asks for with the prompt's
+    last token.
 
     A KV head with G query heads keeps B entries: S = `sinks` * B first tokens, G * k chosen between them, where k is
     `chosen` * B / G rounded down to a multiple of `multiple`, and R = B - S - G * k most recent ones (the paper's Qwen
@@ -32,8 +32,7 @@ class Sage(ProbedPolicy):
     query head would choose none is refused: that would be `streaming_llm`.
 
     If heads choose the same tokens, the union is smaller than G * k. The paper leaves this open. In kvshelf,
-    `union="refill"` adds the tokens of greatest max_h q_h . k_j; `union="ragged"` leaves the places empty, and keeps
-    between B - (G - 1) * k and B entries.
+    `union="refill"` adds the tokens of greatest max_h q_h . k_j; "ragged" keeps between B - (G - 1) * k and B entries.
 
     Departures: the document's last token counts as a recent one; the paper keeps it in addition to B. A chat template
     of more than S tokens takes its place out of all shares (chosen tokens get their part of the rest). With several
@@ -68,9 +67,9 @@ class Sage(ProbedPolicy):
             )
         group = document.group or 1
         if self.shares(budget.tokens, group, document.protected_prefix)[1] == 0:
-            each = self.chosen * budget.tokens / group
+            share = self.chosen * budget.tokens / group
             raise PolicyUnsupported(
-                f"each of the {group} query heads of a KV head would choose {each:.6g} of the budget of "
+                f"each of the {group} query heads of a KV head would choose {share:.6g} of the budget of "
                 f"{budget.tokens} entries, rounded down to a multiple of {self.multiple}: none; lower multiple or "
                 "raise the budget, or take policy streaming_llm",
                 param="policy_params.multiple",
@@ -95,8 +94,8 @@ class Sage(ProbedPolicy):
         """(S, k, R) of a KV head with `group` query heads: S + group * k + R = budget."""
         sinks = max(int(self.sinks * budget + _SMALL), protected_prefix)
         # A template of more than its share leaves less for both others; the last token is always a recent one.
-        ours = min(self.chosen * budget, self.chosen / max(1 - self.sinks, _SMALL) * (budget - sinks))
-        chosen = min(int(ours / group + _SMALL), (budget - sinks - 1) // group)
+        together = min(self.chosen * budget, self.chosen / max(1 - self.sinks, _SMALL) * (budget - sinks))
+        chosen = min(int(together / group + _SMALL), (budget - sinks - 1) // group)
         chosen -= chosen % self.multiple
         return sinks, chosen, budget - sinks - group * chosen
 
@@ -109,8 +108,8 @@ class Sage(ProbedPolicy):
         return select(logits.amax(dim=0, keepdim=True), union, [count * len(logits)])[0]
 
     def _logits(self, layer: LayerView, kv_head: int) -> Tensor:
-        """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax. NaN where
-        a product is not finite: a maximum over the rows or the group would hide one of -inf."""
+        """q_h . k_j of the last row, `[group, columns]` fp32: within a head its order is that of the softmax. NaN in
+        place of -inf, which a maximum over the rows or the group would hide."""
         window = layer.window(1)
         keys = layer.keys[kv_head, : window.columns].float()  # [columns, D]
         logits = torch.matmul(window.queries(kv_head).float(), keys.T)  # [group, rows, columns]

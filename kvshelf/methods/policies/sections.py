@@ -16,7 +16,7 @@ _FORMS: Final = "section, blocks, lines:REGEX or tokens:A-B,C-D"
 
 
 def require_form(by: str) -> None:
-    """Raises `InvalidRequest` for what says no sections of any document."""
+    """Raises `InvalidRequest` for a text that is no `Fair.by`."""
     name, _, rest = by.partition(":")
     if name == "tokens":
         _spans(by, rest)
@@ -30,8 +30,9 @@ def require_form(by: str) -> None:
 
 
 def section_starts(by: str, document: DocumentView) -> tuple[int, ...]:
-    """The first token of each section, ascending from 0, of the tokens that a policy judges. A section that has none of
-    these is left out. by: as `Fair.by`. Raises `InvalidRequest` where the document has nothing of what it names."""
+    """The first token of each section, ascending from 0, counted among the tokens that a policy judges. Sections
+    without such tokens are left out. by: as `Fair.by`. Raises `InvalidRequest` where the document has no such section.
+    """
     name, _, rest = by.partition(":")
     ids = document.token_ids if document.whole_ids is None else document.whole_ids
     if name == "tokens":
@@ -40,8 +41,7 @@ def section_starts(by: str, document: DocumentView) -> tuple[int, ...]:
             raise _refused(by, f"the document has {len(ids)} tokens; give some of them, as 0-64")
     else:
         assert document.text is not None, "the policy must say that it observes text"
-        lines = document.text.lines(ids)
-        starts = list(_begun(name, rest, lines))
+        starts = list(_starts(name, rest, document.text.lines(ids)))
         if name == "lines" and not starts:
             raise _refused(by, "no line of the document is that")
     if document.places is not None:
@@ -49,34 +49,30 @@ def section_starts(by: str, document: DocumentView) -> tuple[int, ...]:
     return tuple(sorted({0, *starts} - {document.num_tokens}))
 
 
-def _begun(name: str, rest: str, lines: Sequence[tuple[int, str]]) -> Iterator[int]:
+def _starts(name: str, rest: str, lines: Sequence[tuple[int, str]]) -> Iterator[int]:
     """The first token of each line that begins a section."""
     if name == "lines":
         matches = matching(rest)
         yield from (first for first, line in lines if matches(line.strip("\r\n")))
         return
     headings = [
-        first for first, line, following in _followed(lines) if is_heading(line, following) or is_numbered(line)
+        first
+        for (first, line), (_, following) in pairwise([*lines, (0, "")])
+        if is_heading(line, following) or is_numbered(line)
     ]
     if name == "section" and len(headings) > 1:
         yield from headings
         return
     blank = False
     for first, line in lines:
-        said = line.strip()
-        if blank and said:
+        text = line.strip()
+        if blank and text:
             yield first
-        blank = not said or line[len(line.rstrip()) :].count("\n") > 1
-
-
-def _followed(lines: Sequence[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
-    """Each line with the text of the next."""
-    for (first, line), (_, following) in pairwise([*lines, (0, "")]):
-        yield first, line, following
+        blank = not text or line[len(line.rstrip()) :].count("\n") > 1
 
 
 def _spans(by: str, rest: str) -> list[tuple[int, int]]:
-    """Spans of tokens, as A-B,C-D: ascending and apart."""
+    """The spans of a text like A-B,C-D, ascending and apart."""
     spans = []
     if rest.count(",") >= MAX_PROTECTED_SPANS:
         raise _refused(by, f"it has {rest.count(',') + 1} spans, and {MAX_PROTECTED_SPANS} are taken; give fewer")

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshelf.kernels.transfer import upload
 
 MAX_SENTENCE = 256
-"""Tokens; a longer sentence is cut."""
+"""Most tokens of a sentence; a longer one is cut."""
 
 
 def starts_of(ends: Tensor, longest: int) -> Tensor:
@@ -20,16 +20,16 @@ def starts_of(ends: Tensor, longest: int) -> Tensor:
     tokens = torch.arange(len(ends), device=ends.device)
     first = torch.ones_like(ends)
     first[1:] = ends[:-1]
-    begun = torch.where(first, tokens, 0).cummax(0).values  # where the segment of each token begins
-    return ((tokens - begun) % longest == 0).nonzero().squeeze(1)
+    starts = torch.where(first, tokens, 0).cummax(0).values  # of each token's segment
+    return ((tokens - starts) % longest == 0).nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
     """M tokens in K consecutive segments, laid out as rows of equal width: short ones are padded.
 
-    index: `[K, width]` int64, the token of each place; inside: `[K, width]` bool, the places that are not padding.
-    places: `[M]` int64, where each token is among all places.
+    index: `[K, width]` int64, the token of each place. inside: `[K, width]` bool, the places that are not padding.
+    places: `[M]` int64, the place of each token in the flattened rows.
     """
 
     index: Tensor
@@ -38,7 +38,7 @@ class Segments:
 
     @classmethod
     def cut(cls, ends: Tensor, longest: int, device: torch.device) -> Segments:
-        """As `starts_of` says, on a device. ends: on the CPU, which knows how many segments there are."""
+        """The segments of `starts_of`, on a device. ends: on the CPU, which knows their number without a wait."""
         starts = starts_of(ends, longest)
         lengths = torch.diff(starts, append=torch.tensor([len(ends)]))
         columns = torch.arange(int(lengths.max()))
@@ -65,8 +65,7 @@ def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Te
     """Take the tokens of each row's best blocks until there are `counts` of them: `[rows, width]` bool.
 
     scores: `[rows, width]`, not negative, zero where `inside` is not set. A block is `size` neighbours, counted from
-    the row's first token; the last can be shorter. Blocks rank by their means. A block that would give too many tokens
-    gives its best.
+    the row's first token; the last can be shorter. Blocks rank by their means. One with too many gives its best.
     """
     rows, width = scores.shape
     shape = (rows, -(-width // size), size)
@@ -75,7 +74,7 @@ def best_blocks(scores: Tensor, inside: Tensor, counts: Tensor, size: int) -> Te
     means = (tokens.sum(dim=2) / lengths.clamp_min(1)).masked_fill(lengths == 0, -1)
     order = means.sort(dim=1, descending=True, stable=True).indices
     ordered = lengths.gather(1, order)
-    left = counts.unsqueeze(1) - (ordered.cumsum(dim=1) - ordered)  # tokens still wanted when a block's turn comes
-    taken = torch.zeros_like(left).scatter_(1, order, left)
+    missing = counts.unsqueeze(1) - (ordered.cumsum(dim=1) - ordered)  # tokens, when a block's turn comes
+    quotas = torch.zeros_like(missing).scatter_(1, order, missing)
     ranks = tokens.masked_fill(~valid, -1).sort(dim=2, descending=True, stable=True).indices.argsort(dim=2)
-    return ((ranks < taken.unsqueeze(2)) & valid).flatten(1)[:, :width]
+    return ((ranks < quotas.unsqueeze(2)) & valid).flatten(1)[:, :width]

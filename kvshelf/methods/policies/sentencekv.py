@@ -25,15 +25,14 @@ class SentenceKV(TailPolicy):
     window; with `semantic_factor` above 1, only attended tokens of the most relevant sentences.
 
     B is the budget. kvshelf does the paper's prefill phase and, on request, its first decode step. Prefill: each KV
-    head keeps `semantic_factor` * B tokens by SnapKV's score (window 32, maximum over 7 neighbours). The kept tokens of
-    a sentence form a group, described by their mean key. First step: sentences rank by the product of that mean key
-    with the mean query of the observing rows. In this order they give their tokens until there are B, the first `sink`
-    tokens and the window included.
+    head keeps `semantic_factor` * B tokens by SnapKV's score (window 32, maximum over 7 neighbours). First step:
+    sentences rank by the product of the mean key of their kept tokens with the mean query of the observing rows. In
+    this order they give their tokens until there are B, the first `sink` tokens and the window included.
 
-    The policy does not choose sentences again while the model answers: selector `sentencekv` does, among the entries
-    that a cache holds. So `semantic_factor` is 1 by default (the paper: 3 or more): the prefill chooses all B entries,
-    and sentences decide nothing. Above 1, sentences are chosen once, for the end of the prompt and not for the
-    question: a factor of 3 cost the bundled model more than half of its right answers to unknown questions.
+    While the model answers, selector `sentencekv` chooses sentences again, among the entries of a cache. So
+    `semantic_factor` is 1 by default (the paper: 3 or more): the prefill chooses all B entries, and sentences decide
+    nothing. Above 1, sentences are chosen once, for the end of the prompt and not for the question: a factor of 3 cost
+    the bundled model more than half of its right answers to unknown questions.
 
     Departures: a GQA group shares the mean of its scores and of its queries, while the authors repeat KV heads. The
     query is the mean over all observing rows, as no sentence of an answer has begun. In kvshelf, sentences end at . ? !
@@ -43,17 +42,12 @@ class SentenceKV(TailPolicy):
     name: ClassVar[str] = "sentencekv"
     source: ClassVar[str] = "SentenceKV, arXiv 2504.00970"
     advice: ClassVar[str] = "as snapkv, where first tokens and wider neighbourhoods should stay."
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.TEXT
 
     window: int = parameter(32, "last tokens that observe; those of the document are kept", minimum=1)
     kernel: int = pooling_kernel(7)
     sink: int = parameter(32, "first tokens always kept", minimum=0)
-    semantic_factor: float = parameter(
-        1.0, "tokens that sentences are chosen from, as a multiple of the budget", minimum=1
-    )
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.TEXT
+    semantic_factor: float = parameter(1.0, "candidates of the sentences, as a multiple of the budget", minimum=1)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
@@ -85,8 +79,7 @@ class SentenceKV(TailPolicy):
         segments = Segments.cut(torch.tensor(layer.document.sentence_ends), MAX_SENTENCE, alive.device)
         # All tokens of a sentence have the same relevance, so they are taken in order.
         relevance = torch.stack([self._relevance(layer, head, segments, alive) for head in range(layer.kv_heads)])
-        # Below any relevance, and finite: `select` keeps scores that are not finite, so that they show.
-        lowest = torch.finfo(relevance.dtype).min
+        lowest = torch.finfo(relevance.dtype).min  # finite: `select` keeps scores that are not finite
         kept = select(relevance.masked_fill(~alive, lowest), protected, budget.per_head)
         bad = ~relevance.isfinite()
         return keep(layer, kept, importance_of(scores.masked_fill(bad, torch.nan), protected), budget.per_head)

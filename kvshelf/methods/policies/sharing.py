@@ -19,8 +19,8 @@ from kvshelf.methods.policies.budgets import Budget, WholeLayers
 
 @dataclass(frozen=True, eq=False)
 class LayerStats:
-    """One layer that takes part in sharing: the importance of the candidates of each KV head (fp32, infinite where an
-    entry must stay; in any order), and the weight of the layer."""
+    """A layer that shares a budget with others. importance: of the candidates of each KV head, fp32, infinite where an
+    entry must stay; in any order. weight: of the layer."""
 
     importance: Sequence[Tensor]
     weight: float = 1.0
@@ -43,20 +43,18 @@ class LayerStats:
 class Sharing(ABC):
     """How the layers and heads of a cache share one budget, decided while the layers arrive.
 
-    The share of a head may only shrink when a later layer joins, because evicted entries are gone. Each subclass proves
-    this; a sharing without such a proof would need every layer in full until the last one.
+    The share of a head may only shrink when a later layer joins, as evicted entries are gone. Subclasses prove it.
     """
 
     @abstractmethod
     def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
-        """Entries for each KV head of the layers seen so far, of `num_layers` in all. Once all are seen they add up to
+        """Entries of each KV head of these layers, of `num_layers` in all. Those of all layers add up to
         `budget.tokens` times layers times heads."""
 
 
 def flat_shares(heads: Tensor, total: int, floor: int = 0) -> Counts:
-    """As `flat_counts`, with one floor, and nobody waits where Triton packs entries. heads: `[heads, N]`, with room for
-    `total`."""
-    # A head whose scores are no numbers leaves others the room for what they protect: Triton's form checks no counts.
+    """As `flat_counts`, with one floor, without a wait where Triton packs. heads: `[heads, N]`, >= `total` entries."""
+    # A head with NaN scores leaves others room for their protected entries: Triton's form checks no counts.
     ranked = heads.nan_to_num(torch.finfo(heads.dtype).max, torch.inf, -torch.inf)
     counts = _flat_counts(list(ranked), total, [floor] * len(heads))
     shares = QueuedCounts(counts, total)
@@ -67,8 +65,7 @@ def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> l
     """Give each head its floor and the rest of `total` to the best entries of all heads together.
 
     heads: importance of each head's entries, fp32. Returns how many entries each head keeps; they are its best ones,
-    equal ones in ascending position. Ties between heads go to the earlier head. Where `total` exceeds what there is,
-    every head keeps all it has.
+    of equal ones the first. Ties between heads go to the earlier head. Where `total` exceeds all entries, all stay.
     """
     counts: list[int] = _flat_counts(heads, total, floors).tolist()
     return counts
@@ -76,22 +73,20 @@ def flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> l
 
 def _flat_counts(heads: Sequence[Tensor], total: int, floors: Sequence[int]) -> Tensor:
     forced = [min(floor, len(head)) for floor, head in zip(floors, heads, strict=True)]
-    rest = [head.sort(descending=True, stable=True).values[taken:] for head, taken in zip(heads, forced, strict=True)]
+    rest = [head.sort(descending=True, stable=True).values[floor:] for head, floor in zip(heads, forced, strict=True)]
     owners = torch.cat([torch.full(tail.shape, i, device=tail.device) for i, tail in enumerate(rest)])
     best = torch.cat(rest).sort(descending=True, stable=True).indices[: max(0, total - sum(forced))]
-    won = owners[best]
-    return upload_numbers(forced, won.device).scatter_add_(0, won, torch.ones_like(won))
+    winners = owners[best]
+    return upload_numbers(forced, winners.device).scatter_add_(0, winners, torch.ones_like(winners))
 
 
 @dataclass(frozen=True)
 class GlobalSharing(Sharing):
-    """One budget for all layers and heads: the best entries of the whole cache, and `floor` of an even share for each
-    head whatever its scores.
+    """One budget for all layers and heads: the best entries of the cache, and `floor` of an even share of each head.
 
-    Early layers can be cut before later ones are known. What the floors leave is the same number R at every step, since
-    the floors of missing layers are set aside. An entry outside the best R of the layers seen so far is outside the
-    best R of all, because more layers only add competitors. Reducing in cascade therefore gives the entries that
-    waiting for every layer would give.
+    Early layers can be cut before later ones are known. The floors of all layers are set aside, so the same number R of
+    entries is left to compete at every step. An entry outside the best R of the first layers is outside the best R of
+    all, because more layers only add competitors. So the cascade keeps the same as waiting for every layer.
     """
 
     floor: float = 0.0
@@ -109,11 +104,11 @@ class GlobalSharing(Sharing):
 class ProportionalSharing(Sharing):
     """Each layer's share is proportional to its weight, at most the whole document, and equal for its heads.
 
-    The share of layer l is min(cap, level * weight_l), with the one level at which the shares add up to the budget:
-    what a layer cannot hold goes to the others in proportion. A share can only shrink when a layer joins, because the
-    sum of min(cap, level * weight_l) over the layers does not fall when the level rises, nor when a layer joins at the
-    same level. So the level at which the sum meets the budget does not rise, and no share does. (Spreading the excess
-    evenly, as CAKE's code does, has no such level: the excess of a heavy layer that joins may lift a light one.)
+    The share of layer l is min(cap, level * weight_l), with the one level at which the shares add up to the budget. A
+    share can only shrink when a layer joins, because the sum of min(cap, level * weight_l) over the layers does not
+    fall when the level rises, nor when a layer joins at the same level. So the level at which the sum meets the budget
+    does not rise, and no share does. (Spreading the excess evenly, as CAKE's code does, has no such level: the excess
+    of a heavy layer that joins may lift a light one.)
 
     While layers are missing, shares are rounded up. At the end they are rounded by largest remainders to the exact
     total: down or up, and whole numbers stay. Neither way exceeds an earlier ceiling, since a <= b gives floor(a) <=
@@ -122,7 +117,7 @@ class ProportionalSharing(Sharing):
 
     def counts(self, layers: Sequence[LayerStats], budget: Budget, num_layers: int) -> list[tuple[int, ...]]:
         kept = layers[-1].protected
-        cap = len(layers[-1].importance[0]) - kept  # only the layer that joined last is sure to be whole
+        cap = len(layers[-1].importance[0]) - kept  # only the last layer to join is sure to be whole
         total = (budget.tokens - kept) * num_layers
         shares = fill([layer.weight for layer in layers], total, cap)
         complete = len(layers) == num_layers
@@ -131,34 +126,34 @@ class ProportionalSharing(Sharing):
 
 
 def least(floor: float, tokens: int, protected: int) -> int:
-    """Entries a head keeps whatever its scores: the part `floor` of `tokens`, at least one if `floor` is above 0, and
-    never fewer than are protected."""
+    """Entries that a head keeps whatever its scores: the part `floor` of `tokens`, at least one if `floor` is above 0,
+    and at least the protected ones."""
     return max(protected, int(floor * tokens), 1 if floor > 0 else 0)
 
 
 def by_claims(claims: Sequence[float], whole: WholeLayers, mean: int, always: int, num_tokens: int) -> list[int]:
-    """Entries of each KV head of each layer, `mean` on average: all `num_tokens` of layers that are whole, and of each
-    other one `always` and a share in proportion to its claim."""
+    """Entries of each KV head of each layer, `mean` on average: `num_tokens` in whole layers, in each other one
+    `always` and a share in proportion to its claim."""
     sharing = claims[whole.first : len(claims) - whole.last]
-    paid = mean * len(claims) - num_tokens * (whole.first + whole.last) - always * len(sharing)
-    # A claim that is not a number: its layer's scores are none, either, and the engine refuses the cache for them.
+    total = mean * len(claims) - num_tokens * (whole.first + whole.last) - always * len(sharing)
+    # A layer whose claim is NaN has NaN scores, for which the engine refuses the cache.
     weights = [claim if math.isfinite(claim) else 1.0 for claim in sharing]
-    shares = largest_remainders(fill(weights, paid, num_tokens - always))
+    shares = largest_remainders(fill(weights, total, num_tokens - always))
     return [num_tokens] * whole.first + [always + share for share in shares] + [num_tokens] * whole.last
 
 
 def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
     """Exact shares of `total` in proportion to `weights` (finite, not negative), none above `cap`: a share that would
     exceed `cap` becomes `cap`, and the others divide the rest. If `total` is too large for that, all are `cap`."""
-    # A weight of zero becomes the smallest number, so that its layer gets what the others cannot hold.
+    # A weight of zero becomes the smallest number, so that its layer gets the excess of the others.
     exact = [Fraction(max(weight, math.ulp(0.0))) for weight in weights]
     shares = [Fraction(cap)] * len(exact)
     rest, weight = Fraction(total), sum(exact, Fraction(0))
     heaviest_first = sorted(range(len(exact)), key=lambda i: -exact[i])
-    for done, i in enumerate(heaviest_first):
+    for number, i in enumerate(heaviest_first):
         level = rest / weight
         if level * exact[i] < cap:
-            for j in heaviest_first[done:]:
+            for j in heaviest_first[number:]:
                 shares[j] = level * exact[j]
             break
         rest, weight = rest - cap, weight - exact[i]
@@ -166,22 +161,21 @@ def fill(weights: Sequence[float], total: int, cap: int) -> list[Fraction]:
 
 
 def floored(weights: Sequence[float], total: int, floor: int, cap: int) -> list[int]:
-    """Share `total` in proportion to `weights`, no share below `floor` nor above `cap`; the others pay for a floor.
-    Adds up to `total`, which must lie within what both allow."""
+    """Share exactly `total`, which must be possible, by `weights`, no share below `floor` or above `cap`."""
     above = list(range(len(weights)))
     while True:
         shares = dict.fromkeys(range(len(weights)), Fraction(floor))
         rest = total - floor * (len(weights) - len(above))
         shares |= zip(above, fill([weights[i] for i in above], rest, cap), strict=True)
-        left = [i for i in above if shares[i] >= floor]
-        if left == above:
+        still_above = [i for i in above if shares[i] >= floor]
+        if still_above == above:
             return largest_remainders([shares[i] for i in range(len(weights))])
-        above = left
+        above = still_above
 
 
 def largest_remainders(shares: Sequence[Fraction]) -> list[int]:
-    """Each share rounded down or up so that their total, a whole number, stays. The largest fractions are rounded up,
-    the earlier one among equals. A whole number stays."""
+    """Each share rounded down or up, so that their total, a whole number, stays. The largest fractions are rounded up,
+    of equal ones the first. A whole number stays."""
     counts = [math.floor(share) for share in shares]
     missing = int(sum(shares)) - sum(counts)
     for i in sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))[:missing]:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import ScoringPolicy
-from kvshelf.methods.policies.budgets import Budget
-from kvshelf.methods.policies.parameters import fitted_sink, require_held
+from kvshelf.methods.policies.budgets import Budget, fitted_sink, require_room
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
@@ -21,14 +20,14 @@ class SirLLM(ScoringPolicy):
 
     A token's score is what the paper calls its entropy, -log p by the model itself after all tokens before it. The
     first token has none and counts as much as the largest, as in the authors' code. The first `sink` tokens always
-    stay, and so do the last `recent`, of which there are none in the authors' runs. The probabilities are known when
-    the model has read the document to its end, so it reads it twice, once to score and once to reduce layer by layer.
-    That takes the time of a second prefill, with the logits behind every token, and the memory of one layer.
+    stay, and so do the last `recent`, of which there are none in the authors' runs. The model reads the document twice,
+    once to its end to score and once to reduce layer by layer. That takes the time of a second prefill, with the logits
+    behind every token, and the memory of one layer.
 
     Departures: after each round of a dialogue the paper multiplies all earlier scores by a ratio. Here a document is
-    compressed once, and a turn that is appended is scored by itself. The paper's model reads on over what it has kept;
-    here p comes from the whole document. Where a token of the best is among the first ones, the authors' code fills its
-    place with a recent token and kvshelf with the next best.
+    compressed once, and an appended turn is scored by itself. The paper's model reads on over its kept entries; here p
+    comes from the whole document. Where one of the best tokens is among the first ones, the authors' code keeps one
+    more recent token, and kvshelf the next best.
     """
 
     name: ClassVar[str] = "sirllm"
@@ -42,8 +41,8 @@ class SirLLM(ScoringPolicy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, given="sink" in given)
-        require_held("recent", self.recent, budget.tokens - max(sink, document.protected_prefix), budget.tokens)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, requested="sink" in given)
+        require_room("recent", self.recent, budget.tokens - max(sink, document.protected_prefix), budget.tokens)
         return replace(self, sink=sink)
 
     def score(self, layer: LayerView) -> Tensor:

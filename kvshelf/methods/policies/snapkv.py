@@ -20,14 +20,12 @@ class SnapKV(ChunkedTail):
     Listing 1 of the paper, with two departures that kvpress also makes: the mean over the window's rows instead of the
     sum (the same order), and the mean over a GQA group, taken before pooling, so that KV heads are not repeated. The
     paper's prompt ends with the question; `ProbedPolicy` says what ends it here. With `prefill` "chunked", which is not
-    in the paper, the last `window` tokens of each chunk observe what is left, and nothing that stands behind it.
+    in the paper, the last `window` tokens of each chunk observe all entries, and nothing behind the chunk does.
     """
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    advice: ClassVar[str] = (
-        "when you know the questions (expected_questions); without them it looks where the template's last words look."
-    )
+    advice: ClassVar[str] = "when you know the questions (expected_questions); without them the template's end looks."
     version: ClassVar[int] = 2
 
     kernel: int = pooling_kernel(5)

@@ -13,8 +13,7 @@ from kvshelf.artifact.packed import offsets_of
 from kvshelf.artifact.records import Kept
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy
-from kvshelf.methods.policies.budgets import Budget, LayerBudget
-from kvshelf.methods.policies.parameters import fitted_sink
+from kvshelf.methods.policies.budgets import Budget, LayerBudget, fitted_sink
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 
@@ -37,9 +36,7 @@ class StreamingLLM(Policy):
     by_position: ClassVar[bool] = True
 
     sink: int = parameter(4, "first tokens always kept", minimum=0)
-    positions: str = parameter(
-        "absolute", "angles of the keys: places in the document or in the cache", choices=("absolute", "cache")
-    )
+    positions: str = parameter("absolute", "places of keys: in the document or cache", choices=("absolute", "cache"))
 
     @property
     def needs(self) -> Needs:
@@ -50,7 +47,7 @@ class StreamingLLM(Policy):
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, given="sink" in given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens, requested="sink" in given)
         return replace(self, sink=sink)
 
     def reduce(self, layer: LayerView, budget: LayerBudget) -> Kept:
@@ -74,7 +71,7 @@ def _runs(states: Tensor, sinks: int, recents: Sequence[slice]) -> Tensor:
 
 
 def _positions(sinks: int, recents: Sequence[slice], device: torch.device) -> Tensor:
-    """Positions of the same rows, `[entries]` int32. Slicing all positions would be slower: they must be made first."""
+    """Positions of the same rows, `[entries]` int32. To make all positions and slice them would be slower."""
     first = torch.arange(sinks, dtype=torch.int32, device=device)
     runs = [torch.arange(r.start, r.stop, dtype=torch.int32, device=device) for r in recents]
     return torch.cat([part for run in runs for part in (first, run)])

@@ -22,8 +22,8 @@ from kvshelf.methods.policies.view import DocumentView, LayerView, ProbePass
 
 
 class Noted(NamedTuple):
-    """What pruning has to know of a layer. channels: those that keys keep, `[kv_heads, D']` int16, ascending. dim: D.
-    recent: the first of the num_tokens tokens that keeps all channels."""
+    """The note of a layer. channels: those that keys keep, `[kv_heads, D']` int16, ascending. dim: D. recent: the first
+    of the num_tokens tokens whose key keeps all channels."""
 
     channels: Tensor
     dim: int
@@ -39,19 +39,14 @@ class Think(Around):
 
     Queries are the last `channel_rows` tokens of each pass behind the document by which the base judges, or else the
     document's own; the mean is over the query heads of the KV head, too. Keys are those of all the document's tokens.
-    Its last `whole_keys` tokens, as far as the base keeps them, have all channels. The scale of logits stays that of
-    whole keys, so a logit loses the products of the channels removed and nothing else. Values keep all channels.
-
-    With a budget for the whole document every entry stays, whatever the base; base `full` takes no other.
-    Give the base's parameters together with these.
+    Its last `whole_keys` tokens, if the base keeps them, have all channels. The scale of logits stays that of whole
+    keys, so a logit loses only the products of the removed channels. Values keep all channels. With a budget for the
+    whole document every entry stays, whatever the base; base `full` takes no other.
     """
 
     name: ClassVar[str] = "think"
     source: ClassVar[str] = "ThinK, arXiv 2407.21018"
-    advice: ClassVar[str] = (
-        "where a trial on your model shows that its keys can spare channels: a fifth of the bytes. Those of "
-        "kvshelf-tiny cannot."
-    )
+    advice: ClassVar[str] = "where your model's keys can spare channels: a fifth of the bytes. kvshelf-tiny's cannot."
     takes: ClassVar[str] = (
         "a policy that keeps tokens as they are and of one precision, makes no index and is built around no other but "
         "by ada"
@@ -137,14 +132,14 @@ class Think(Around):
             return record
         if noted.recent == noted.num_tokens:
             return _without(record, noted)
-        # Both parts even where one is empty: where several processes share the heads, each has the same parts.
+        # Both parts, even if one is empty: processes that share the heads must have the same parts.
         recent = record.entry_positions >= noted.recent  # [entries]
         return Parts((_without(record.select(~recent), noted), record.select(recent)))
 
 
 def _without(record: Kept, noted: Noted) -> Pruned:
-    """The entries with the channels that keys keep."""
+    """The entries without the pruned channels of their keys."""
     heads = zip(record.heads(), noted.channels.long(), strict=True)
-    own: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(Kept)}
-    own["keys"] = torch.cat([keys[:, channels] for (keys, _), channels in heads])  # [entries, D']
-    return Pruned(**own, channels=noted.channels, full_dim=noted.dim)
+    keys = torch.cat([keys[:, channels] for (keys, _), channels in heads])  # [entries, D']
+    values: dict[str, Any] = {field.name: getattr(record, field.name) for field in fields(Kept)}
+    return Pruned(**values | {"keys": keys}, channels=noted.channels, full_dim=noted.dim)

@@ -14,14 +14,13 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class Tova(ChunkedProbed, ScoringPolicy):
-    """In part, as nothing is dropped while it answers: keep what the last token of the prompt attends to, the same
-    tokens in every head of a layer.
+    """In part, as nothing is dropped while it answers: keep what the prompt's last token attends to, in all heads
+    alike.
 
     score_j = the mean over all query heads of the last row's softmax weight on token j; with several expected
     questions, the mean over their last rows. If the last row is the document's own, its token stays. With `prefill`
-    "chunked" the last row of each chunk judges what is left. Departures: the document is reduced once, or once a chunk,
-    while the paper drops one token at every decode step. `ProbedPolicy` says which token is the last while no question
-    is known.
+    "chunked" the last row of each chunk judges all entries. Departures: the document is reduced once, or once a chunk,
+    while the paper drops one token at every decode step. `ProbedPolicy` says which token is the last.
     """
 
     name: ClassVar[str] = "tova"

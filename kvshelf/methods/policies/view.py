@@ -28,41 +28,39 @@ if TYPE_CHECKING:  # a view is also made without a model
     from kvshelf.model.text import TextFormat
 
 
-Each = TypeVar("Each")
+OfHead = TypeVar("OfHead")
 
 CUE_ASKED: Final = 6
 CUE_ANSWER: Final = 4
-"""Tokens of a policy's cue and of its answer (`DocumentView.cue`). Later ones depend more on the tokens before them
-than on the document."""
+"""Tokens of a policy's cue and of its answer (`DocumentView.cue`). Further tokens would depend less on the document."""
 
 CUE_EVERY: Final = 8
 """Tokens from one cue of a policy to the next, by default."""
 
 _ROWS_AT_ONCE = 128
-"""Of a question, whose weights on all entries are in memory together."""
+"""Rows of a question whose weights on all entries are in memory together."""
 
 MAX_SENTENCES = 8192
-"""Of which a cache stores the ends: 165,000 tokens of prose. Up to a million tokens these take 16 KiB at most."""
+"""Most sentences whose ends a cache stores: 165,000 tokens of prose. Up to a million tokens they take 16 KiB."""
 
 
 class Ranks(Protocol):
-    """The processes that share a model's heads (tensor parallel), each as many: the first heads are those of rank 0."""
+    """The processes that share a model's heads evenly (tensor parallel): rank 0 has the first heads."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def gathered(self, of_heads: Tensor) -> Tensor:
-        """`[heads, ...]` of this process with those of the others behind and before it, in the order of the ranks:
-        `[ranks * heads, ...]`. Each process has to call it."""
+        """`[heads, ...]` of all processes by rank: `[ranks * heads, ...]`. Each process has to call it."""
 
 
 @dataclass(frozen=True)
 class ProbePass:
     """Tokens run behind the document, to observe what they attend to. Their states are not stored.
 
-    Each token sees the whole document and the earlier tokens of its pass. Passes do not see each other. Positions count
-    up from `first_position`. soft: gates of learned tokens, which stand in the place of all of these.
+    Each token sees the whole document and the earlier tokens of its pass, and no other pass. Positions count up from
+    `first_position`. soft: gates of learned tokens, which stand in the place of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -74,17 +72,15 @@ class ProbePass:
 class DocumentView:
     """A tokenized document before its prefill.
 
-    The first `protected_prefix` tokens come from the chat template and are never evicted. `suffix`: the tokens that the
-    template writes between the document and the model's answer, the last ones the model reads before any answer.
-    `questions`: the tokens of each expected question. `text` is None for an engine without tokenizer. `max_tokens`: the
-    longest sequence of the model. `calibration`: the model's `Calibration`, for a policy that observes it, and
-    `gates` likewise. `first_position`: of its first token, above 0 where the tokens are appended to a stored cache,
-    which they have read and which no policy judges. `num_layers`: those that policies reduce; `group`: query heads of a
-    KV head; None for a document without a model. `protect`: spans of tokens, as of an `Identity`. `places`: of the
-    tokens among `whole_ids`, those of the document that these are a part of (`judged`); None: these are all.
-    `surprisals`: -log p of each token by the model, in nats, `[N]` fp32, in the prefill of a policy that needs them.
-    `known_ends`: which tokens end a sentence, of a stored cache, whose text nobody has.
-    `images`: spans of tokens in whose place images stand, of the whole document alone.
+    The first `protected_prefix` tokens come from the chat template and are never evicted. suffix: the tokens that the
+    template writes between the document and the model's answer. questions: the tokens of each expected question. text:
+    None for an engine without tokenizer. max_tokens: the longest sequence of the model. calibration, gates: the
+    model's, for a policy that needs them. first_position: of its first token, above 0 where the tokens are appended to
+    a stored cache, which they have read and which no policy judges. num_layers: those that policies reduce; group:
+    query heads of a KV head; both None without a model. protect: spans of tokens, as of an `Identity`. whole_ids,
+    places: the document that these tokens are a part of, and their indices in it (`judged`); None: they are all of it.
+    surprisals: -log p of each token by the model, in nats, `[N]` fp32, for a policy that needs them. known_ends: which
+    tokens end a sentence, for a stored cache without its text. images: spans of tokens in whose place images stand.
     """
 
     token_ids: Sequence[int]
@@ -115,7 +111,7 @@ class DocumentView:
         return self.first_position + len(self.token_ids if self.whole_ids is None else self.whole_ids)
 
     def part(self, start: int, end: int) -> DocumentView:
-        """Its tokens from `start` to `end`, where they stand. The protected prefix stays that of the document."""
+        """Its tokens from `start` to `end`, at their positions. The protected prefix stays that of the document."""
         places = self.places
         return replace(
             self,
@@ -132,7 +128,7 @@ class DocumentView:
 
     @cached_property
     def judged(self) -> DocumentView:
-        """The document without the tokens of `protect`, which no policy judges: what stays of them is said already."""
+        """The document without the tokens of `protect`: these stay, and no policy judges them."""
         if not self.protect:
             return self
         places = tuple((~self.protected).nonzero()[:, 0].tolist())
@@ -154,18 +150,18 @@ class DocumentView:
 
     @property
     def num_protected(self) -> int:
-        """Tokens in `protect`."""
+        """The number of tokens in `protect`."""
         return sum(end - first for first, end in self.protect)
 
-    def cue(self, asked: slice, answer: slice) -> ProbePass:
-        """A question that the document answers: its tokens `asked`, what the chat template writes before an answer, and
-        its tokens `answer`. The model finds what follows the cue, as it finds what a real question asks for."""
-        ids = (*self._separator, *self.token_ids[asked], *self.suffix, *self.token_ids[answer])
+    def cue(self, quoted: slice, answer: slice) -> ProbePass:
+        """A question that the document answers: its tokens `quoted`, the chat template's text before an answer, and its
+        tokens `answer`. The model finds what follows the cue, as it finds what a real question asks for."""
+        ids = (*self._separator, *self.token_ids[quoted], *self.suffix, *self.token_ids[answer])
         return ProbePass(ids, self.end)
 
     @cached_property
     def _separator(self) -> Sequence[int]:
-        """What stands between a document and a question."""
+        """The tokens between a document and a question."""
         return self.text.encode(QUESTION_SEPARATOR) if self.text is not None else ()
 
     @cached_property
@@ -194,8 +190,8 @@ class DocumentView:
 
     @cached_property
     def stored_sentence_ends(self) -> tuple[int, ...]:
-        """As `CompressedCache.sentence_ends`. Sentences are cut after `MAX_SENTENCE` tokens; of a document with more
-        than `MAX_SENTENCES`, neighbours are stored as one."""
+        """As `CompressedCache.sentence_ends`. Sentences are cut after `MAX_SENTENCE` tokens. Beyond `MAX_SENTENCES`,
+        neighbours are stored as one."""
         if self.text is None:
             return ()
         starts = starts_of(torch.tensor(self.sentence_ends), MAX_SENTENCE)
@@ -206,8 +202,8 @@ class DocumentView:
 
 @dataclass(frozen=True, eq=False)
 class Probed:
-    """States of a probe pass at one layer: queries `[q_heads, T, D]`, keys `[kv_heads, T, D]` and values `[kv_heads, T,
-    Dv]`."""
+    """States of a probe pass at one layer: `[q_heads, T, D]` queries, `[kv_heads, T, D]` keys, `[kv_heads, T, Dv]`
+    values."""
 
     queries: Tensor
     keys: Tensor
@@ -216,17 +212,16 @@ class Probed:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The call of a layer's attention module, as a hook of it sees it. arguments: by name; those of tokens have the
-    document's tokens first, and then those of probe passes."""
+    """The call of a layer's attention module, as a hook sees it. arguments: by name; document tokens come first."""
 
     model: PreTrainedModel
     arguments: Mapping[str, Any]
 
     def of_tokens(self, rows: Tensor) -> Call:
-        """The call as if the document had these of its tokens alone."""
+        """The call as if the document had only these of its tokens."""
         of_tokens = {
             "hidden_states": self.arguments["hidden_states"][:, rows],
-            "position_embeddings": tuple(each[:, rows] for each in self.arguments["position_embeddings"]),
+            "position_embeddings": tuple(table[:, rows] for table in self.arguments["position_embeddings"]),
         }
         return replace(self, arguments={**self.arguments, **of_tokens})
 
@@ -235,14 +230,14 @@ class Call:
 class LayerView:
     """One layer of a prefilled document, as a policy sees it. Read-only; it is freed when the layer is reduced.
 
-    keys: `[kv_heads, N, D]` and values: `[kv_heads, N, Dv]`, after RoPE and any key norm. queries: `[q_heads, N, D]`,
-    likewise. lse: the log-sum-exps of their rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy observes
-    queries, both are None and `probes` is empty. ranks: where several processes share the layer's heads, and the view
-    has those of one. `module` is the model's attention module, call: its call, if the policy needs it. place: among the
-    `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all of the model's.
-    before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the first,
-    and where layers share a budget. inputs: of the layer, the residual stream before any norm, `[N, width]`, if the
-    policy needs them.
+    keys: `[kv_heads, N, D]`, values: `[kv_heads, N, Dv]` and queries: `[q_heads, N, D]`, after RoPE and any norm. lse:
+    the log-sum-exps of the queries' rows, as in `Attended`, `[q_heads, N]` fp32. Unless the policy needs queries, these
+    and lse are None and probes is empty. ranks: the processes that share the layer's heads; the view has those of one.
+    module: the model's attention module; call: its call, if the policy needs it. place: the layer's number among the
+    `num_layers` layers that policies reduce, those without a sliding window; `layer_idx` counts all layers of the
+    model. before: the tokens of which the layer before keeps an entry, `[N]` bool, if the policy needs it; None for the
+    first layer, and where layers share a budget. inputs: the residual stream before any norm of the layer,
+    `[N, width]`, if the policy needs it.
     """
 
     layer_idx: int
@@ -267,17 +262,17 @@ class LayerView:
         return self.keys.shape[0]
 
     def all_heads(self, of_heads: Tensor) -> Tensor:
-        """`[n, ...]`, some numbers of this view's heads, as `[ranks * n, ...]`, those of all heads of the layer. What a
-        policy decides by several heads together needs this, or it would decide otherwise in each process."""
+        """`[n, ...]` of this view's heads as `[ranks * n, ...]` of all heads of the layer. A policy that decides by
+        several heads together needs this, or it would decide otherwise in each process."""
         return of_heads if self.ranks is None else self.ranks.gathered(of_heads)
 
-    def own_heads(self, of_all: Sequence[Each]) -> Sequence[Each]:
-        """Of all KV heads of the layer those of this view."""
+    def own_heads(self, of_all: Sequence[OfHead]) -> Sequence[OfHead]:
+        """The items of this view's KV heads, of the items of all KV heads of the layer."""
         return of_all[self.first_kv_head : self.first_kv_head + self.kv_heads]
 
     @property
     def first_kv_head(self) -> int:
-        """The number in the layer of the first KV head of this view."""
+        """The number of this view's first KV head in the layer."""
         return 0 if self.ranks is None else self.ranks.rank * self.kv_heads
 
     @property
@@ -305,8 +300,8 @@ class LayerView:
     def rotated_to(self) -> Tensor:
         """The positions `[N]` that RoPE rotated queries and keys to."""
         places = self.document.places
-        own = self.positions if places is None else upload_numbers(places, self.keys.device)
-        return own + self.document.first_position
+        in_document = self.positions if places is None else upload_numbers(places, self.keys.device)
+        return in_document + self.document.first_position
 
     @property
     def judged(self) -> LayerView:
@@ -339,9 +334,9 @@ class LayerView:
         return ObservationWindow(self, rows)
 
     def column_sums(self, local_rows: int = 0, every: int = 1) -> tuple[Tensor, Tensor]:
-        """Attention each document token receives, summed over all rows and over the last `local_rows`, each `[q_heads,
-        N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row. At a question, which sees a
-        stored cache without queries, both are over all rows of the question."""
+        """The attention that each document token receives, summed over all rows and over the last `local_rows`: two
+        `[q_heads, N]` fp32. With `every` n above 1, the first sum is an estimate from every n-th row. At a question,
+        which sees a stored cache without queries, both are over all rows of the question."""
         if self.probes and not self.all_queries.shape[1]:
             return (self._question_sums(),) * 2
         return column_sums(self.all_queries, self.keys, self.scaling, local_rows, every=every, lse=self.lse)
@@ -351,8 +346,11 @@ class LayerView:
         for probed in self.probes:
             for head, (queries, total) in enumerate(zip(self.grouped(probed.queries), self.grouped(sums), strict=True)):
                 for start in range(0, queries.shape[1], _ROWS_AT_ONCE):
-                    rows, own = queries[:, start : start + _ROWS_AT_ONCE], probed.keys[head, : start + _ROWS_AT_ONCE]
-                    total += window_attention(rows, self.keys[head], self.scaling, own).sum(dim=1)
+                    end = start + _ROWS_AT_ONCE
+                    weights = window_attention(
+                        queries[:, start:end], self.keys[head], self.scaling, probed.keys[head, :end]
+                    )
+                    total += weights.sum(dim=1)
         return sums
 
     def keys_unrotated(self) -> Tensor:
@@ -371,7 +369,7 @@ class LayerView:
 
 def output_weight(attention: nn.Module | None) -> Tensor | None:
     """The weight of an attention module's output projection, `[hidden, q_heads * Dv]`, on "meta" where it is
-    offloaded; None if it cannot be read, because it has another name or is packed by quantization."""
+    offloaded; None if it has another name or is packed by quantization."""
     weight = plain_weight(getattr(attention, "o_proj", None))
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return None  # fp8 needs scales
@@ -382,8 +380,8 @@ class ObservationWindow:
     """The observation window: the rows that a paper calls the end of the prompt.
 
     With probe passes these are the last rows of each pass; if the shortest pass has fewer than `rows`, the document's
-    own last `tail` tokens are added. Without a pass all rows are the document's. Earlier rows cannot judge those `tail`
-    tokens, so a policy that scores by a window keeps them.
+    own last `tail` tokens are added. Without a pass all rows are the document's. A policy that scores by a window keeps
+    the tail, which earlier rows cannot judge.
     """
 
     def __init__(self, layer: LayerView, rows: int) -> None:
@@ -394,20 +392,17 @@ class ObservationWindow:
 
     @property
     def columns(self) -> int:
-        """Document tokens that can be judged: all but the tail."""
+        """The number of document tokens that the window judges: all but the tail."""
         return self._layer.num_tokens - self.tail
 
     @property
     def _tail_queries(self) -> Tensor:
-        """`[q_heads, tail, D]`: of a layer that is read in chunks, the queries are those of the last tokens alone."""
+        """`[q_heads, tail, D]`. A layer that is read in chunks has the queries of its last tokens alone."""
         queries = self._layer.all_queries
         return queries[:, queries.shape[1] - self.tail :]
 
     def attention(self, kv_head: int) -> Tensor:
-        """Softmax weights `[group, R, columns]` fp32 of every observing row of one GQA group.
-
-        One head at a time: all of them together would take R times the memory of a layer's scores.
-        """
+        """Softmax weights `[group, R, columns]` fp32 of one GQA group: all heads' are R times a layer's scores."""
         layer = self._layer
         keys = layer.keys[kv_head]
         parts = []
@@ -421,7 +416,7 @@ class ObservationWindow:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def queries(self, kv_head: int) -> Tensor:
-        """Queries `[group, R, D]` of the same rows."""
+        """Queries `[group, R, D]` of the rows of one GQA group."""
         layer = self._layer
         tail = layer.grouped(self._tail_queries)[kv_head]
         ends = [layer.grouped(probed.queries)[kv_head, :, -self._rows :] for probed in layer.probes]
@@ -431,7 +426,7 @@ class ObservationWindow:
         """Mean weight over the rows and the group, pooled over `kernel` neighbours: `[kv_heads, columns]` fp32."""
         layer = self._layer
         keys, tail = layer.keys[:, : self.columns], layer.keys[:, self.columns :]
-        # Keys of the observing rows themselves, which are not judged: the tail, then a pass.
+        # Beside the queries the keys of the observing rows themselves, which are not judged: the tail, then a pass.
         rows = [(self._tail_queries, tail)] if self.tail else []
         rows += [
             (probed.queries[:, -self._rows :], torch.cat([tail, probed.keys], dim=1) if self.tail else probed.keys)
@@ -448,7 +443,7 @@ class ObservationWindow:
         return pooled(torch.stack(sums).sum(dim=0) / num_rows, kernel, pooling)
 
     def pad(self, scores: Tensor) -> Tensor:
-        """`scores` `[..., columns]` with zeros for the tail, which is protected: its score is never read."""
+        """`scores` `[..., columns]` with zeros for the tail, which is protected: nobody reads its scores."""
         return torch.nn.functional.pad(scores, (0, self.tail))
 
     def protect_tail(self) -> Tensor:

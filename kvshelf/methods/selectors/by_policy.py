@@ -13,12 +13,11 @@ from kvshelf.methods.selectors.base import Selector
 class ByPolicy(Selector):
     """Read the entries that a policy keeps when the question ends the prompt; the whole answer reads these.
 
-    The policies that judge by the end of the prompt can be used so: over a cache with all entries they lose nothing to
-    a question that nobody expected. The question's own tokens read all entries, and the policy sees the last of them.
-    Where its window has more rows than the question has tokens, it is as long as the question: a stored cache has no
-    queries of the document. Those that sum attention over all rows (`h2o`, `ems`) sum the question's. Those that read
-    the text know the ends of sentences, which the cache has. Where one merges (`ems`), the answer reads entries that
-    were merged for this question, a copy in memory; the stored cache does not change.
+    Policies that judge by the end of the prompt can be selectors: over a cache with all entries they lose nothing to an
+    unexpected question. The question's own tokens read all entries, and the policy sees the last of them. Its window is
+    at most as long as the question: a stored cache has no queries of the document. Policies that sum attention over all
+    rows (`h2o`, `ems`) sum the question's. Policies that read the text know the ends of sentences from the cache. Under
+    one that merges (`ems`), the answer reads a copy of entries that were merged for this question.
 
     On a cache with all entries it reads what the same policy stores with `expected_questions=[the question]`, if its
     window is no longer than the question, its segments are sentences, and it needs no sums over the document's rows.
@@ -35,7 +34,6 @@ class ByPolicy(Selector):
 
 
 def can_select(policy: type[Policy]) -> bool:
-    """Whether a policy can choose for a question: its queries alone judge, without a pass of the policy's own, and
-    entries stay of one precision."""
+    """Whether a policy can choose for a question: by its queries alone, without a pass, and with one precision."""
     own_pass = policy.probe_passes not in (Policy.probe_passes, ProbedPolicy.probe_passes)
     return policy.selects and not own_pass and not policy.sets_precision

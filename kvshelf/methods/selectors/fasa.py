@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
-from kvshelf.kernels.quantize.rows import HeadRows
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.selectors.base import StepSelector, StoredLayer
+from kvshelf.methods.selectors.base import StepSelector, StoredLayer, blocks_of, of_entries
 from kvshelf.model.calibration import Chunks
 
 
@@ -41,13 +40,8 @@ class Fasa(StepSelector):
 
     chunks: int | None = parameter(None, "chunks of each head; null: a quarter of them", minimum=1)
     always: int = parameter(4, "first tokens, and last ones, that are always read", minimum=0)
-    over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
     digest: str = ""
     measured: Chunks | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def group(self) -> Literal["max", "mean"]:
-        return "mean" if self.over == "mean" else "max"
 
     def calibrated(self, measured: Chunks) -> Self:
         return replace(self, measured=measured, digest=measured.digest)
@@ -63,20 +57,10 @@ class Fasa(StepSelector):
         return [self._units(prefix, self.columns(stored.layer)) for prefix in stored.prefixes]
 
     def _units(self, prefix: PackedPrefix, columns: Tensor) -> Units:
-        columns = columns.to(prefix.keys.device)
-        heads = zip(prefix.heads, columns, prefix.lengths, strict=True)
-        low = torch.cat([_proxies(keys, own, length) for (keys, _), own, length in heads], dim=1)
-        ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
-        last = torch.cat([torch.full((length,), length, dtype=torch.int32) for length in prefix.lengths])
-        forced = (ends <= self.always) | (ends > last - self.always)
-        device = prefix.keys.device
-        return Units(low, None, ends.to(device), forced.to(device), prefix.lengths, by_column=True)
-
-
-def _proxies(keys: Tensor | HeadRows, columns: Tensor, length: int) -> Tensor:
-    """The columns of a head's keys, `[W, length]` bf16, made readable a block of rows at a time."""
-    blocks = (keys[start : start + _ROWS_AT_ONCE] for start in range(0, length, _ROWS_AT_ONCE))
-    return torch.cat([block[:, columns].T.to(torch.bfloat16) for block in blocks], dim=1)
-
-
-_ROWS_AT_ONCE = 4096
+        heads = zip(prefix.heads, columns.to(prefix.keys.device), prefix.lengths, strict=True)
+        proxies = [
+            block[:, chunks].T.to(torch.bfloat16)  # [W, rows]
+            for (keys, _), chunks, length in heads
+            for block in blocks_of(keys, length)
+        ]
+        return of_entries(prefix, torch.cat(proxies, dim=1), self.always)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvshelf.kernels.choose import Units
 from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.selectors.base import LEAST_TOKENS, StoredLayer, UnitSelector
+from kvshelf.methods.selectors.base import LEAST_TOKENS, StoredLayer, UnitSelector, blocks_of, of_entries
 from kvshelf.model.calibration import Skews
 
 
@@ -23,8 +23,8 @@ class InfiniGen(UnitSelector):
 
     The paper keeps the cache in the CPU's memory, and guesses so that a layer's entries are fetched while the one
     before runs. `kvshelf calibrate` finds each query head's skew A, the right singular vectors of its queries over a
-    text, in the order of the sums of |Q A| and |K A|. Of x, which the attention of layer l - 1 was given, and the
-    first columns A' of A, the share `channels`, the guess of a logit of layer l is
+    text, in the order of the sums of |Q A| and |K A|. With x, the input of the attention of layer l - 1, and the first
+    columns A' of A, the share `channels`, the guess of a logit of layer l is
 
         g_j = (W_q x A') . (k_j A') * scaling,
 
@@ -36,8 +36,7 @@ class InfiniGen(UnitSelector):
 
     Departures: a KV head reads what any of its query heads finds critical, by the greatest g_j - max_j g_j (the paper
     has no GQA). A' is chosen over the calibration's text, as in the authors' code for Llama, not over each prompt.
-    Question and answer are always read whole, and max_j is over the documents. Nothing is fetched: what is read lies in
-    memory.
+    Question and answer are always read whole, and max_j is over the documents. Nothing is fetched.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -46,9 +45,7 @@ class InfiniGen(UnitSelector):
 
     needs: ClassVar[Needs] = Needs.SKEWS | Needs.EARLY
 
-    alpha: float | None = parameter(
-        5.0, "how far the guess of a logit may be below the largest; null: as far as there is room", minimum=0
-    )
+    alpha: float | None = parameter(5.0, "distance of guesses below the largest; null: any", minimum=0)
     channels: float = parameter(0.3, "share of each head's channels that are compared", minimum=0, maximum=1)
     digest: str = ""
     measured: Skews | None = field(default=None, compare=False, repr=False)
@@ -84,15 +81,9 @@ class InfiniGen(UnitSelector):
 
 def _partial(prefix: PackedPrefix, basis: Tensor) -> Units:
     """A unit of each entry, with its key's parts of all query heads of its KV head."""
-    low = [
-        torch.einsum("nd,gdw->gwn", keys[at : min(length, at + _ROWS_AT_ONCE)].float(), own).flatten(0, 1).bfloat16()
-        for (keys, _), own, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
-        for at in range(0, max(1, length), _ROWS_AT_ONCE)
+    parts = [
+        torch.einsum("nd,gdw->gwn", block.float(), of_head).flatten(0, 1).bfloat16()
+        for (keys, _), of_head, length in zip(prefix.heads, basis, prefix.lengths, strict=True)
+        for block in blocks_of(keys, length)
     ]
-    ends = torch.cat([torch.arange(1, length + 1, dtype=torch.int32) for length in prefix.lengths])
-    forced = torch.zeros(len(ends), dtype=torch.bool)
-    device = prefix.keys.device
-    return Units(torch.cat(low, dim=1), None, ends.to(device), forced.to(device), prefix.lengths, by_column=True)
-
-
-_ROWS_AT_ONCE = 4096
+    return of_entries(prefix, torch.cat(parts, dim=1), always=0)

@@ -18,7 +18,7 @@ from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
 @dataclass(frozen=True)
 class InfLLM(UnitSelector):
     """In part, as keys keep their true distances: read the blocks whose representative keys fit the question, for
-    question and answer; from disk and Redis nothing else is read.
+    question and answer; no other block is read from disk or Redis.
 
     The cache is one of policy `infllm`, whose index has representative keys of each block. A block ranks by the product
     of the query of the question's last token and the key that fits it best, both without rotation, summed over the
@@ -70,8 +70,8 @@ class InfLLM(UnitSelector):
         return products.amax(dim=3).sum(dim=(1, 2))
 
     def _units(self, record: PackedRecord, index: Indexed, num_tokens: int) -> Units:
-        """The blocks of the index; or all rows of another record as one unit, which has the summary of the index's last
-        block: the codec keeps the last tokens apart."""
+        """The blocks of the index; or all rows of another record, the last tokens that the codec keeps apart, as one
+        unit with the summary of the index's last block."""
         device, rows = index.summaries.device, record.lengths[0]
         if record is index:
             low, ends = index.summaries, torch.arange(1, len(index.summaries) + 1, device=device) * index.block

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from kvshelf.kernels.choose import Units
-from kvshelf.kernels.prefix_attention import PackedPrefix
 from kvshelf.methods.method import parameter
 from kvshelf.methods.selectors.base import LEAST_TOKENS, StepSelector, StoredLayer, of_pages
 
@@ -27,8 +26,7 @@ class MPCache(StepSelector):
     `mpcache` is the static half, at compression.
 
     With `share` n, the first of each n adjacent layers chooses for all of them: the paper's sharing of indices, which
-    its code does not do. The layers must hold the same tokens, as under policy `full`; a cache where they do not is
-    refused.
+    its code does not do. A cache is refused unless these layers have the same tokens, as under policy `full`.
 
     Departures: a KV head reads what any of its query heads asks for (`over`; the paper has no GQA). A short last
     cluster has its own entries alone, not repeats of the last. First and last clusters are always read.
@@ -38,11 +36,7 @@ class MPCache(StepSelector):
     source: ClassVar[str] = "MPCache, arXiv 2501.06807"
     advice: ClassVar[str] = "to compare with quest; its similarity is no bound."
 
-    similarity: float = parameter(
-        0.6, "weight of a channel's largest value; of its least, the rest", minimum=0, maximum=1
-    )
-    over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
-
+    similarity: float = parameter(0.6, "weight of a channel's largest value beside its least", minimum=0, maximum=1)
     share: int = parameter(1, "adjacent layers that read one choice, that of the first of them", minimum=1, added=True)
 
     @property
@@ -53,16 +47,11 @@ class MPCache(StepSelector):
     def linear(self) -> float:
         return self.similarity
 
-    @property
-    def group(self) -> Literal["max", "mean"]:
-        return "mean" if self.over == "mean" else "max"
-
     def default_tokens(self, entries: int) -> int:
         return max(LEAST_TOKENS, entries // 5)
 
     def units(self, stored: StoredLayer) -> list[Units]:
-        return list(map(_clusters, stored.prefixes))
-
-
-def _clusters(prefix: PackedPrefix) -> Units:
-    return replace(of_pages(prefix, _CLUSTER), parents=of_pages(prefix, _COARSE), children=_COARSE // _CLUSTER)
+        return [
+            replace(of_pages(prefix, _CLUSTER), parents=of_pages(prefix, _COARSE), children=_COARSE // _CLUSTER)
+            for prefix in stored.prefixes
+        ]

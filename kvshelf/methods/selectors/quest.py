@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,8 +21,7 @@ class Quest(StepSelector):
     value; every answer token chooses anew.
 
     Section 3.2 of the paper: sum_c max(q_c * min_c, q_c * max_c) bounds q . k for every key of a page. Pages have 16
-    entries; of a quantized cache, as many as share a scale (32), whose zeros and scales are these bounds already, so
-    that the index costs no byte.
+    entries; of a quantized cache, as many as share a scale (32), whose zeros and scales are these bounds: a free index.
 
     Departures: bounds are rounded outward to bfloat16, unless `bounds` is "exact". The paper chooses for each query
     head and has no GQA; here a KV head reads the pages with the largest bound of any of its query heads (`over`), as
@@ -37,17 +36,7 @@ class Quest(StepSelector):
 
     page: int | None = parameter(None, "entries of a page; null: 16, or those that share a scale", minimum=1)
     dense_layers: int | None = parameter(None, "first layers read whole; null: a sixteenth of all", minimum=0)
-    bounds: str = parameter(
-        "rounded",
-        "rounded: outward, to bfloat16; exact: in fp32, for twice the bytes",
-        choices=("rounded", "exact"),
-        added=True,
-    )
-    over: str = parameter("max", "how the query heads of a KV head are joined", choices=("max", "mean"))
-
-    @property
-    def group(self) -> Literal["max", "mean"]:
-        return "mean" if self.over == "mean" else "max"
+    bounds: str = parameter("rounded", "in bfloat16, or exact in fp32", choices=("rounded", "exact"), added=True)
 
     def chooses(self, layer: int, num_layers: int) -> bool:
         return layer >= (num_layers // 16 if self.dense_layers is None else self.dense_layers)

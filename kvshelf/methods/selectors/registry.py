@@ -9,8 +9,7 @@ from typing import Any
 from kvshelf.errors import InvalidRequest
 from kvshelf.methods import registry
 from kvshelf.methods.info import MethodInfo, measured_rows
-from kvshelf.methods.method import SELECTOR, Needs, require_parameters
-from kvshelf.methods.parameters import unknown
+from kvshelf.methods.method import SELECTOR, Needs, require_parameters, unknown
 from kvshelf.methods.policies.registry import POLICIES
 from kvshelf.methods.selectors.base import Selector, UnitSelector
 from kvshelf.methods.selectors.by_policy import ByPolicy, can_select
@@ -18,16 +17,16 @@ from kvshelf.methods.selectors.by_policy import ByPolicy, can_select
 _PREFIX = "policy:"
 _BY_POLICY = ("sage", *(f"{_PREFIX}{name}" for name, cls in POLICIES.items() if can_select(cls)))
 
-UNIT_SELECTORS = registry.Registry(UnitSelector, taken=_BY_POLICY)  # type: ignore[type-abstract]
+UNIT_SELECTORS = registry.Registry(UnitSelector, reserved=_BY_POLICY)  # type: ignore[type-abstract]
 
 
 def names() -> list[str]:
-    """What `build` takes: the selectors, and `policy:NAME` of each policy that can choose for a question."""
+    """The names that `build` takes."""
     return [*UNIT_SELECTORS, *_BY_POLICY]
 
 
 def reads_by_index(method: str) -> bool:
-    """Whether the selector of this name reads in part from the shelf; see `Needs.INDEX`."""
+    """Whether this selector reads a cache in part from the shelf; see `Needs.INDEX`."""
     return method in UNIT_SELECTORS and Needs.INDEX in UNIT_SELECTORS.build(method, {}).needs
 
 
@@ -35,7 +34,7 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
     """The selector of that name with these parameters. Raises `InvalidRequest` on an unknown name or parameter."""
     if method not in _BY_POLICY:
         if method not in UNIT_SELECTORS:
-            raise unknown(SELECTOR.noun, method, names(), SELECTOR.param)
+            raise unknown(SELECTOR, method, names())
         return UNIT_SELECTORS.build(method, params)
     cls = POLICIES[method.removeprefix(_PREFIX)]
     for name in cls.settled.keys() & params.keys():
@@ -46,7 +45,7 @@ def build(method: str, params: Mapping[str, Any]) -> Selector:
 
 
 def infos() -> list[MethodInfo]:
-    """Every selector as forms show it, from its class."""
+    """Every selector, from its class."""
     return [*map(registry.info_of, UNIT_SELECTORS.values()), *map(_of_policy, _BY_POLICY)]
 
 
@@ -60,6 +59,6 @@ def _of_policy(name: str) -> MethodInfo:
         summary=f"{summary} Policy {policy.name}: {policy.summary}",
         details=details,
         advice=ByPolicy.advice,
-        parameters={key: about for key, about in policy.parameters.items() if key not in cls.settled},
+        parameters={key: info for key, info in policy.parameters.items() if key not in cls.settled},
         measured=measured_rows(SELECTOR, name),
     )

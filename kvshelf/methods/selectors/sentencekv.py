@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshelf.kernels.choose import Units
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.selectors.base import StoredLayer, UnitSelector
+from kvshelf.methods.selectors.base import StoredLayer, UnitSelector, blocks_of
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class SentenceKV(UnitSelector):
     "step" every token chooses, by the mean of these queries and those of its sentence so far. The first `sink` and the
     last `recent` tokens of a document are always read. Policy `sentencekv` is the half at compression.
 
-    Departures: the first choice is not by the mean over the question. On 64 questions at a quarter of the entries
-    under int4 that mean found 16 % of the bundled model's answers, the last token 28 %. A KV head reads the
-    sentences with the largest mean product over its query heads (the paper has no GQA). Sentences end at . ? ! and
-    at line ends, and are cut after 256 tokens. Question and answer are always read whole, so their sentences have
-    no mean keys.
+    Departures: the first choice is not by the mean over the question. On 64 questions at a quarter of the entries under
+    int4 that mean found 16 % of the bundled model's answers, the last token 28 %. A KV head reads the sentences with
+    the largest mean product over its query heads (the paper has no GQA). Sentences end at . ? ! and at line ends, and
+    are cut after 256 tokens. Question and answer are always read whole.
     """
 
     name: ClassVar[str] = "sentencekv"
     source: ClassVar[str] = "SentenceKV, arXiv 2504.00970"
     advice: ClassVar[str] = "to compare: quest finds more answers, with page 8 more than twice as many."
     cut: ClassVar[bool] = True
+    group: ClassVar[Literal["mean"]] = "mean"
     needs: ClassVar[Needs] = Needs.SENTENCES | Needs.TEXT
 
     sink: int = parameter(32, "first tokens, which are always read", minimum=0)
@@ -46,47 +46,41 @@ class SentenceKV(UnitSelector):
     def each_token(self) -> bool:
         return self.refresh == "step"
 
-    @property
-    def group(self) -> Literal["max", "mean"]:
-        return "mean"
-
     def units(self, stored: StoredLayer) -> list[Units]:
-        positions = [[own.cpu() for own in record.positions] for record in stored.records]
+        positions = [[head.cpu() for head in record.positions] for record in stored.records]
         ends = torch.tensor(stored.sentence_ends, dtype=torch.int32)
-        sentences = [[torch.searchsorted(ends, own) for own in of_part] for of_part in positions]
-        means = [_means(stored, head, [own[head] for own in sentences], len(ends)) for head in range(stored.kv_heads)]
-        always = [[(own < self.sink) | (own >= stored.num_tokens - self.recent) for own in part] for part in positions]
+        sentences = [[torch.searchsorted(ends, head) for head in part] for part in positions]
+        means = [_means(stored, head, [part[head] for part in sentences], len(ends)) for head in range(stored.kv_heads)]
+        last = stored.num_tokens - self.recent
+        always = [[(head < self.sink) | (head >= last) for head in part] for part in positions]
         device = stored.prefixes[0].keys.device
         return [_units(*part, means, device) for part in zip(sentences, always, strict=True)]
 
 
 def _units(sentences: list[Tensor], always: list[Tensor], means: list[Tensor], device: torch.device) -> Units:
-    """The sentences of one prefix; where one goes on in another prefix, both have its mean. sentences, always: of each
+    """The sentences of one prefix; a sentence in two prefixes has the same mean in both. sentences, always: of each
     head, the sentence of each row and whether it is always read."""
     low, ends, forced = [], [], []
-    for own, read, mean in zip(sentences, always, means, strict=True):
-        ended = torch.ones_like(read)
-        ended[:-1] = (own[1:] != own[:-1]) | (read[1:] != read[:-1])
-        last = ended.nonzero().squeeze(1)
-        low.append(mean[own[last]])
+    for of_rows, read, mean in zip(sentences, always, means, strict=True):
+        is_last = torch.ones_like(read)
+        is_last[:-1] = (of_rows[1:] != of_rows[:-1]) | (read[1:] != read[:-1])
+        last = is_last.nonzero().squeeze(1)
+        low.append(mean[of_rows[last]])
         ends.append((last + 1).to(torch.int32))
         forced.append(read[last])
-    summaries, rows, read_rows = (torch.cat(each).to(device) for each in (low, ends, forced))
-    return Units(summaries, None, rows, read_rows, tuple(map(len, ends)))
+    summaries, end_rows, read_rows = (torch.cat(heads).to(device) for heads in (low, ends, forced))
+    return Units(summaries, None, end_rows, read_rows, tuple(map(len, ends)))
 
 
 def _means(stored: StoredLayer, head: int, sentences: list[Tensor], count: int) -> Tensor:
-    """The mean key of each of `count` sentences over all prefixes, `[count, D]` fp32; zeros where no token is left."""
+    """The mean key of each of `count` sentences over all prefixes, `[count, D]` fp32; zeros without tokens."""
     device, dim = stored.prefixes[0].keys.device, stored.prefixes[0].keys.shape[1]
     sums, tokens = torch.zeros(count, dim, device=device), torch.zeros(count, 1, device=device)
-    for prefix, own in zip(stored.prefixes, sentences, strict=True):
-        keys, _ = prefix.heads[head]
-        for start in range(0, len(own), _ROWS_AT_ONCE):
-            of_rows = own[start : start + _ROWS_AT_ONCE].to(device)
-            rows = keys[start : start + len(of_rows)].float()
-            sums.index_add_(0, of_rows, rows)
-            tokens.index_add_(0, of_rows, torch.ones_like(rows[:, :1]))
+    for prefix, of_rows in zip(stored.prefixes, sentences, strict=True):
+        start = 0
+        for block in blocks_of(prefix.heads[head][0], len(of_rows)):
+            numbers = of_rows[start : start + len(block)].to(device)
+            sums.index_add_(0, numbers, block.float())
+            tokens.index_add_(0, numbers, torch.ones(len(block), 1, device=device))
+            start += len(block)
     return (sums / tokens.clamp_min(1)).cpu()
-
-
-_ROWS_AT_ONCE = 4096

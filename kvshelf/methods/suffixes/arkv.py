@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.identity import Identity
 from kvshelf.kernels.window_scores import pooled
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import pooling_kernel
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, WholeCachePolicy, best, numbers_of
 
 _LOW: Final = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class ARKV(PeriodicPolicy):
+class ARKV(WholeCachePolicy, PeriodicPolicy):
     """Keep the last `window` entries, and of the others three quarters, whenever there are more than the budget: the
     best stay whole, the rest are rounded to fp8, and a quarter goes.
 
     The score of an entry is the weight that the newest token gave it, in the mean over the GQA group and pooled over
     the entries beside it. A layer's share is its claim, as a part of the largest claim of all layers: policy `arkv`
-    decides it when the document has been read, and stores it with `keep_scores`. As many of the best stay whole as the
-    share is of what the budget has room for beside question and window, less the window, as the authors' code has it.
-    The others of those that stay get the numbers of e4m3, by a scale of their own; one that was rounded stays so when
-    it is among the best again. Under scope "cache" all of the document's entries compete, in whatever bits they are
-    stored. Under scope "suffix" every share is 1.
+    decides it when the document has been read, and stores it with `keep_scores`. The share of the budget beside
+    question and window, less the window, stays whole, as in the authors' code. The other staying entries get the
+    numbers of e4m3, by a scale of their own; a rounded entry stays rounded when it is among the best again. Under scope
+    "cache" all of the document's entries compete, in whatever bits they are stored. Under "suffix" every share is 1.
 
-    Rounded entries stand in the model's dtype: an answer reads the numbers of fp8, and takes no less memory for it.
-    The rules are those of `arkv/cache/mix_cache.py` in Large-scale-Sustainable-Computing-LSC/ARKV. Departures: that
+    Rounded entries have the model's dtype: an answer reads the numbers of fp8, and takes no less memory for it. The
+    rules are those of `arkv/cache/mix_cache.py` in Large-scale-Sustainable-Computing-LSC/ARKV. Departures: that code
     gives one scale to the n-th rounded entries of all heads, whatever tokens these are, and keeps no more whole than
     the prompt had before its window; the shares are of the document without the question, which stays unless
     `protect_question` is false; of appended parts the smallest share counts; a reduction after every 32nd token, not
@@ -52,9 +49,6 @@ class ARKV(PeriodicPolicy):
     @property
     def least(self) -> int:
         return self.window
-
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
-        return whole_heads(positions, self.name)
 
     def observes_at(self, answered: int) -> bool:
         return answered % self.every == 0
@@ -83,7 +77,7 @@ class ARKV(PeriodicPolicy):
 
 
 def _rounded(states: Tensor) -> Tensor:
-    """Rows `[..., D]` in the numbers that fp8 has where its largest is the largest of the row."""
+    """Rows `[..., D]` rounded to fp8, scaled so that the largest number of a row is the largest of fp8."""
     most = torch.finfo(_LOW).max
     scale = states.abs().amax(-1, keepdim=True).float() / most
     scale = torch.where(scale > 0, scale, 1.0)

@@ -1,10 +1,8 @@
 """Base classes of suffix policies: which entries of a question and its answer stay behind the shared document.
 
-A policy decides about a document once, before anybody asks; a suffix policy bounds what one answer adds to it while it
-is decoded. It never touches the stored document. Under scope "suffix" it judges question and answer alone; under scope
-"cache" the answer has a copy of the document's last entries, its tail, among which the policy chooses, too, as a paper
-does that shrinks the whole cache while it answers. A suffix policy is a frozen dataclass in a file of its own. Its
-fields are its parameters, as those of a policy.
+A policy decides about a document once, before any question; a suffix policy bounds the entries that one answer adds. It
+never touches the stored document. Under scope "suffix" it judges question and answer alone; under scope "cache" the
+answer has a copy of the document's last entries, its tail, among which the policy chooses, too.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from kvshelf.methods.method import SUFFIX_POLICY, Kind, Method, Needs, parameter
 from kvshelf.methods.policies.gate_file import Gates, Geometry
 
 DEFAULT_BUDGET = 512
-"""Entries that an answer keeps by default, beside those that are protected."""
+"""Entries that an answer keeps by default, beside the protected ones."""
 
 Columns = dict[str, Tensor]
 """Numbers that a policy keeps of each stored entry, `[kv_heads, S]` fp32 each, by name."""
@@ -35,12 +33,11 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """Tokens of one row at one layer that share the entries of others, as those of a `Merged` record share classes:
-    token i has the key `scales[i] * keys[owners[i]]` and the value of that entry, beside which it is attended to. The
-    entry's own token is none of them.
+    """Tokens of one row at one layer that share the entries of other tokens, as in a `Merged` record: attention sees
+    token i, beside the entry's own token, with the key `scales[i] * keys[owners[i]]` and the value of that entry.
 
     owners: `[kv_heads, M]` int64, stored entries; -1 where a head has fewer than M. scales: likewise, fp32. columns:
-    what the policy noted of each, likewise, and 0 where there is none.
+    the policy's numbers of each, likewise, and 0 beyond the head's tokens.
     """
 
     owners: Tensor
@@ -49,20 +46,20 @@ class SlotTable:
 
     @classmethod
     def none(cls, columns: Columns) -> SlotTable:
-        """M = 0. columns: of the entries."""
+        """A table with M = 0. columns: of the entries."""
         empty = {name: column[:, :0] for name, column in columns.items()}
         scales = next(iter(empty.values()))
         return cls(scales.long(), scales, empty)
 
     @classmethod
     def of(cls, heads: Tensor, kv_heads: int, owners: Tensor, scales: Tensor, columns: Columns) -> SlotTable:
-        """From those of all heads, in any order. heads: `[tokens]` int64, of which head each is; the rest likewise."""
+        """The table of these tokens, in any order. heads: `[tokens]` int64, the head of each; the others likewise."""
         order = heads.sort(stable=True).indices
         lengths = heads.bincount(minlength=kv_heads).tolist()
 
-        def padded(numbers: Tensor, none: float) -> Tensor:
+        def padded(numbers: Tensor, padding: float) -> Tensor:
             of_heads = torch.split(numbers[order], lengths)
-            return pad_sequence(list(of_heads), batch_first=True, padding_value=none)
+            return pad_sequence(list(of_heads), batch_first=True, padding_value=padding)
 
         padded_columns = {name: padded(column, 0.0) for name, column in columns.items()}
         return cls(padded(owners, -1), padded(scales, 1.0), padded_columns)
@@ -73,13 +70,13 @@ class SlotTable:
         return self.owners >= 0
 
     def of_owners(self, numbers: Tensor) -> Tensor:
-        """The numbers `[kv_heads, ..., S]` of entries, of each token's own: `[kv_heads, ..., M]`."""
+        """The numbers `[kv_heads, ..., M]` of each token's entry, of numbers `[kv_heads, ..., S]` of entries."""
         heads, *between, _ = numbers.shape
         owners = self.owners.clamp_min(0).view(heads, *[1] * len(between), self.owners.shape[1])
         return numbers.gather(-1, owners.expand(heads, *between, -1))
 
     def best(self, scores: Tensor, most: int) -> SlotTable | None:
-        """The `most` tokens of each head with the best scores `[kv_heads, M]`; None where there are none at all."""
+        """The `most` tokens of each head with the best scores `[kv_heads, M]`; None without any token."""
         count = min(most, int(self.there.sum(1).max())) if self.owners.numel() else 0
         if not count:
             return None
@@ -89,16 +86,16 @@ class SlotTable:
         return SlotTable(owners, scales, columns)
 
     def weights(self, of_entries: Tensor, queries: Tensor, keys: Tensor, rules: LogitRules) -> Tensor:
-        """What a token gave to each of them, `[kv_heads, group, M]` fp32, by what it gave to the entries, `[kv_heads,
-        group, S]`: its logit is `scales` times that of the entry. queries: `[kv_heads, group, D]`, keys: `[kv_heads, S,
-        D]`."""
+        """The weights `[kv_heads, group, M]` fp32 that a newer token gave to these, of its weights of the entries
+        `[kv_heads, group, S]`: their logits are `scales` times those of the entries. queries: `[kv_heads, group, D]` of
+        the newer token, keys: `[kv_heads, S, D]`."""
         logits = self.of_owners(queries.float() @ keys.float().mT * rules.scale)
         more = capped(logits * self.scales.unsqueeze(1), rules) - capped(logits, rules)
         return (self.of_owners(of_entries).log() + more).exp().masked_fill(~self.there.unsqueeze(1), 0.0)
 
     def prefix(self, keys: Tensor, values: Tensor) -> MergedPrefix:
-        """As attention reads them. keys `[kv_heads, C, D]` and values `[kv_heads, C, Dv]`: of the entries, contiguous,
-        not copied."""
+        """The prefix that attention reads. keys `[kv_heads, C, D]` and values `[kv_heads, C, Dv]`: of the entries,
+        contiguous, not copied."""
         return MergedPrefix(
             keys.flatten(0, 1),
             values.flatten(0, 1),
@@ -115,12 +112,12 @@ class Suffix:
     is the newest token.
 
     keys: `[kv_heads, S, D]`, values: `[kv_heads, S, Dv]`. positions: `[kv_heads, S]` int64, the place of each entry
-    among all tokens behind the document; below 0 it is one of the document's, whose last token is -1. columns: what the
-    policy noted of each entry. protected: so many first entries stay. tokens: behind the document, stored or not.
-    budget: entries of a KV head that may stay, protected ones included; on average where there are `counts`. copied:
-    entries of the document that were there before the first reduction. there: `[kv_heads, S]` bool, which of S are
+    among all tokens behind the document; below 0 it is one of the document's, whose last token is -1. columns: the
+    policy's numbers of each entry. protected: the number of first entries that stay. tokens: behind the document,
+    stored or not. budget: entries of a KV head that may stay, protected ones included; on average where there are
+    `counts`. copied: entries of the document before the first reduction. there: `[kv_heads, S]` bool, which of S are
     entries, where heads have different numbers: the protected ones, and the last; None: all. counts: entries of each
-    head that stay, where the policy has shared them out. slots: the tokens that share its entries; None: no token does.
+    head that stay, where the policy has shared them out. slots: the tokens that share entries, if any.
     """
 
     layer: int
@@ -144,10 +141,9 @@ class Suffix:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The entries that stay: `kept` `[kv_heads, m]` int64, ascending. keys, values: theirs where they change,
-    `[kv_heads, m, D]` and `[kv_heads, m, Dv]`. columns: theirs where they change. there: `[kv_heads, m]` bool, which of
-    `kept` stay, where heads keep different numbers: the protected ones, and the last; None: all. slots: the tokens that
-    share them from now on, owners counted among these m."""
+    """The entries that stay: `kept` `[kv_heads, m]` int64, ascending. keys, values, columns: new ones of these,
+    `[kv_heads, m, ...]`; None: as before. there: `[kv_heads, m]` bool, which of `kept` stay, where heads keep different
+    numbers: the protected ones, and the last; None: all. slots: the tokens that share them, owners among these m."""
 
     kept: Tensor
     keys: Tensor | None = None
@@ -158,13 +154,13 @@ class Reduction:
 
     @classmethod
     def of(cls, stays: Tensor, protected: int) -> Reduction:
-        """Those of a mask `[kv_heads, S]`, in which the first `protected` are set. Heads may keep different numbers."""
+        """The reduction to the entries of a mask `[kv_heads, S]`, in which the first `protected` are set."""
         rank = stays.int() + 1
         rank[:, :protected] = 0
-        behind = rank.argsort(dim=1, stable=True)[:, protected:]  # what goes, and what stays
+        others = rank.argsort(dim=1, stable=True)[:, protected:]  # leaving entries, then staying ones
         most = int(stays.sum(dim=1).max()) - protected
         first = torch.arange(protected, device=stays.device).expand(len(stays), -1)
-        kept = torch.cat([first, behind[:, behind.shape[1] - most :]], dim=1)
+        kept = torch.cat([first, others[:, others.shape[1] - most :]], dim=1)
         return cls(kept, there=stays.gather(1, kept))
 
 
@@ -172,18 +168,18 @@ class Reduction:
 class SuffixPolicy(Method):
     """Bounds one answer's suffix to `budget` entries of a KV head, and `interval` more between two reductions.
 
-    Only tokens of the answer are observed, and the suffix is reduced after the answer's tokens alone: how a question is
-    cut into steps depends on the other rows of a batch, and an answer must not.
+    It observes tokens of the answer alone, and reduces the suffix after these alone: how a question is cut into steps
+    depends on the other rows of a batch, and an answer must not.
 
-    One that needs ATTENTION observes the weights that the answer's tokens give to the suffix, and one that needs GATES
-    reads what each token has in a layer as it runs, the question's, too. columns: the numbers that
-    it notes of each entry, with the value of a new one.
+    A policy that needs ATTENTION observes the weights that the answer's tokens give to the suffix. One that needs GATES
+    reads each token's states in a layer as it runs, the question's, too. columns: its numbers of each entry, with the
+    value of a new one.
     """
 
     kind: ClassVar[Kind] = SUFFIX_POLICY
     columns: ClassVar[Mapping[str, float]] = {}
     of_tail: ClassVar[frozenset[str]] = frozenset()
-    """The parameters that say something under scope "cache" alone."""
+    """The parameters that mean nothing outside scope "cache"."""
     carried: ClassVar[frozenset[str]] = frozenset()
     """The columns that entries of a document begin with, which its cache must have (`keep_scores` of a policy)."""
     slotted: ClassVar[bool] = False
@@ -193,13 +189,13 @@ class SuffixPolicy(Method):
 
     @property
     def differ(self) -> Literal["none", "layers", "heads"]:
-        """What may hold different numbers of entries under scope "cache". Where heads may, `counts` shares them out.
-        `observe` then sees the entries in two parts, of which the second one begins behind a reduction."""
+        """Whether layers or heads may have different numbers of entries under scope "cache". If heads may, `counts`
+        shares them out, and `observe` sees the entries in two parts, of which the second begins behind a reduction."""
         return "none"
 
     @property
     def document_policy(self) -> str:
-        """The policy by whose numbers it goes on (`carried`)."""
+        """The policy whose numbers it goes on with (`carried`)."""
         return self.name
 
     @property
@@ -213,24 +209,24 @@ class SuffixPolicy(Method):
         return 1
 
     def least_with(self, copied: int) -> int:  # noqa: ARG002
-        """The same, where so many entries are the document's at first."""
+        """As `least`, with `copied` entries of the document."""
         return self.least
 
     def most_slots(self, budget: int) -> int:  # noqa: ARG002
-        """The most tokens of a KV head that share so many entries."""
+        """The most tokens of a KV head that may share `budget` entries."""
         return 0
 
     @property
     def bounded(self) -> bool:
-        """Whether a budget says how much stays, and not its parameters."""
+        """Whether a budget decides how much stays, and not its parameters."""
         return True
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
-        """Of how many last entries of each KV head an answer has a copy under scope "cache", to choose among them;
-        those that are behind the last token which no policy may lose, whatever this says, and of heads or layers that
-        may not `differ` as many as of the one with the fewest. positions: of the document's entries, ascending, of each
-        head of each layer. made: how. prefix: first tokens, which the chat template wrote. Raises `PolicyUnsupported`
-        where the policy cannot choose among these, and always where its paper does not."""
+        """The numbers of last entries of each KV head that an answer copies under scope "cache", to choose among them.
+        Entries before the last token that no policy may lose are never copied, and heads or layers that may not
+        `differ` copy as many as the one with the fewest. positions: of the document's entries, ascending, of each head
+        of each layer. made: the cache's identity. prefix: first tokens, of the chat template. Raises
+        `PolicyUnsupported` where the policy cannot choose among these, and always where its paper does not."""
         raise PolicyUnsupported(
             f"suffix policy {self.name!r} chooses among question and answer alone; leave suffix.scope out, or take "
             "window, lagkv, h2o, lazy_eviction, trimkv, ems, d2o or arkv",
@@ -238,12 +234,11 @@ class SuffixPolicy(Method):
         )
 
     def gate_file(self, model: ModelIdentity, folder: str, geometry: Geometry) -> Gates:
-        """The gates that it reads, of one that needs GATES. Raises `PolicyUnsupported` where the model has none."""
+        """The gates of a policy that needs GATES. Raises `PolicyUnsupported` where the model has none."""
         raise NotImplementedError
 
     def gated(self, gate: Mapping[str, Tensor], rows: Tensor) -> Columns:
-        """What it notes of new tokens by the gate of a layer, `[kv_heads, T]` fp32. rows: as `token_inputs` makes
-        them."""
+        """The numbers of new tokens by the gate of a layer, `[kv_heads, T]` fp32. rows: of `token_inputs`."""
         raise NotImplementedError
 
     def observes_at(self, answered: int) -> bool:  # noqa: ARG002
@@ -251,23 +246,22 @@ class SuffixPolicy(Method):
         return Needs.ATTENTION in self.needs
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
-        """Note what the newest token gave to each entry, itself included. weights: `[kv_heads, group, S]` fp32, shares
-        of its attention to document and suffix together. positions: as of a `Suffix`. answered: the token's number in
-        the answer, counted from 1. Changes `columns` in place."""
+        """Note the weights that the newest token gave to each entry, itself included, in place in `columns`. weights:
+        `[kv_heads, group, S]` fp32, shares of its attention to document and suffix together. positions: as of a
+        `Suffix`. answered: the token's number in the answer, counted from 1."""
 
     def counts(self, layers: Iterable[Suffix], total: int) -> Sequence[Sequence[int]]:
-        """Of one whose heads `differ`, how many entries each head of each layer keeps: `total` together."""
+        """How many entries each head of each layer keeps, `total` together, of a policy whose heads `differ`."""
         raise NotImplementedError
 
     @abstractmethod
     def reduce(self, suffix: Suffix) -> Reduction:
-        """What stays of a suffix with more entries than the budget: at most the budget. Same suffix, same result."""
+        """Reduce a suffix with more entries than the budget to at most the budget. Same suffix, same result."""
 
 
 @dataclass(frozen=True)
 class PeriodicPolicy(SuffixPolicy):
-    """One that can reduce after any token. Reducing every n-th one moves each entry once where it would move n times;
-    with `every` 1 it is the paper's."""
+    """A policy that can reduce after any token. Papers do after each; after every n-th one, entries move less often."""
 
     every: int = parameter(32, "tokens of the answer between two reductions", minimum=1)
 
@@ -276,29 +270,32 @@ class PeriodicPolicy(SuffixPolicy):
         return self.every
 
 
-def whole_heads(positions: Sequence[Tensor], policy: str) -> Sequence[int]:
-    """The entries of each KV head, all of which may leave. Raises `PolicyUnsupported` where heads or layers differ."""
-    lengths = [len(own) for own in positions]
-    if len({*lengths}) > 1:
-        raise PolicyUnsupported(
-            f"the KV heads of this cache keep {min(lengths)} to {max(lengths)} entries, and under scope cache suffix "
-            f"policy {policy!r} leaves all of them equally many; leave suffix.scope out, or compress by a policy that "
-            "gives each head and layer the same",
-            param="suffix.scope",
-        )
-    return lengths
+@dataclass(frozen=True)
+class WholeCachePolicy(SuffixPolicy):
+    """Under scope "cache" all of the document's entries compete, equally many of each head and layer."""
+
+    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
+        lengths = [len(head) for head in positions]
+        if len({*lengths}) > 1:
+            raise PolicyUnsupported(
+                f"the KV heads of this cache keep {min(lengths)} to {max(lengths)} entries, and under scope cache "
+                f"suffix policy {self.name!r} leaves all of them equally many; leave suffix.scope out, or compress by "
+                "a policy that gives each head and layer the same",
+                param="suffix.scope",
+            )
+        return lengths
 
 
 def behind_sinks(positions: Sequence[Tensor], made: Identity) -> Sequence[int]:
     """The entries of each KV head that are behind the sinks of the cache's policy."""
-    sink = made.policy_params.get("sink")  # of a cache from elsewhere any value
+    sink = made.policy_params.get("sink")  # a cache from elsewhere may have any value
     first = min(max(sink, 0), made.num_tokens) if isinstance(sink, int) else 0
-    return [int((own >= first).sum()) for own in positions]
+    return [int((head >= first).sum()) for head in positions]
 
 
 def best(suffix: Suffix, scores: Tensor, recent: int) -> Tensor:
-    """Which entries stay, as many as the budget has room for, or as `counts` says: the protected ones, the `recent`
-    last, and the best of the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
+    """Which entries stay, as many as the budget or `counts` allows: the protected ones, the `recent` last, and the best
+    of the others by scores `[kv_heads, S]`. Bool `[kv_heads, S]`."""
     if suffix.there is not None:
         scores = scores.masked_fill(~suffix.there, torch.finfo(scores.dtype).min)
     stays = torch.zeros(suffix.stored, dtype=torch.bool, device=scores.device)
@@ -314,6 +311,6 @@ def numbers_of(mask: Tensor) -> Tensor:
 
 def ends(suffix: Suffix) -> Tensor:
     """The protected entries and the last ones, as many as the budget has room for: `[m]`."""
-    gone = suffix.stored - suffix.budget
+    leaving = suffix.stored - suffix.budget
     numbers = torch.arange(suffix.budget, device=suffix.keys.device)
-    return torch.where(numbers < suffix.protected, numbers, numbers + gone)
+    return torch.where(numbers < suffix.protected, numbers, numbers + leaving)

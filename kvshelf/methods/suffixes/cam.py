@@ -18,7 +18,7 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class CaM(PeriodicPolicy):
-    """Keep the question and the most recent tokens, as `window` does, but let the values that leave go on in others.
+    """Keep the question and the most recent tokens, as `window` does, and add the values of leaving entries to others.
 
     An entry that leaves the window draws whether it merges, with the probability p = A / (mean A of the window), at
     most 1, where A is the sum of the weights that an entry received from tokens of the answer. If it does, 1 / m of its
@@ -27,7 +27,7 @@ class CaM(PeriodicPolicy):
 
     Draws come from a hash of (`seed`, layer, head, position): an answer is the same in any batch. Departures: means
     over a GQA group; a reduction after every 32nd token. The authors' code looks for infinite probabilities where it
-    should look for those that are no numbers; here 0 / 0 is 0.
+    should look for NaN; here 0 / 0 is 0.
     """
 
     name: ClassVar[str] = "cam"
@@ -37,9 +37,7 @@ class CaM(PeriodicPolicy):
     columns: ClassVar[dict[str, float]] = {"sum": 0.0}
 
     merge: int = parameter(32, "entries that share the value of one that leaves", minimum=1)
-    probability: float | None = parameter(
-        None, "with which an entry that leaves merges; null: by the attention it received", minimum=0, maximum=1
-    )
+    probability: float | None = parameter(None, "of a merge; null: by the attention received", minimum=0, maximum=1)
     seed: int = parameter(0, "of the draws", minimum=0)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
@@ -47,12 +45,12 @@ class CaM(PeriodicPolicy):
 
     def reduce(self, suffix: Suffix) -> Reduction:
         going = suffix.stored - suffix.budget
-        behind = suffix.values[:, suffix.protected :].to(torch.float32, copy=True)  # those that leave, then the window
+        others = suffix.values[:, suffix.protected :].to(torch.float32, copy=True)  # leaving entries, then the window
         weights = self._drawn(suffix, going) / self.merge
         for first in range(0, going, _AT_ONCE):
             stop = min(first + _AT_ONCE, going)
-            _pass_on(behind[:, first : stop + self.merge], weights[:, first:stop], self.merge)
-        values = torch.cat([suffix.values[:, : suffix.protected], behind[:, going:].to(suffix.values.dtype)], dim=1)
+            _pass_on(others[:, first : stop + self.merge], weights[:, first:stop], self.merge)
+        values = torch.cat([suffix.values[:, : suffix.protected], others[:, going:].to(suffix.values.dtype)], dim=1)
         return Reduction(ends(suffix).expand(len(values), -1), values=values)
 
     def _drawn(self, suffix: Suffix, going: int) -> Tensor:
@@ -73,8 +71,8 @@ def _pass_on(values: Tensor, weights: Tensor, merge: int) -> None:
     near = (rows > columns) & (rows <= columns + merge)
     shares = torch.where(near, weights.unsqueeze(1), 0.0)  # [kv_heads, entries, n]
     within, beyond = shares[:, :count], shares[:, count:]
-    # What leaves is v_j = values_j + sum of shares_ji v_i over the i before: a triangular system.
+    # The leaving values are v_j = values_j + sum of shares_ji v_i over the i before: a triangular system.
     system = torch.eye(count, device=values.device) - within
-    left = torch.linalg.solve_triangular(system, values[:, :count], upper=False, unitriangular=True)
-    values[:, :count] = left
-    values[:, count:] += beyond @ left
+    leaving = torch.linalg.solve_triangular(system, values[:, :count], upper=False, unitriangular=True)
+    values[:, :count] = leaving
+    values[:, count:] += beyond @ leaving

@@ -34,15 +34,12 @@ class D2O(PeriodicPolicy):
     source: ClassVar[str] = "D2O, arXiv 2406.13035"
     advice: ClassVar[str] = "to see what merging by key similarity is worth beside h2o, in an answer, too."
     needs: ClassVar[Needs] = Needs.ATTENTION
+    differ: ClassVar[Literal["layers"]] = "layers"
     columns: ClassVar[dict[str, float]] = {"sum": 0.0, "tau": NO_THRESHOLD}
     carried: ClassVar[frozenset[str]] = frozenset({"sum", "tau"})
 
     recent: float = parameter(0.5, "part of what the question leaves for the last entries", minimum=0, maximum=1)
     tau: float | None = parameter(None, "least cosine at which an entry merges; above 1 none do; null: the mean")
-
-    @property
-    def differ(self) -> Literal["layers"]:
-        return "layers"
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
         return behind_sinks(positions, made)
@@ -51,7 +48,7 @@ class D2O(PeriodicPolicy):
         columns["sum"] += weights.mean(1)
 
     def reduce(self, suffix: Suffix) -> Reduction:
-        sums, taus = (suffix.columns[name] for name in ("sum", "tau"))
+        sums, taus = suffix.columns["sum"], suffix.columns["tau"]
         stays = best(suffix, sums, int(self.recent * (suffix.budget - suffix.protected)))
         centers = stays.clone()
         centers[:, : suffix.protected] = False

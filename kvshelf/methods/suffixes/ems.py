@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.ems import combined
 from kvshelf.methods.policies.merging import MergePlan, nearest
@@ -19,16 +17,15 @@ from kvshelf.methods.suffixes.base import (
     Reduction,
     SlotTable,
     Suffix,
+    WholeCachePolicy,
     best,
     numbers_of,
-    whole_heads,
 )
 
 
 @dataclass(frozen=True)
-class EMS(PeriodicPolicy):
-    """Keep the last `window` tokens and the best class centers; a center that falls out merges into the one most like
-    it, with all tokens of its class.
+class EMS(WholeCachePolicy, PeriodicPolicy):
+    """Keep the last `window` tokens and the best class centers; a lost one merges into the one most like it.
 
     A token that leaves the window becomes a center. The score of a token is that of policy `ems` (eq. 2): max(s_glo *
     mean(s_loc) / mean(s_glo), s_loc), where s_glo sums all weights that it received from tokens of the answer, and
@@ -68,21 +65,18 @@ class EMS(PeriodicPolicy):
     def most_slots(self, budget: int) -> int:
         return int(self.gamma * budget) - budget
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
-        return whole_heads(positions, self.name)
-
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
-        given = weights.mean(1)
-        columns["all"] += given
-        columns["current"] += given
+        means = weights.mean(1)
+        columns["all"] += means
+        columns["current"] += means
         if answered % self.window == 0:
             columns["past"].copy_(columns["current"])
             columns["current"].zero_()
 
     def reduce(self, suffix: Suffix) -> Reduction:
         slots = suffix.slots or SlotTable.none(suffix.columns)
-        both = {name: torch.cat([own, slots.columns[name]], 1) for name, own in suffix.columns.items()}
-        scores = self._scores(both)
+        columns = {name: torch.cat([column, slots.columns[name]], 1) for name, column in suffix.columns.items()}
+        scores = self._scores(columns)
         of_entries, of_slots = scores[:, : suffix.stored], scores[:, suffix.stored :]
         stays = best(suffix, of_entries, self.window)
         centers = stays.clone()
@@ -93,10 +87,10 @@ class EMS(PeriodicPolicy):
         keys, values, scales = combined(suffix.keys, suffix.values, weights, plan)
         kept = numbers_of(stays)
         longer = torch.ones_like(of_entries).index_put_(plan.members, scales)
-        joined = SlotTable(  # those that lose their entries, and those that had none
+        joined = SlotTable(  # tokens that lose their entries, and tokens of slots
             torch.cat([plan.classes.masked_fill(stays, -1), slots.of_owners(plan.classes).where(slots.there, -1)], 1),
             torch.cat([longer, slots.of_owners(longer) * slots.scales], 1),
-            both,
+            columns,
         )
         return Reduction(
             kept,
@@ -108,4 +102,4 @@ class EMS(PeriodicPolicy):
     def _scores(self, columns: Columns) -> Tensor:
         everywhere, local = columns["all"], columns["past"] + columns["current"]
         ratio = local.sum(1, keepdim=True) / everywhere.sum(1, keepdim=True)
-        return torch.maximum(everywhere * ratio.nan_to_num(nan=0.0), local)  # 0 / 0: the document took it all
+        return torch.maximum(everywhere * ratio.nan_to_num(nan=0.0), local)  # 0 / 0: the document took all attention

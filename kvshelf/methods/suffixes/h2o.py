@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, best, numbers_of, whole_heads
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, WholeCachePolicy, best, numbers_of
 
 
 @dataclass(frozen=True)
-class H2O(PeriodicPolicy):
+class H2O(WholeCachePolicy, PeriodicPolicy):
     """Keep the entries to which all tokens together attended most, and the most recent ones.
 
     The score of an entry is the running sum of the weights that it received, each a share of the attention to document
@@ -37,9 +35,6 @@ class H2O(PeriodicPolicy):
     @property
     def least(self) -> int:
         return max(1, self.recent or 0)
-
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
-        return whole_heads(positions, self.name)
 
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:  # noqa: ARG002
         columns["sum"] += weights.mean(1)

@@ -21,15 +21,14 @@ from kvshelf.methods.suffixes.base import Reduction, Suffix, SuffixPolicy, numbe
 class LagKV(SuffixPolicy):
     """Whenever a further partition of `lag` tokens is full, judge the one before it in that one's scale. Sees no query.
 
-    Scores are those of policy `lagkv` (eq. 7 to 11). The last full partition stays whole, and those before it share
-    what the budget leaves, equally: a partition keeps its own best, fewer as the answer grows. What stays then is what
-    policy `lagkv` would keep of the same keys and values, had they come at once, with the question as its sink. Where
-    the answer has more partitions than entries to share, the oldest keep one each and the others none.
+    Scores are those of policy `lagkv` (eq. 7 to 11). The last full partition stays whole, and those before it share the
+    rest of the budget equally: a partition keeps its own best, fewer as the answer grows. Policy `lagkv` would keep the
+    same of the same keys and values at once, with the question as its sink. Where the answer has more partitions than
+    entries to share, the oldest keep one each and the others none.
 
     With `r`, the paper's retention, each judged partition keeps r * lag entries for good, rounded down, in place of a
     budget: the answer grows, slower. Under scope "cache" the recursion goes on where the document's ended, in a cache
     of policy `lagkv`: its last full partition and the remainder are the first that the answer completes and judges.
-    What was judged before stays.
 
     Departures: without `r` the share follows from the budget; the question is in no partition unless
     `protect_question` is false; `lag` is 128, not 1024, because answers are shorter than documents.
@@ -41,9 +40,7 @@ class LagKV(SuffixPolicy):
     columns: ClassVar[dict[str, float]] = {"score": torch.inf}
 
     lag: int = parameter(128, "tokens per partition", minimum=2)
-    r: float | None = parameter(
-        None, "part of a partition that stays; null: what the budget leaves", minimum=1e-6, maximum=1
-    )
+    r: float | None = parameter(None, "part of a partition that stays; null: by budget", minimum=1e-6, maximum=1)
 
     @property
     def interval(self) -> int:
@@ -63,16 +60,16 @@ class LagKV(SuffixPolicy):
         return self.r is None
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:
-        own = made.policy_params
-        sink = max(own.get("sink", 0), prefix)
+        params = made.policy_params
+        sink, lag, r = max(params.get("sink", 0), prefix), params.get("lag"), params.get("r")
         refusals = (
-            (made.policy != "lagkv" or own.get("score") != "lag", "it is not of policy lagkv by score lag"),
+            (made.policy != "lagkv" or params.get("score") != "lag", "it is not of policy lagkv by score lag"),
             (bool(made.parent), "its last tokens were appended, and partitions begin anew there"),
             (made.boundary not in ("text", "document"), "it is of messages, and not known where partitions begin"),
             (bool(made.protect), "it has protected tokens, which are in no partition"),
-            (made.layout == "plain" and sink > own.get("sink", 0), "it has no sink"),  # the BOS token, if it is there
-            (self.lag != own.get("lag"), f"its lag is {own.get('lag')}, not {self.lag}"),
-            (None not in (self.r, own.get("r")) and self.r != own.get("r"), f"its r is {own.get('r')}, not {self.r}"),
+            (made.layout == "plain" and sink > params.get("sink", 0), "it has no sink"),  # the BOS token, if any
+            (self.lag != lag, f"its lag is {lag}, not {self.lag}"),
+            (None not in (self.r, r) and self.r != r, f"its r is {r}, not {self.r}"),
         )
         if why := next((why for cannot, why in refusals if cannot), ""):
             raise PolicyUnsupported(
@@ -87,7 +84,7 @@ class LagKV(SuffixPolicy):
         cut = PartitionCut(suffix.copied + suffix.tokens, suffix.protected, self.lag)
         whole = self.lag + (cut.num_tokens - suffix.protected) % self.lag
         shared = slice(suffix.protected, max(suffix.protected, suffix.stored - whole))
-        scores = self._judged(suffix, cut, shared)
+        scores = self._scores(suffix, cut, shared)
         places = suffix.positions[:, shared]
         partition = (places + suffix.copied - (places >= 0) * suffix.protected) // self.lag
         # By partition, then by score, the best first; of equal scores the smaller position wins, as in `select`.
@@ -95,7 +92,7 @@ class LagKV(SuffixPolicy):
         order = order.gather(1, partition.gather(1, order).argsort(dim=1, stable=True))
         partition = partition.gather(1, order)
         rank = torch.arange(order.shape[1], device=order.device) - torch.searchsorted(partition, partition)
-        # Shares never grow, so nothing that has gone would have to come back.
+        # Shares never grow, so no share needs an entry that has left.
         counts = cut.shares(suffix.budget) if self.r is None else cut.reduced * [retained(self.r, self.lag)]
         shares = torch.tensor(counts, device=order.device)
         stays = torch.ones(scores.shape, dtype=torch.bool, device=order.device)
@@ -103,12 +100,12 @@ class LagKV(SuffixPolicy):
         kept = numbers_of(stays)
         return Reduction(kept, columns={"score": scores.gather(1, kept)})
 
-    def _judged(self, suffix: Suffix, cut: PartitionCut, shared: slice) -> Tensor:
-        """The scores, once those partitions have some whose next one is full: at the first reduction all of them, and
-        later the one before the last."""
+    def _scores(self, suffix: Suffix, cut: PartitionCut, shared: slice) -> Tensor:
+        """The column "score" with the scores of the partitions whose next one has become full: at the first reduction
+        all of them, later the one before the last."""
         new = cut.reduced if suffix.stored == cut.num_tokens else 1
         begin, end = shared.stop - new * self.lag, shared.stop + self.lag
         scores = suffix.columns["score"].clone()
-        found = lag_scores(suffix.keys[:, begin:end], suffix.values[:, begin:end], self.lag)
-        scores[:, begin : shared.stop] = found.flatten(1)
+        of_new = lag_scores(suffix.keys[:, begin:end], suffix.values[:, begin:end], self.lag)
+        scores[:, begin : shared.stop] = of_new.flatten(1)
         return scores

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvshelf.artifact.identity import Identity
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, best, numbers_of, whole_heads
+from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, WholeCachePolicy, best, numbers_of
 
 _NONE = 1e-5
-"""Added to an interval: what was used but once has as good as none."""
+"""Added to an interval: an entry that was used once has interval 0."""
 
 
 @dataclass(frozen=True)
-class LazyEviction(SuffixPolicy):
+class LazyEviction(WholeCachePolicy):
     """Keep the last `window` tokens, and the entries whose next use is likeliest by the gaps between their uses so far.
 
     A token uses an entry that gets at least `alpha` of its attention. Of each entry the policy notes the last use and
@@ -28,10 +26,10 @@ class LazyEviction(SuffixPolicy):
 
         H1 = 2 sigmoid(-1 - (now - last use) / MRI),  H2 = 2 sigmoid(1 - MRI), or 0 where MRI is 0.
 
-    What has been idle for less than it once was keeps a high H1, and what is used often a high H2; what was never used
-    has nothing of either. These are the formulas of the authors' code (`model/kv_utils.py` of Halo-949/LazyEviction, a
-    copy of which WeianMao/triattention has). Under scope "cache" every entry of the document competes with those of
-    the answer, as in the paper.
+    An entry that has been idle for less than its MRI keeps a high H1, and one that is used often a high H2; one that
+    was never used has neither. These are the formulas of the authors' code (`model/kv_utils.py` of
+    Halo-949/LazyEviction, a copy of which WeianMao/triattention has). Under scope "cache" every entry of the document
+    competes with those of the answer, as in the paper.
 
     Departures: of a GQA group the largest weight counts, where the authors give each query head a cache of its own.
     """
@@ -53,14 +51,11 @@ class LazyEviction(SuffixPolicy):
     def least(self) -> int:
         return self.window
 
-    def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
-        return whole_heads(positions, self.name)
-
     def observe(self, columns: Columns, weights: Tensor, positions: Tensor, answered: int) -> None:
         last, gap = columns["last"], columns["gap"]
         now = positions[:, -1:].float()
-        made = torch.maximum(positions - 1, now - answered)  # the prompt's last token stands at now - answered
-        last.copy_(torch.where(last < 0, made, last))
+        first_use = torch.maximum(positions - 1, now - answered)  # the prompt's last token stands at now - answered
+        last.copy_(torch.where(last < 0, first_use, last))
         used = weights.amax(1) >= self.alpha
         gap.copy_(torch.where(used, torch.maximum(gap, now - last), gap))
         last.copy_(torch.where(used, now, last))
@@ -70,6 +65,6 @@ class LazyEviction(SuffixPolicy):
         idle = suffix.tokens - 1 - suffix.columns["last"]
         soon = 2 * torch.sigmoid(-1 - idle / (interval + _NONE))
         often = torch.where(interval > 0, 2 * torch.sigmoid(1 - interval), 0)
-        # In fp64, and then by rank: in fp32 the H1 of what has been idle for 17 MRIs is lost in the sum.
+        # In fp64, and then by rank: in fp32 the sum loses the H1 of an entry that has been idle for 17 MRIs.
         ranks = (soon + often).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         return Reduction(numbers_of(best(suffix, -ranks.float(), self.window)))

@@ -1,5 +1,4 @@
-"""NGC's schedule, without its training: at times drop a share of the entries, in blocks, by what the last tokens
-attended to."""
+"""NGC's schedule, without its training: at times drop entries, in blocks, by the last tokens' attention."""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 from kvshelf.methods.method import Needs, parameter
-from kvshelf.methods.suffixes.base import Columns, Reduction, Suffix, SuffixPolicy, numbers_of
+from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, numbers_of
 
 
 @dataclass(frozen=True)
-class NGCSchedule(SuffixPolicy):
-    """In part, as nothing is learned: every `every` tokens drop a share of the entries, in blocks, by the attention of
-    the last few tokens.
+class NGCSchedule(PeriodicPolicy):
+    """In part, as nothing is learned: every `every` tokens drop a share of the blocks, by the last tokens' attention.
 
     Behind the question each `block` consecutive stored entries are a block, and the entries behind the last full one
     stay. A block's score is the mean weight that its entries got from the last `queries` tokens. The blocks with the
@@ -26,7 +24,7 @@ class NGCSchedule(SuffixPolicy):
 
     Only `queries` of the `every` tokens are observed, so it costs less than policies that watch each. NGC itself is a
     model that learns by reinforcement what to forget; nothing is learned here, hence the name. Departures: the budget,
-    which the method does not have; the mean over a GQA group. Requests may still say `ngc`, as it was called.
+    which the method does not have; the mean over a GQA group.
     """
 
     name: ClassVar[str] = "ngc_schedule"
@@ -40,10 +38,6 @@ class NGCSchedule(SuffixPolicy):
     share: float = parameter(0.5, "part of the entries in blocks that a reduction drops at least", minimum=0, maximum=1)
     block: int = parameter(32, "consecutive entries that stay or go together", minimum=1)
     queries: int = parameter(5, "last tokens whose attention decides", minimum=1)
-
-    @property
-    def interval(self) -> int:
-        return self.every
 
     @property
     def least(self) -> int:

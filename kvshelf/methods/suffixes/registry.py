@@ -19,10 +19,10 @@ def build(name: str, params: Mapping[str, Any]) -> SuffixPolicy:
 
 
 def untrained() -> list[str]:
-    """The names of those that need no gates, which every model can have."""
+    """The names of the suffix policies that need no gates: every model can have them."""
     return [name for name, cls in SUFFIX_POLICIES.items() if Needs.GATES not in cls().needs]
 
 
 def infos() -> list[MethodInfo]:
-    """Every suffix policy as forms show it, from its class."""
+    """Every suffix policy, from its class."""
     return [registry.info_of(cls) for cls in SUFFIX_POLICIES.values()]

@@ -19,13 +19,12 @@ from kvshelf.methods.policies.gates.trimkv import TrimKV as TrimKVPolicy
 from kvshelf.methods.policies.sharing import flat_counts
 from kvshelf.methods.suffixes.base import Columns, PeriodicPolicy, Reduction, Suffix, behind_sinks, best
 
-_TRAINED: dict[str, type[TrimKVPolicy]] = {gated.name: gated for gated in (TrimKVPolicy, MakeEachTokenCount)}
+_TRAINED: dict[str, type[TrimKVPolicy]] = {policy.name: policy for policy in (TrimKVPolicy, MakeEachTokenCount)}
 
 
 @dataclass(frozen=True)
 class TrimKV(PeriodicPolicy):
-    """Keep the entries that a gate lets fade least. Each has a rate beta, and at time T what is left of it is
-    beta^(T - p).
+    """Keep the entries that a gate lets fade least. Each has a rate beta, and at time T beta^(T - p) of it is left.
 
     Gates and rates are those of policy `trimkv`: a gate reads a token's query, key and value as the token is made, the
     question's, too, and nothing later. Whenever there are more entries than the budget, those of the least beta^(T - p)
@@ -75,12 +74,12 @@ class TrimKV(PeriodicPolicy):
         return [list(islice(counts, len(layer))) for layer in of_layers]
 
     def _importance(self, suffix: Suffix) -> Sequence[Tensor]:
-        """Of the entries of each head, infinite where they stay."""
+        """The scores of the entries of each head, infinite where one stays."""
         scores = self._scores(suffix).cpu()  # layers may be on several devices
         scores[:, : suffix.protected] = torch.inf
         if suffix.there is None:
             return list(scores)
-        return [own[there] for own, there in zip(scores, suffix.there.cpu(), strict=True)]
+        return [head[entries] for head, entries in zip(scores, suffix.there.cpu(), strict=True)]
 
     def reduce(self, suffix: Suffix) -> Reduction:
         return Reduction.of(best(suffix, self._scores(suffix), 0), suffix.protected)

@@ -33,9 +33,7 @@ class Window(PeriodicPolicy):
 
     of_tail: ClassVar[frozenset[str]] = frozenset({"leaving", "sink"})
 
-    leaving: int | None = parameter(
-        None, "entries of the document that may leave; null: the run of last tokens that every head kept", minimum=1
-    )
+    leaving: int | None = parameter(None, "document entries that may leave; null: the last run of all heads", minimum=1)
     sink: int = parameter(4, "first tokens of the document, which never leave", minimum=0)
 
     def tail(self, positions: Sequence[Tensor], made: Identity, prefix: int) -> Sequence[int]:  # noqa: ARG002
@@ -43,11 +41,11 @@ class Window(PeriodicPolicy):
 
     def _leaving(self, positions: Tensor) -> int:
         leaves = positions >= self.sink
-        if self.leaving is None:  # within the run, a position and its place differ by the same number
-            beyond = positions - torch.arange(len(positions), device=positions.device)
-            leaves &= beyond == beyond[-1:]
-        count = int(leaves.sum())
-        return count if self.leaving is None else min(count, self.leaving)
+        if self.leaving is not None:
+            return min(int(leaves.sum()), self.leaving)
+        # Within the run of last tokens, a position and its place differ by the same number.
+        beyond = positions - torch.arange(len(positions), device=positions.device)
+        return int((leaves & (beyond == beyond[-1:])).sum())
 
     def reduce(self, suffix: Suffix) -> Reduction:
         return Reduction(ends(suffix).expand(suffix.keys.shape[0], -1))

@@ -1,4 +1,4 @@
-"""Gates that learn from predictions: what the model says with the full cache, it should say with a gated one. Those of
+"""Gates that learn from predictions: with the gated cache the model should predict as with the full one. Those of
 `trimkv`, `make_each_token_count` and `attention_gate`."""
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import Tensor
 from kvshelf.methods.policies.gate_file import own_tensors
 from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs
 from kvshelf.methods.policies.view import LayerView
-from kvshelf.training.gates.behind import Attend, ReadBehind
 from kvshelf.training.gates.importance import fit_inputs, fresh
 from kvshelf.training.gates.lessons import Lesson, Observed, answered, logarithm
+from kvshelf.training.gates.read_document import Attend, ReadDocument
 from kvshelf.training.gates.trainer import Objective, rank_correlation
 
 SHARE: Final = 0.25
-"""Of a document's tokens, what gates may leave."""
+"""The part of a document's tokens that gates may keep."""
 _BEGIN: Final = {"decay": 10.0, "global": 18.0, "flag": 2.0}
 """The bias with which gates begin: all is kept (TRIM-KV, DBTrimKV)."""
 _CAPACITY: Final = 1.0
-_ASKED: Final = 3
-"""Questions of a lesson: each is two passes, one of them with gradients."""
+_QUESTIONS: Final = 3
+"""Questions of a lesson: each takes two passes, one of them with gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Taught:
-    """A lesson as gates see it: their inputs in each layer that policies reduce, `[N, inputs]`, by its number in the
-    model, and what answers attend to, `[kv_heads, N]`."""
+    """A lesson for gates. rows: their inputs `[N, inputs]`, and importance: what answers attend to, `[kv_heads, N]`, in
+    each layer that policies reduce, by its number in the model."""
 
     observed: Observed
     rows: Mapping[int, Tensor]
@@ -49,16 +49,11 @@ class Distilled(Objective):
         for name, tensor in self.state.items():
             if name.endswith("bias"):
                 tensor.data.fill_(_BEGIN[self.policy.family])
-        observed = answered(self.engine, lesson)
-
-        def fit(layer: LayerView) -> None:
-            fit_inputs(self.state, layer)
-
-        observed.observe(self.engine, fit)
+        answered(self.engine, lesson).observe(self.engine, lambda layer: fit_inputs(self.state, layer))
 
     def learn(self, lesson: Lesson) -> tuple[float, str]:
         taught = self._taught(lesson)
-        document = ReadBehind.of(self.engine, taught.observed.job.document.token_ids)
+        document = ReadDocument.of(self.engine, taught.observed.job.document.token_ids)
         with torch.enable_grad():
             outputs = self._outputs(taught)
             loss = _CAPACITY * excess(self.policy.family, list(outputs.values()))
@@ -67,8 +62,8 @@ class Distilled(Objective):
             for probe, rows in passes:
                 with torch.no_grad():
                     full = document.logits(probe, rows).log_softmax(dim=-1)
-                made = document.logits(probe, rows, attend).log_softmax(dim=-1)
-                loss = loss + (full.exp() * (full - made)).sum(dim=-1).mean() / len(passes)
+                gated = document.logits(probe, rows, attend).log_softmax(dim=-1)
+                loss = loss + (full.exp() * (full - gated)).sum(dim=-1).mean() / len(passes)
             # Of the gates alone: gradients of the model's weights would be as large as these.
             loss.backward(inputs=[t for t in self.state.values() if t.requires_grad])  # type: ignore[no-untyped-call]
         return loss.item(), taught.observed.job.identity.document
@@ -77,11 +72,11 @@ class Distilled(Objective):
         """With what answers attend to."""
         taught = self._taught(lesson)
         scores = [kept(self.policy.family, outputs.detach())[:, -1] for outputs in self._outputs(taught).values()]
-        labels = [logarithm(found) for found in taught.importance.values()]
+        labels = [logarithm(weights) for weights in taught.importance.values()]
         return rank_correlation(torch.stack(scores), torch.stack(labels))
 
     def _taught(self, lesson: Lesson) -> _Taught:
-        observed = answered(self.engine, replace(lesson, asked=lesson.asked[:_ASKED]))
+        observed = answered(self.engine, replace(lesson, questions=lesson.questions[:_QUESTIONS]))
         rows, importance = {}, {}
 
         def take(layer: LayerView) -> None:
@@ -92,7 +87,7 @@ class Distilled(Objective):
         return _Taught(observed, rows, importance)
 
     def _outputs(self, taught: _Taught) -> dict[int, Tensor]:
-        """What the gate of each layer makes of the document: `[kv_heads, N]`, by the layer's number in the model."""
+        """The outputs of each layer's gate for the document: `[kv_heads, N]`, by the layer's number in the model."""
         return {
             layer: self.policy.gated(own_tensors(self.state, place), rows.cpu()).T
             for place, (layer, rows) in enumerate(taught.rows.items())
@@ -100,46 +95,48 @@ class Distilled(Objective):
 
 
 def kept(family: str, outputs: Tensor, rows: int = 1) -> Tensor:
-    """The logarithm of what is left of each token for each of the rows behind a document: `[kv_heads, rows, N]` of
-    outputs `[kv_heads, N]`. Of decay, (t - p) log beta; of flags, the logarithm of the probability."""
-    left = torch.nn.functional.logsigmoid(outputs).unsqueeze(1)
+    """The logarithm of the part of each token that each row behind a document sees: `[kv_heads, rows, N]` of outputs
+    `[kv_heads, N]`. With decay it is (t - p) log beta, with flags the logarithm of the probability."""
+    logarithms = torch.nn.functional.logsigmoid(outputs).unsqueeze(1)
     if family == "flag":
-        return left.expand(-1, rows, -1)
+        return logarithms.expand(-1, rows, -1)
     tokens = outputs.shape[1]
     ages = torch.arange(tokens, tokens + rows).unsqueeze(1) - torch.arange(tokens)  # [rows, N]
-    return left * ages
+    return logarithms * ages
 
 
 def excess(family: str, outputs: list[Tensor]) -> Tensor:
-    """What gates leave beyond `SHARE`, as a part of all tokens: of decay the excess of each head, 0 where there is
-    none; of global that of the whole cache; of flags the distance of the mean probability, above or below."""
-    left = torch.stack([kept(family, of_layer).exp().mean(dim=(1, 2)) for of_layer in outputs])  # [layers, kv_heads]
+    """What gates keep beyond `SHARE`, as a part of all tokens: with decay the mean excess of the heads, with global the
+    excess of the whole cache, both at least 0; with flags the distance of the mean probability."""
+    shares = torch.stack([kept(family, of_layer).exp().mean(dim=(1, 2)) for of_layer in outputs])  # [layers, kv_heads]
     if family == "flag":
-        return (left.mean() - SHARE).abs()
+        return (shares.mean() - SHARE).abs()
     if family == "global":
-        return (left.mean() - SHARE).clamp_min(0)
-    return (left - SHARE).clamp_min(0).mean()
+        return (shares.mean() - SHARE).clamp_min(0)
+    return (shares - SHARE).clamp_min(0).mean()
 
 
 def gating(family: str, outputs: Mapping[int, Tensor], protected: int) -> Attend:
-    """Attention under gates: `outputs` of a layer, `[kv_heads, N]`, change the weights of the document's tokens. The
-    first `protected` ones count whole."""
+    """Attention under gates: the outputs of a layer, `[kv_heads, N]`, change the weights of the document's tokens but
+    for the first `protected` ones."""
 
     def attend(layer: int, logits: Tensor) -> Tensor:
         if layer not in outputs:
             return logits.softmax(dim=-1)
         heads, rows, _ = logits.shape
-        left = kept(family, outputs[layer], rows)  # [kv_heads, rows, N]
+        factors = kept(family, outputs[layer], rows)  # [kv_heads, rows, N]
         if family == "flag":
-            soft = left.exp()
-            left = (soft >= 0.5).float() + soft - soft.detach()  # one or nothing, with the gradient of the probability
-        free = torch.arange(left.shape[2]) >= protected
-        left = torch.where(free, left, 1.0 if family == "flag" else 0.0)
-        left = left.repeat_interleave(heads // len(left), dim=0).to(logits.device)
-        columns = logits.shape[2] - left.shape[2]
+            soft = factors.exp()
+            factors = (
+                (soft >= 0.5).float() + soft - soft.detach()
+            )  # one or nothing, with the gradient of the probability
+        free = torch.arange(factors.shape[2]) >= protected
+        factors = torch.where(free, factors, 1.0 if family == "flag" else 0.0)
+        factors = factors.repeat_interleave(heads // len(factors), dim=0).to(logits.device)
+        columns = logits.shape[2] - factors.shape[2]
         if family != "flag":
-            return (logits + torch.nn.functional.pad(left, (0, columns))).softmax(dim=-1)
-        weights = logits.softmax(dim=-1) * torch.nn.functional.pad(left, (0, columns), value=1.0)
+            return (logits + torch.nn.functional.pad(factors, (0, columns))).softmax(dim=-1)
+        weights = logits.softmax(dim=-1) * torch.nn.functional.pad(factors, (0, columns), value=1.0)
         return weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
     return attend

@@ -26,7 +26,7 @@ _SPREAD: Final = 1e-3
 
 
 def fresh(policy: type[TokenGate], engine: Engine, width: int) -> dict[str, Tensor]:
-    """The tensors of gates before training, fp32. Matrices are drawn; scales and biases are 1 and 0."""
+    """The tensors of gates before training, fp32: random matrices, scales of 1 and biases of 0."""
     state = {}
     for name, shape in policy.shapes(width, engine.preparer.geometry).items():
         if len(shape) > 1:
@@ -39,10 +39,10 @@ def fresh(policy: type[TokenGate], engine: Engine, width: int) -> dict[str, Tens
 
 def fit_inputs(state: dict[str, Tensor], layer: LayerView) -> None:
     """Set the scale of one layer's inputs from a document."""
-    own = own_tensors(state, layer.place)
+    tensors = own_tensors(state, layer.place)
     rows = torch.cat(list(gate_inputs(layer))).cpu()
-    own["mean"].copy_(rows.mean(0))
-    own["scale"].copy_(1 / rows.std(0).clamp_min(_SPREAD))
+    tensors["mean"].copy_(rows.mean(0))
+    tensors["scale"].copy_(1 / rows.std(0).clamp_min(_SPREAD))
 
 
 @dataclass(eq=False)
@@ -93,12 +93,12 @@ class Importance(Objective):
         return (repeated if self.policy.target == "kvzip" else answered)(self.engine, lesson)
 
     def _scores(self, layer: LayerView) -> Tensor:
-        """What the gate says of each token behind the chat template's: `[kv_heads, n]` fp32."""
+        """The gate's scores of the tokens behind the chat template's: `[kv_heads, n]` fp32."""
         rows = torch.cat(list(gate_inputs(layer)))[layer.protected_prefix :].cpu()
         return self.policy.gated(own_tensors(self.state, layer.place), rows).T
 
     def _label(self, observed: Observed, layer: LayerView) -> Tensor:
-        """What `_scores` should be."""
+        """The target of `_scores`."""
         if self.policy.target == "kvzip":
             policy = observed.job.policy
             assert isinstance(policy, ScoringPolicy)

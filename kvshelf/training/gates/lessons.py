@@ -1,4 +1,4 @@
-"""What gates learn from: a document, and what a model attends to while it repeats it or answers from it."""
+"""Lessons of gates: a document, and what a model attends to while it repeats it or answers from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvshelf.training.observing import observe
 if TYPE_CHECKING:
     from kvshelf.engine.engine import Engine
 
-_LEAST = 1e-6  # a weight below is as good as none: logarithms start here
+_LEAST = 1e-6  # smaller weights have the logarithm of this one
 
 
 OWN_TOKENS: Final = 128
@@ -31,13 +31,12 @@ class Lesson:
     """A document, and questions about it with their answers; none where the document alone teaches."""
 
     document: str
-    asked: Sequence[tuple[str, str]] = ()
+    questions: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A lesson as the model reads it: the job, the passes behind the document, and how many of the last rows of each
-    write the answer."""
+    """A lesson as the model reads it. passes: behind the document. answering: the last rows of each that write it."""
 
     job: Job
     passes: tuple[ProbePass, ...]
@@ -48,8 +47,8 @@ class Observed:
         observe(engine, self.job, visit, self.passes)
 
     def weights(self, layer: LayerView, head: int) -> Tensor:
-        """What each row that writes an answer gives the document's tokens, in a softmax over the document and the pass:
-        `[group, rows, N]` fp32, of one GQA group."""
+        """The weights that each row which writes an answer gives the document's tokens, in a softmax over the document
+        and the pass: `[group, rows, N]` fp32, of one GQA group."""
         parts = []
         for probed, rows in zip(layer.probes, self.answering, strict=True):
             queries = layer.grouped(probed.queries)[head, :, -rows:]
@@ -62,7 +61,7 @@ class Observed:
 
 
 def repeated(engine: Engine, lesson: Lesson) -> Observed:
-    """The document, and what KVzip runs behind it."""
+    """The document, and KVzip's passes behind it."""
     job = engine.prepare(lesson.document, policy=KVzip.name)
     return Observed(job, job.passes, (0,) * len(job.passes))
 
@@ -70,22 +69,21 @@ def repeated(engine: Engine, lesson: Lesson) -> Observed:
 def answered(engine: Engine, lesson: Lesson) -> Observed:
     """The document, and each question behind it with its answer."""
     text = engine.encoder.require_text("model")
-    return _behind(engine, lesson, [text.encode(answer) for _, answer in lesson.asked])
+    return _with_answers(engine, lesson, [text.encode(answer) for _, answer in lesson.questions])
 
 
 def self_answered(engine: Engine, lesson: Lesson) -> Observed:
-    """The document, and each question behind it with what the model itself answers from the full cache, greedily, and
-    the token that ends it."""
+    """The document, and each question behind it with the model's own greedy answer from the full cache and its end."""
     cache = engine.compress(lesson.document, policy="full")
-    questions = [(cache, question) for question, _ in lesson.asked]
+    questions = [(cache, question) for question, _ in lesson.questions]
     answers = engine.answer_all(questions, max_new_tokens=OWN_TOKENS)
-    return _behind(engine, lesson, [answer.token_ids for answer in answers])
+    return _with_answers(engine, lesson, [answer.token_ids for answer in answers])
 
 
-def _behind(engine: Engine, lesson: Lesson, answers: Sequence[Sequence[int]]) -> Observed:
-    """With these answers, one for each question."""
+def _with_answers(engine: Engine, lesson: Lesson, answers: Sequence[Sequence[int]]) -> Observed:
+    """answers: one for each question."""
     job = engine.prepare(
-        lesson.document, policy=SnapKV.name, expected_questions=[question for question, _ in lesson.asked]
+        lesson.document, policy=SnapKV.name, expected_questions=[question for question, _ in lesson.questions]
     )
     passes = tuple(
         replace(probe, token_ids=(*probe.token_ids, *answer[:-1]))

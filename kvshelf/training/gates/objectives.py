@@ -1,4 +1,4 @@
-"""Which objective trains the gates of which policy."""
+"""The objective that trains the gates of a policy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _RANK: Final = 8
 
 
 def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
-    """The policy whose gates are meant, by its name or by the family and the target of its gates. Raises
-    `InvalidRequest`."""
+    """The policy of this name, or with gates of this family and target. Raises `InvalidRequest`."""
     known = [policy for policy in POLICIES.values() if issubclass(policy, GatePolicy)]
     for policy in known:
         if family in (policy.name, policy.family) and target in (None, policy.target):
@@ -32,8 +31,8 @@ def trained_policy(family: str, target: str | None) -> type[GatePolicy]:
 
 
 def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None) -> Objective:
-    """What trains the gates of a policy for this model. width: of the gates' hidden layer, by default a quarter of the
-    model's, as Locret's; of learned tokens the rank of their additions."""
+    """The objective of a policy's gates for this model. width: of the gates' hidden layer, by default a quarter of the
+    model's, as Locret's; for learned tokens the rank of their additions."""
     if policy.family == "probe":
         return Lookahead(policy, engine, width or _RANK)
     width = width or max(1, engine.preparer.geometry.hidden // 4)
@@ -42,5 +41,4 @@ def objective(policy: type[GatePolicy], engine: Engine, width: int | None = None
             f"the gates of policy {policy.name!r} judge no token by itself, and nothing here trains them",
             param="family",
         )
-    made = Distilled if policy.target == "distill" else Importance
-    return made(policy, engine, width)
+    return (Distilled if policy.target == "distill" else Importance)(policy, engine, width)

@@ -1,7 +1,6 @@
 """The training of gates: steps over lessons, a journal, checkpoints, and an early stop.
 
-A step learns from one lesson, and which one follows from its number. So a training that was interrupted goes on from
-its checkpoint and ends with the same gates, to the bit on one machine.
+The number of a step decides its lesson. So a resumed training ends with the same gates, to the bit on one machine.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ if TYPE_CHECKING:
 
 CHECKPOINT_EVERY: Final = 50
 HELD_OUT: Final = 8
-"""Lessons that no step learns from; as many as there are steps in a training of fewer, which would else spend its
-time on them."""
+"""Lessons that no step learns from; a training of fewer steps has as many as steps."""
 _PATIENCE: Final = 8
-"""So many checkpoints in a row without a better agreement on the held-out lessons end a training."""
+"""Checkpoints without a better agreement on the held-out lessons, in a row, that end a training."""
 _WARM_UP: Final = 50
 _CLIP: Final = 0.5
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
@@ -45,36 +43,31 @@ Lessons = Callable[[int], Lesson]
 
 @dataclass(eq=False)
 class Objective(ABC):
-    """The gates of one policy while they are trained.
-
-    policy: that reads them. width, rate: of the network, and the learning rate. lesson_kind: what it learns from, where
-    that was another thing before; checkpoints of the other are refused. state: all tensors by their names in the file,
-    fp32; those that ask for a gradient are trained.
-    """
+    """The gates of one policy while they are trained. width: of the network. rate: of learning. state: all tensors by
+    their names in the file, fp32; those that require a gradient are trained."""
 
     policy: type[GatePolicy]
     engine: Engine
     width: int
     rate: ClassVar[float] = 2e-3
-    lesson_kind: ClassVar[Mapping[str, str]] = {}
     state: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def begin(self, lesson: Lesson) -> None:
-        """Fit what is not trained, the scale of the inputs say, to the first lesson."""
+        """Fit the tensors that are not trained, as the scale of the inputs, to the first lesson."""
 
     @abstractmethod
     def learn(self, lesson: Lesson) -> tuple[float, str]:
-        """Add the gradients of one lesson. Returns its loss and a digest of what the model read."""
+        """Add the gradients of one lesson. Returns its loss and a digest of the text that the model read."""
 
     @abstractmethod
     def agreement(self, lesson: Lesson) -> float:
-        """How well the gates do on a lesson that they have not learned from: a rank correlation, 1 at best."""
+        """The rank correlation of the gates' scores with their targets on a held-out lesson, 1 at best."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What a training follows from, beside the model: a checkpoint of other settings is refused."""
+    """The settings of a training: a checkpoint of others is refused."""
 
     steps: int
     length: int
@@ -83,7 +76,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the journal and the last checkpoint of a training lie: beside the gate file that it will write."""
+    """The paths of the journal and the last checkpoint of a training, beside the gate file that it will write."""
 
     output: Path
 
@@ -144,12 +137,12 @@ class Trainer:
         self._data = digest("kvshelf.gates.data", self._data, read)
 
     def _stopped(self) -> bool:
-        """Whether the last checkpoints brought nothing."""
+        """Whether the last `_PATIENCE` checkpoints were no better."""
         held_out = [line["held_out"] for line in self._journal]
         return len(held_out) > _PATIENCE and max(held_out[-_PATIENCE:]) <= max(held_out[:-_PATIENCE])
 
     def _save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """The state first, then the line of the journal: after a crash between the two, the state has the line."""
+        """Write the state, and then the journal: after a crash between the two, the state has the journal."""
         lessons = range(min(HELD_OUT, self.settings.steps))
         held_out = fmean(self.objective.agreement(self.lessons(-1 - i)) for i in lessons)
         line = {"step": step, "loss": round(fmean(self._losses), 6), "held_out": round(held_out, 6)}
@@ -165,7 +158,7 @@ class Trainer:
         self.report(line)
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> int:
-        """Take up the checkpoint. Returns the number of the next step."""
+        """Load the checkpoint. Returns the number of the next step."""
         path = self.files.state
         try:
             data = path.read_bytes()
@@ -190,23 +183,22 @@ class Trainer:
         return int(about["step"])
 
     def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """All that training goes on from: the gates, and what the optimizer knows of each of their tensors."""
-        state = self.objective.state
-        found = {name: tensor.detach() for name, tensor in state.items()}
-        moments = {name: optimizer.state[tensor] for name, tensor in state.items() if tensor.requires_grad}
-        best = {f"best of {name}": tensor for name, tensor in self._best.items()}
-        return found | best | {f"{key} of {name}": known[key] for name, known in moments.items() for key in _MOMENTS}
+        """The tensors of a checkpoint: the gates, the best ones so far, and the optimizer's moments."""
+        tensors = {f"best of {name}": tensor for name, tensor in self._best.items()}
+        for name, tensor in self.objective.state.items():
+            tensors[name] = tensor.detach()
+            if tensor.requires_grad:
+                tensors |= {f"{key} of {name}": optimizer.state[tensor][key] for key in _MOMENTS}
+        return tensors
 
     def _of(self) -> str:
-        """What this is the training of."""
-        about = {"policy": self.objective.policy.name, "revision": self.objective.policy.gate_revision}
-        about |= self.objective.lesson_kind
-        return canonical_json(
-            asdict(self.settings) | about | {"width": self.objective.width, "weights": self.engine.identity.weights}
-        )
+        """The text that tells this training from others."""
+        policy = self.objective.policy
+        about = {"policy": policy.name, "revision": policy.gate_revision, "width": self.objective.width}
+        return canonical_json(asdict(self.settings) | about | {"weights": self.engine.identity.weights})
 
     def _gates(self) -> Gates:
-        """Those of the checkpoint that did best on the held-out lessons."""
+        """The gates of the checkpoint that did best on the held-out lessons."""
         policy, best = self.objective.policy, max(self._journal, key=lambda line: line["held_out"])
         training = Training(
             model=self.engine.name,
@@ -235,6 +227,6 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def rank_correlation(one: Tensor, other: Tensor) -> float:
-    """Spearman's, of all numbers of two tensors; equal numbers rank by their place."""
-    ranks = torch.stack([each.flatten().argsort(stable=True).argsort().double() for each in (one, other)])
+    """Spearman's correlation of all numbers of two tensors; equal numbers rank by their place."""
+    ranks = torch.stack([numbers.flatten().argsort(stable=True).argsort().double() for numbers in (one, other)])
     return float(torch.corrcoef(ranks)[0, 1])

@@ -31,7 +31,7 @@ class Cache:
     importance: list[torch.Tensor]
     weights: list[float]
     budget: Budget
-    held: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     @classmethod
     def drawn(cls, data) -> Cache:
@@ -62,7 +62,7 @@ class Cache:
         cascade = Cascade(sharing, self.budget, len(self.layers))
         for layer, importance, weight in zip(self.layers, self.importance, self.weights, strict=True):
             cascade.add(layer, importance, weight)
-            self.held.append(sum(record.entries for record in cascade.records.values()))
+            self.sizes.append(sum(record.entries for record in cascade.records.values()))
         return cascade.records
 
     def waited(self, sharing) -> list[list[list[int]]]:
@@ -88,7 +88,7 @@ def test_a_cascade_keeps_what_waiting_for_every_layer_would_keep(sharing, data):
     cache = Cache.drawn(data)
     records = cache.cascaded(sharing)
     assert [[head.tolist() for head in records[i].positions] for i in sorted(records)] == cache.waited(sharing)
-    assert cache.held[-1] == cache.total, "exact"
+    assert cache.sizes[-1] == cache.total, "exact"
     for i, record in records.items():
         for head, (keys, values) in enumerate(record.heads()):
             at = record.positions[head].long()
@@ -132,12 +132,12 @@ def test_the_peak_is_the_budget_an_eighth_and_one_layer(sharing, trend):
     importance = [torch.rand(2, 200, generator=generator) + trend * i for i in range(24)]
     cache = Cache.of(importance, [2.0 + trend * i / 24 for i in range(24)], 25)
     cache.cascaded(sharing)
-    assert max(cache.held) <= 1.125 * cache.total
-    assert cache.held[-1] == cache.total
+    assert max(cache.sizes) <= 1.125 * cache.total
+    assert cache.sizes[-1] == cache.total
     if trend == 0 and sharing != GlobalSharing(1.0):
-        assert max(cache.held) > cache.total, "it is not cut after every layer"
+        assert max(cache.sizes) > cache.total, "it is not cut after every layer"
     if sharing == GlobalSharing():
-        assert cache.held[2] == 3 * 2 * 200, "nothing is cut before it has to be"
+        assert cache.sizes[2] == 3 * 2 * 200, "nothing is cut before it has to be"
 
 
 def record_of(importance, lengths):

@@ -146,13 +146,13 @@ class ByHand:
     def keys(self, layer: int, head: int) -> Any:
         return self.past.layers[layer].keys[0, head]
 
-    def held(self, layer: int, head: int) -> list[int]:
+    def positions(self, layer: int, head: int) -> list[int]:
         """Places of what is left, the chunk's tokens included."""
         return [j for j in range(self.end) if j in self.ranks and self.visible[layer, head, j]]
 
     def weights(self, layer: int, head: int, rows: int) -> Any:
         """What the last rows of the chunk give to each token that is left: `[group, rows, n]`."""
-        at, keys = self.held(layer, head), self.keys(layer, head)
+        at, keys = self.positions(layer, head), self.keys(layer, head)
         result = torch.zeros(self.group, rows, len(at), dtype=torch.float64)
         for member in range(self.group):
             for row in range(rows):
@@ -166,7 +166,7 @@ class ByHand:
     def keep(self, layer: int, head: int, scores: dict[int, float], must: set[int], count: int) -> None:
         others = sorted((j for j in scores if j not in must), key=lambda j: (-scores[j], j))
         stays = must | set(others[: max(0, count - len(must))])
-        for j in self.held(layer, head):
+        for j in self.positions(layer, head):
             self.visible[layer, head, j] = j in stays
 
     # Gates
@@ -201,7 +201,7 @@ class ByHand:
         last = self.params["recent"] if self.ended else self.params["stabilizers"]
         for layer in range(self.layers):
             for head in range(self.heads):
-                at = self.held(layer, head)
+                at = self.positions(layer, head)
                 must = {j for j in at if self.ranks[j] < SINK or self.ranks[j] >= self.judged - last}
                 self.keep(layer, head, {j: float(self.outputs[layer, head, j]) for j in at}, must, BUDGET)
 
@@ -215,7 +215,7 @@ class ByHand:
         self.read()
         for layer in range(self.layers):
             for head in range(self.heads):
-                at = self.held(layer, head)
+                at = self.positions(layer, head)
                 scores = {j: self.score(layer, head, j) for j in at}
                 self.keep(layer, head, scores, {j for j in at if self.ranks[j] < SINK}, BUDGET)
 
@@ -237,7 +237,7 @@ class ByHand:
         pairs = [(layer, head) for layer in range(self.layers) for head in range(self.heads)]
         own, rest = {}, []
         for layer, head in pairs:
-            at = self.held(layer, head)
+            at = self.positions(layer, head)
             best = sorted(at, key=lambda j: (self.ranks[j] >= SINK, -self.score(layer, head, j), j))
             own[layer, head] = set(best[:floor])
             rest += [(-self.score(layer, head, j), layer, head, j) for j in best[floor:]]
@@ -253,13 +253,13 @@ class ByHand:
         rows = self.params["window"]
         for layer in range(self.layers):
             for head in range(self.heads):
-                at, weights = self.held(layer, head), self.weights(layer, head, rows)
+                at, weights = self.positions(layer, head), self.weights(layer, head, rows)
                 columns = [float(weights[:, :, index].mean()) for index in range(len(at) - rows)]
                 self.keep(layer, head, dict(zip(at, pooled(columns), strict=False)), set(at[-rows:]), BUDGET)
 
     def tova(self) -> None:
         for layer in range(self.layers):
-            at = self.held(layer, 0)
+            at = self.positions(layer, 0)
             mean = sum(self.weights(layer, head, 1).mean(dim=0)[0] for head in range(self.heads)) / self.heads
             for head in range(self.heads):
                 self.keep(layer, head, dict(zip(at[:-1], mean.tolist(), strict=False)), {at[-1]}, BUDGET)
@@ -267,7 +267,7 @@ class ByHand:
     def keydiff(self) -> None:
         for layer in range(self.layers):
             for head in range(self.heads):
-                at = self.held(layer, head)
+                at = self.positions(layer, head)
                 keys = {j: self.keys(layer, head)[j] / self.keys(layer, head)[j].norm() for j in at}
                 anchor = sum(keys.values()) / len(at)
                 self.keep(
@@ -279,7 +279,7 @@ class ByHand:
         for layer in range(self.layers):
             entropy = shift = peaks = 0.0
             for head in range(self.heads):
-                at, weights = self.held(layer, head), self.weights(layer, head, rows)
+                at, weights = self.positions(layer, head), self.weights(layer, head, rows)
                 judged = weights[:, :, : len(at) - rows]
                 scores = (judged.mean(dim=1) + policy.gamma * judged.var(dim=1)).mean(dim=0).tolist()
                 entropy -= float((judged * (judged + 1e-10).log()).sum())
@@ -296,7 +296,7 @@ class ByHand:
         for layer in range(self.layers):
             columns = []
             for head in range(self.heads):
-                at = self.held(layer, head)
+                at = self.positions(layer, head)
                 of_group = self.weights(layer, head, len(self.chunk)).sum(dim=1)  # [group, n]
                 columns += list(of_group)
                 self.sums[layer, head, at] += of_group.mean(dim=0)
@@ -322,10 +322,10 @@ class ByHand:
         recent = min(share // 2, share - SINK)
         cosines: list[dict[int, tuple[float, int]]] = []
         for head in range(self.heads):
-            at, keys = self.held(layer, head), self.keys(layer, head)
+            at, keys = self.positions(layer, head), self.keys(layer, head)
             must = {j for j in at if self.ranks[j] < SINK} | set(at[len(at) - recent :])
             self.keep(layer, head, {j: float(self.sums[layer, head, j]) for j in at}, must, share)
-            stays = self.held(layer, head)
+            stays = self.positions(layer, head)
             cosines.append({})
             for j in (j for j in at if j not in stays):
                 like = (keys[stays] @ keys[j] / keys[stays].norm(dim=1) / keys[j].norm()).tolist()
@@ -373,8 +373,8 @@ def engine() -> Engine:
 def compressed(engine: Engine, name: str, **changes: Any) -> CompressedCache:
     policy, params = SETTINGS[name]
     gated(engine, policy)
-    given = {"prefill": "chunked", "chunk": CHUNK, "budget_tokens": BUDGET} | params | changes
-    return engine.compress(document(), policy=policy, **given)
+    options = {"prefill": "chunked", "chunk": CHUNK, "budget_tokens": BUDGET} | params | changes
+    return engine.compress(document(), policy=policy, **options)
 
 
 def require_same(cache: CompressedCache, by_hand: ByHand) -> None:
@@ -485,10 +485,10 @@ def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
     """In bytes, whenever a layer has read a chunk or was cut, and in tokens that a layer attends to."""
     memory, attended, stays, widths = [], [], [], [0]
     policy, reduce = type(build(SETTINGS[name][0], {})), RejudgedLayer.reduce
-    taken, cut = policy.taken, policy.cut
+    take, cut = policy.take, policy.cut
 
-    def measured_taken(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
-        result = taken(self, past, chunk)
+    def measured_take(self: Any, past: LayerPast, chunk: Any) -> LayerPast:
+        result = take(self, past, chunk)
         memory.append(alive())
         if isinstance(result.note, torch.Tensor):  # of the attention gate, the key and value of each token
             widths.append(result.note[0].numel())
@@ -504,7 +504,7 @@ def test_no_more_is_in_memory_than_the_budget_and_a_chunk(
         attended.append(sum(sum(prefix.lengths) for prefix in self.prefix) / 2 + self.keys.shape[2])
         reduce(self, layer, chunk)
 
-    monkeypatch.setattr(policy, "taken", measured_taken)
+    monkeypatch.setattr(policy, "take", measured_take)
     monkeypatch.setattr(policy, "cut", measured_cut)
     monkeypatch.setattr(RejudgedLayer, "reduce", watched)
     layers, row = len(compressed(engine, name).layers), 2 * (2 * HEAD * 4 + 3 * 4)  # key, value, position, two numbers
@@ -594,8 +594,8 @@ def test_locret_leaves_the_authors_part_of_a_budget_and_a_chunk_alone(
 ) -> None:
     """2,500 of 6,000 entries, and of 3,072 tokens: in every chunk some tokens compete when it has been read."""
     gated(engine, "locret")
-    given = {"prefill": "chunked", "chunk": chunk, "sink": 0}
-    job = engine.prepare(document() * 50, policy="locret", budget_tokens=budget, policy_params=given)
+    params_ = {"prefill": "chunked", "chunk": chunk, "sink": 0}
+    job = engine.prepare(document() * 50, policy="locret", budget_tokens=budget, policy_params=params_)
     assert job.identity.policy_params.get("stabilizers", 2500) == stabilizers
 
 
@@ -610,8 +610,8 @@ def in_turns(engine: Engine, name: str, ends: Sequence[int], **changes: Any) -> 
     policy, params = SETTINGS[name]
     gated(engine, policy)
     size = {"budget_tokens": BUDGET} | changes
-    given = {"prefill": "chunked", "chunk": CHUNK, "keep_scores": True} | params
-    cache = engine.compress(document()[: ends[0]], policy=policy, **given, **size)
+    options = {"prefill": "chunked", "chunk": CHUNK, "keep_scores": True} | params
+    cache = engine.compress(document()[: ends[0]], policy=policy, **options, **size)
     for start, end in pairwise(ends):
         before = cache.to_bytes()
         grown = engine.extend(cache, document()[start:end], prefill="chunked", **size)
@@ -644,10 +644,10 @@ def test_what_the_template_wrote_stays_over_turns(engine: Engine, name: str) -> 
     """No append knows how many tokens these were: their rates say that they never fade."""
     gated(engine, name)
     params = SETTINGS[name][1] | CHUNKED | {"keep_scores": True, "sink": 0}
-    asked = {"policy": name, "budget_tokens": BUDGET, "policy_params": params}
+    options = {"policy": name, "budget_tokens": BUDGET, "policy_params": params}
     written = EncodedDocument(document(), 9, "chat", "document")
-    once = engine.run(engine.prepare(written, **asked)).cache
-    cache = engine.run(engine.prepare(replace(written, token_ids=document()[:64]), **asked)).cache
+    once = engine.run(engine.prepare(written, **options)).cache
+    cache = engine.run(engine.prepare(replace(written, token_ids=document()[:64]), **options)).cache
     cache = engine.extend(cache, document()[64:], prefill="chunked", budget_tokens=BUDGET)
     for own, other in zip(cache.layers, once.layers, strict=True):
         assert all(positions[:9].tolist() == list(range(9)) for positions in own.positions)
@@ -720,8 +720,8 @@ def test_what_cannot_go_on_is_refused_before_any_work(
 ) -> None:
     for name in ("trimkv", "make_each_token_count", "locret"):
         gated(engine, name)
-    given = {"budget_tokens": BUDGET} | CHUNKED | params
-    cache = engine.compress(document()[:100], policy=policy, **{k: v for k, v in given.items() if v is not None})
+    options = {"budget_tokens": BUDGET} | CHUNKED | params
+    cache = engine.compress(document()[:100], policy=policy, **{k: v for k, v in options.items() if v is not None})
     more = {"budget_tokens": BUDGET} if policy != "full" else {"policy": "trimkv"}
     changes = more | changes | {"policy_params": {"prefill": "chunked"} | changes.get("policy_params", {})}
     with pytest.raises(CallerError) as refused:

@@ -143,9 +143,9 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
         tiny.prepare(TEXT, policy="compresskv", policy_params={"calibration": 7})
     # One in the data folder, made anew, wins over the one beside the weights and makes other caches.
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    found = job.document.calibration
-    other = Calibration(**(dict(found) | {"head_scores": tuple(reversed(found.head_scores))}))
-    path = calibrations.data_folder() / f"{found.weights}.json"
+    calibration = job.document.calibration
+    other = Calibration(**(dict(calibration) | {"head_scores": tuple(reversed(calibration.head_scores))}))
+    path = calibrations.data_folder() / f"{calibration.weights}.json"
     calibrations.require_writable(path)
     calibrations.save(other, path)
     changed = tiny.prepare(TEXT, policy="compresskv")
@@ -155,13 +155,13 @@ def test_the_calibration_is_part_of_the_identity(tiny, tmp_path, monkeypatch):
 
 def test_the_digest_is_of_heads_and_layers_alone(tiny):
     """Ids of caches follow from it: what else a calibration has, and may have some day, must not change them."""
-    found = tiny.prepare(TEXT, policy="compresskv").document.calibration
-    assert found.digest == "88bdba12be448c693617944b62e669b43de0e5e8"
-    assert found.key_similarities is not None
-    before = found.model_copy(update={"key_similarities": None})
-    heads = found.model_copy(update={"head_scores": tuple(reversed(found.head_scores))})
-    assert (before.digest == found.digest, before.keys_digest == found.keys_digest) == (True, False)
-    assert (heads.digest == found.digest, heads.keys_digest == found.keys_digest) == (False, True)
+    calibration = tiny.prepare(TEXT, policy="compresskv").document.calibration
+    assert calibration.digest == "88bdba12be448c693617944b62e669b43de0e5e8"
+    assert calibration.key_similarities is not None
+    before = calibration.model_copy(update={"key_similarities": None})
+    heads = calibration.model_copy(update={"head_scores": tuple(reversed(calibration.head_scores))})
+    assert (before.digest == calibration.digest, before.keys_digest == calibration.keys_digest) == (True, False)
+    assert (heads.digest == calibration.digest, heads.keys_digest == calibration.keys_digest) == (False, True)
 
 
 def test_heads_are_an_eighth_by_default_and_no_more_than_there_are(tiny):

@@ -92,11 +92,11 @@ def test_a_given_text_and_expected_questions_come_first(tiny):
     ids = tiny.text.encode("What is it?")
     assert job.passes[0].token_ids == tuple((ids * 9)[:9])
     assert job.identity.probe == "What is it?"
-    asked = tiny.prepare(document, policy="dapq", expected_questions=["What is one?", "And what is the second of two?"])
-    assert [probe.token_ids for probe in asked.passes] == list(asked.document.questions)
-    assert len({len(probe.token_ids) for probe in asked.passes}) == 2
-    cache = tiny.run(asked).cache
-    assert all(len(head) == asked.budget.tokens for record in cache.layers for head in record.positions)
+    job = tiny.prepare(document, policy="dapq", expected_questions=["What is one?", "And what is the second of two?"])
+    assert [probe.token_ids for probe in job.passes] == list(job.document.questions)
+    assert len({len(probe.token_ids) for probe in job.passes}) == 2
+    cache = tiny.run(job).cache
+    assert all(len(head) == job.budget.tokens for record in cache.layers for head in record.positions)
 
 
 def test_nothing_is_kept_for_standing_at_the_end():

@@ -375,15 +375,15 @@ def test_attention_of_an_attached_cache_is_that_over_the_expanded_slots(oracle, 
     # Random models: few tokens are similar, so anything above 0.1 merges.
     cache = engine.compress(ids[:400], policy="ems", budget_tokens=100, pos=pos, tau=0.1)
     assert all(record.slots > record.entries == 100 * record.kv_heads for record in cache.layers)
-    for held in (cache, CompressedCache.from_bytes(cache.to_bytes())):
-        engine.attach(held)  # the first one measures the model's layers in a forward pass, which the hooks would see
+    for copy in (cache, CompressedCache.from_bytes(cache.to_bytes())):
+        engine.attach(copy)  # the first one measures the model's layers in a forward pass, which the hooks would see
         recorder = Recorder()
         hooks = recorder.hooks(oracle.model)
-        with engine.attached(held) as past, torch.no_grad():
+        with engine.attached(copy) as past, torch.no_grad():
             oracle.model(torch.tensor([ids[400:430]]), **{CACHE_ARGUMENT: past, CONTEXT: recorder})
         for hook in hooks:
             hook.remove()
-        for record, states, out in zip(held.layers, recorder.states, recorder.outputs, strict=True):
+        for record, states, out in zip(copy.layers, recorder.states, recorder.outputs, strict=True):
             queries, new_keys, new_values, scaling = states
             group = len(queries) // record.kv_heads
             out = out.unflatten(1, (len(queries), -1))  # [T, q_heads, Dv]

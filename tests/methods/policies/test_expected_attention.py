@@ -127,9 +127,11 @@ def test_keeps_what_the_formula_says(engine, params):
 
 def test_the_mean_rotation_is_the_mean_of_rotations(engine):
     positions = torch.arange(700, 760)
-    each = [rotation(engine.model.model.rotary_emb, position) for position in positions.tolist()]
+    rotations = [rotation(engine.model.model.rotary_emb, position) for position in positions.tolist()]
     mean = engine.rope.mean_rotation(DIM, positions).double()
-    assert (mean - sum(each) / len(each)).abs().max() < 1e-4  # the model's tables are fp32 of angles up to 760
+    assert (
+        mean - sum(rotations) / len(rotations)
+    ).abs().max() < 1e-4  # the model's tables are fp32 of angles up to 760
 
 
 def test_the_template_counts_as_sinks(tiny):

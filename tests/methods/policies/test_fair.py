@@ -153,12 +153,12 @@ def test_sections_are_where_they_are_said_to_be(by: str, begun: list[str] | None
         assert [text[: len(said)] for text, said in zip(texts, begun, strict=True)] == begun
     if by == "section":
         more = {"protect": ["headings", "text:1. Do"]}
-        told = tiny.prepare(text, policy="fair", policy_params={"by": by}, compression_ratio=0.25, **more)  # type: ignore[arg-type]
-        places = told.document.judged.places
-        assert isinstance(told.policy, Fair)
+        job = tiny.prepare(text, policy="fair", policy_params={"by": by}, compression_ratio=0.25, **more)  # type: ignore[arg-type]
+        places = job.document.judged.places
+        assert isinstance(job.policy, Fair)
         assert places is not None
         # Each begins with its first token that is not protected.
-        assert told.policy.starts == (0, *(sum(place < at for place in places) for at in starts))
+        assert job.policy.starts == (0, *(sum(place < at for place in places) for at in starts))
 
 
 def test_protected_tokens_stay_beside_shares(tiny: Engine) -> None:
@@ -192,7 +192,7 @@ def test_it_takes_what_is_appended(tiny: Engine) -> None:
 
 
 def test_what_is_no_section_or_no_base_is_refused_by_name(tiny: Engine) -> None:
-    for by, told in {
+    for by, message in {
         "sections": "none of section, blocks",
         "lines:(a": "cannot be read",
         "lines:": "from 1 to 512",
@@ -203,7 +203,7 @@ def test_what_is_no_section_or_no_base_is_refused_by_name(tiny: Engine) -> None:
         "tokens:0-9,5-12": "do not ascend",
         "tokens:0-99999": "the document has",
     }.items():
-        with pytest.raises(InvalidRequest, match=told) as refused:
+        with pytest.raises(InvalidRequest, match=message) as refused:
             tiny.prepare(RULES, policy="fair", policy_params={"by": by}, compression_ratio=0.5)
         assert refused.value.param == "policy_params.by"
         assert repr(by)[:20] in str(refused.value)

@@ -116,11 +116,11 @@ def test_log_beta_is_one_logsigmoid():
 def gate_of(name, layer, bias):
     """The layer with gates that say `bias` of each token."""
     gated = with_gates(name, layer)
-    found = gated.document.gates
+    gates = gated.document.gates
     tensors = {
-        part: torch.full_like(t, bias) if "bias" in part else t * ("scale" in part) for part, t in found.tensors.items()
+        part: torch.full_like(t, bias) if "bias" in part else t * ("scale" in part) for part, t in gates.tensors.items()
     }
-    return replace(gated, document=replace(gated.document, gates=Gates.of(found.header, tensors)))
+    return replace(gated, document=replace(gated.document, gates=Gates.of(gates.header, tensors)))
 
 
 @pytest.mark.parametrize("bias", [0.0, 10.0, 18.0])
@@ -327,7 +327,7 @@ def test_a_bad_file_is_named_before_the_prefill(tiny, kind, said):
 @pytest.mark.parametrize(("across", "sink"), [("head", 0), ("cache", 4)])
 def test_gates_score_and_keep_as_in_kvpress(oracle, monkeypatch, across, sink):
     """The same numbers in `KVzapPress`, which keeps the best of each head, and in `FastKVzipPress`, of all heads."""
-    engine, found = oracle.engine, []
+    engine, of_layers = oracle.engine, []
     facts = {
         name.removeprefix(f"{oracle.architecture}/"): fact
         for name, fact in FACTS.items()
@@ -339,13 +339,13 @@ def test_gates_score_and_keep_as_in_kvpress(oracle, monkeypatch, across, sink):
     score = POLICIES["kvzip_gate"].score
 
     def scored(self, layer):
-        found.append(score(self, layer))
-        return found[-1]
+        of_layers.append(score(self, layer))
+        return of_layers[-1]
 
     monkeypatch.setattr(POLICIES["kvzip_gate"], "score", scored)
     params = {"across": across, "sink": sink}
     cache = engine.compress(oracle.ids, policy="kvzip_gate", compression_ratio=0.5, **params)
-    for place, (record, scores) in enumerate(zip(cache.layers, found, strict=True)):
+    for place, (record, scores) in enumerate(zip(cache.layers, of_layers, strict=True)):
         torch.testing.assert_close(scores, facts[f"scores/{place}"], rtol=0, atol=1e-4)
         expected = facts[f"{across}/{place}"]
         if across == "cache":  # a mask [kv_heads, N], of heads that keep different counts

@@ -30,9 +30,9 @@ class Recorder(KVcues):
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def score(self, layer):
-        found = super().score(layer)
-        self.seen.append((found, KVzip.score(self, layer)))
-        return found
+        scores = super().score(layer)
+        self.seen.append((scores, KVzip.score(self, layer)))
+        return scores
 
 
 def of_each_cue(engine, view, every):

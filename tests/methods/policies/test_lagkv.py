@@ -36,12 +36,12 @@ def streamed(policy, keys, values, budget, chunks, protected=0):
     """The product's cache layer, fed chunk by chunk as a prefill feeds it."""
     source = DocumentView(range(keys.shape[1]), protected)
     layer = ChunkedLayer(policy.absorber(source, Budget(budget, 0.5)))
-    held = []
+    lengths = []
     for some_keys, some_values in zip(keys.split(chunks, 1), values.split(chunks, 1), strict=True):
         layer.update(some_keys[None], some_values[None])
         layer.absorb()
-        held.append(layer._length)
-    return layer.record(), held
+        lengths.append(layer._length)
+    return layer.record(), lengths
 
 
 @st.composite
@@ -66,13 +66,13 @@ def test_streaming_keeps_what_one_shot_keeps(name, document, seed, dtype):
     keys, values = random_states(heads, tokens, 5, seed, dtype)
     expected = one_shot(policy, keys, values, budget)
     for cut in (chunks, policy.absorber(DocumentView(range(tokens)), Budget(budget, 0.5)).chunks):
-        record, held = streamed(policy, keys, values, budget, cut)
+        record, lengths = streamed(policy, keys, values, budget, cut)
         assert torch.equal(record.entry_positions, expected.entry_positions)
         assert torch.equal(record.keys, expected.keys)
         assert torch.equal(record.values, expected.values)
         assert torch.allclose(record.importance, expected.importance, atol=1e-6)
         assert record.offsets == expected.offsets
-        assert max(held) < 2 * lag, "after a forward pass less than two partitions are whole"
+        assert max(lengths) < 2 * lag, "after a forward pass less than two partitions are whole"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,15 +49,15 @@ def reduced(name, layers, mean, **params):
 
 def columns(layer):
     """The sums of the attention columns of each query head, in fp64: `q_heads` lists of N."""
-    found = []
+    of_heads = []
     group = len(layer.queries) // KV_HEADS
     for head, queries in enumerate(layer.queries.double()):
         keys, sums = layer.keys[head // group].double(), [0.0] * layer.num_tokens
         for i, query in enumerate(queries):
             for j, weight in enumerate((layer.scaling * keys[: i + 1] @ query).softmax(0).tolist()):
                 sums[j] += weight
-        found.append(sums)
-    return found
+        of_heads.append(sums)
+    return of_heads
 
 
 def scores_of(layer):
@@ -104,17 +104,17 @@ def naive_d2o(layer, count, *, sink=4, recent=0.5, tau=None, form="paper"):
         forced = {*range(always), *range(tokens - last, tokens)}
         ranked = sorted((j for j in range(tokens) if j not in forced), key=lambda j: (-scores[h][j], j))
         kept.append(sorted({*forced, *ranked[: count - len(forced)]}))
-        found = {}
+        of_head = {}
         for j in set(range(tokens)) - set(kept[h]):
-            found[j] = max((cosine(keys[h][j], keys[h][c]), -c) for c in kept[h])
-        nearest.append(found)
-    every = [u for found in nearest for u, _ in found.values()]
+            of_head[j] = max((cosine(keys[h][j], keys[h][c]), -c) for c in kept[h])
+        nearest.append(of_head)
+    every = [u for of_head in nearest for u, _ in of_head.values()]
     tau = (sum(every) / len(every) if every else 0.0) if tau is None else tau
     out = []
     for h in range(KV_HEADS):
         classes = {c: [c] for c in kept[h]}
         for j, (_, c) in sorted(nearest[h].items()):
-            dropping = [found[j][0] for found in nearest if j in found]
+            dropping = [of_head[j][0] for of_head in nearest if j in of_head]
             if sum(dropping) / len(dropping) >= tau:
                 classes[-c].append(j)
         entries = {}

@@ -123,8 +123,8 @@ def clusters_by_hand(question_tokens, budget, share):
         for head, own in enumerate(keys):
             bounds = {(at, size): bounded(own[at : at + size]) for size in (16, 32) for at in range(0, len(own), size)}
             for t in range(question_tokens, queries.shape[1]):
-                asked = queries[group * head : group * (head + 1), t]
-                rows = read_by_hand(own, asked, budget, 0.6, "max", bounds)
+                query = queries[group * head : group * (head + 1), t]
+                rows = read_by_hand(own, query, budget, 0.6, "max", bounds)
                 shown[group * head : group * (head + 1), t] = torch.isin(torch.arange(len(own)), torch.tensor(rows))
         of_first[layer] = shown
         return shown

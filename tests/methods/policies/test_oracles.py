@@ -25,9 +25,9 @@ LAG_SETS = {"lagkv_s4_l64": (4, 64), "lagkv_s16_l128": (16, 128)}
 
 def recorded(oracle, press):
     """(ratio, per-layer positions) of every recorded ratio of a press."""
-    found = [(float(key.split("@")[1]), layers) for key, layers in oracle.kept.items() if key.split("@")[0] == press]
-    assert found, f"no recorded set of {press}"
-    return found
+    sets = [(float(key.split("@")[1]), layers) for key, layers in oracle.kept.items() if key.split("@")[0] == press]
+    assert sets, f"no recorded set of {press}"
+    return sets
 
 
 @pytest.mark.parametrize("press", SETS)

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvshelf.artifact.records import Kept
 from kvshelf.errors import DocumentTooShort, InvalidRequest, KvshelfError, PolicyUnsupported
 from kvshelf.methods.catalog import catalog
-from kvshelf.methods.method import Needs, parameter_fields, parameter_types
-from kvshelf.methods.parameters import LARGEST
+from kvshelf.methods.method import LARGEST, Needs, parameter_fields, parameter_types
 from kvshelf.methods.policies import POLICIES, LayerView, build
 from kvshelf.methods.policies.base import ScoringPolicy
 from kvshelf.methods.policies.budgets import Budget, LayerBudget
@@ -192,10 +191,10 @@ def test_a_budget_of_everything_keeps_everything(llama, name):
 
 
 def test_a_policy_sees_the_queries_only_if_it_says_so(llama):
-    """What `observes` says is what the prefill must hand over; a policy that reads more fails at once."""
+    """What `needs` says is what the prefill must hand over; a policy that reads more fails at once."""
 
     class Undeclared(POLICIES["snapkv"]):
-        observes = Needs.NOTHING
+        needs = Needs.NOTHING
 
     job = llama.engine.prepare(llama.ids, policy="snapkv")
     with pytest.raises(AssertionError, match="observes"):
@@ -379,7 +378,7 @@ def test_a_number_however_large_is_used_or_refused_by_name(tiny, name, parameter
 def test_numbers_that_answers_go_on_with_are_counted_beside_the_entries(name):
     policy = build(name, {})
     kept = replace(policy, keep_scores=True)
-    assert kept.stored_beside == policy.stored_beside | {"columns": len(policy.left)}
+    assert kept.stored_beside == policy.stored_beside | {"columns": len(policy.column_names)}
     assert "columns" not in policy.stored_beside
 
 

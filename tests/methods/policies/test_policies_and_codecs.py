@@ -71,13 +71,13 @@ def test_bytes_and_back(tiny, document, compressed, policy, codec):
     for record, decoded, exact in zip(in_memory.layers, read.layers, cache.layers, strict=True):
         for ours, theirs, original in zip(record.positions, decoded.positions, exact.positions, strict=True):
             assert ours.tolist() == theirs.tolist() == original.tolist()
-    plain = [tiny.coders.decoded(each).layers for each in (in_memory, read)]
+    plain = [tiny.coders.decoded(cache).layers for cache in (in_memory, read)]
     for record, decoded in zip(*plain, strict=True):
         for ours, theirs in zip(record.dense(), decoded.dense(), strict=True):
             assert torch.equal(ours, theirs)
     question = document.questions[0].text
     # An answer from logits that are no numbers is an error.
-    answers = [tiny.answer(held, question, max_new_tokens=3) for held in (in_memory, read)]
+    answers = [tiny.answer(cache, question, max_new_tokens=3) for cache in (in_memory, read)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].usage.cache_read_tokens == cache.num_tokens
 

@@ -44,11 +44,11 @@ def reduced(name, layers, mean, **params):
 
 def high_positions(record, codec="mixed:high=none,low=int2,share=policy,group=8"):
     """Positions of each head in the record of more bits."""
-    found = [set() for _ in range(record.kv_heads)]
+    precise = [set() for _ in range(record.kv_heads)]
     for part in parts_of(encode(Codec.parse(codec), record)):
         if not isinstance(part.keys, QuantizedRows) or part.keys.bits == 8:
-            found = [head | set(positions.tolist()) for head, positions in zip(found, part.positions, strict=True)]
-    return found
+            precise = [head | set(positions.tolist()) for head, positions in zip(precise, part.positions, strict=True)]
+    return precise
 
 
 # MiKV
@@ -80,29 +80,29 @@ def test_what_is_not_important_has_fewer_bits_and_nothing_is_lost(group, bits):
     policy, (record,) = reduced("mikv", [layer], 43, high=0.4, base="h2o")
     important = [set(head.tolist()) for head in policy.inner.reduce(layer, LayerBudget.uniform(2, 17)).positions]
     stored = encode(Codec.parse(f"mixed:high=none,low=int{bits},share=policy,group=8"), record)
-    found = {}
+    rows = {}
     for part in parts_of(stored):
         keys, values = part.plain_heads()
         for head, positions in enumerate(part.positions):
             for row, at in enumerate(positions.tolist()):
-                found[head, at] = keys[head][row].tolist(), values[head][row].tolist()
-    assert len(found) == 2 * 43
+                rows[head, at] = keys[head][row].tolist(), values[head][row].tolist()
+    assert len(rows) == 2 * 43
     for head in range(2):
         low = [at for at in range(43) if at not in important[head]]
         for at in important[head]:
-            assert found[head, at] == (layer.keys[head, at].tolist(), layer.values[head, at].tolist())
+            assert rows[head, at] == (layer.keys[head, at].tolist(), layer.values[head, at].tolist())
         keys, values = layer.keys[head].double().tolist(), layer.values[head].double().tolist()
         for first in range(0, len(low), 8):
             tokens = low[first : first + 8]
             for channel in range(len(keys[0])):
                 step = step_of([keys[at][channel] for at in tokens], bits)
                 for at in tokens:
-                    assert abs(found[head, at][0][channel] - keys[at][channel]) <= step / 2
+                    assert abs(rows[head, at][0][channel] - keys[at][channel]) <= step / 2
         for at in low:
             for first in range(0, len(values[at]), 8):
                 step = step_of(values[at][first : first + 8], bits)
                 for channel in range(first, min(first + 8, len(values[at]))):
-                    assert abs(found[head, at][1][channel] - values[at][channel]) <= step / 2
+                    assert abs(rows[head, at][1][channel] - values[at][channel]) <= step / 2
 
 
 def test_a_factor_of_a_channel_changes_codes_by_rounding_alone():

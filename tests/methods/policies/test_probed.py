@@ -23,14 +23,14 @@ def kept(cache):
 
 @pytest.mark.parametrize("policy", PROBED)
 def test_what_stands_at_the_end_decides_and_is_recorded(tiny, document, policy):
-    suffix, empty, asked = (
+    suffix, empty, questioned = (
         tiny.compress(document.text, policy=policy, compression_ratio=0.75, **options)
         for options in ({}, {"probe": ""}, {"expected_questions": [document.questions[0].text]})
     )
     assert suffix.identity.probe == "<|end|>\n<|assistant|>\n"
-    assert (empty.identity.probe, asked.identity.probe) == ("", "")
-    assert asked.identity.expected_questions == (document.questions[0].text,)
-    assert kept(suffix) != kept(empty) != kept(asked) != kept(suffix)
+    assert (empty.identity.probe, questioned.identity.probe) == ("", "")
+    assert questioned.identity.expected_questions == (document.questions[0].text,)
+    assert kept(suffix) != kept(empty) != kept(questioned) != kept(suffix)
     last = empty.num_tokens - 1
     assert all(last in head for head in kept(empty)), "the document's last token observes, and stays"
 
@@ -46,8 +46,8 @@ def test_an_expected_question_keeps_more_of_its_answer(tiny, document, policy):
         value = tiny.text.encode(question.answer)
         starts = [i for i in range(len(ids)) if ids[i : i + len(value)] == value]
         tokens = {start + i for start in starts for i in range(len(value))}
-        asked = tiny.compress(document.text, **how, expected_questions=[question.text])
-        for expected, cache in ((False, unasked), (True, asked)):
+        questioned = tiny.compress(document.text, **how, expected_questions=[question.text])
+        for expected, cache in ((False, unasked), (True, questioned)):
             stays[expected] += sum(len(tokens & set(head)) for head in kept(cache))
     assert stays[True] > 1.2 * stays[False]
 

@@ -101,12 +101,12 @@ def test_the_default_probe_is_the_templates_suffix_and_the_identity_says_so(tiny
     default = tiny.prepare(text, policy="snapkv").identity
     assert default.probe == "<|end|>\n<|assistant|>\n"
     assert tiny.prepare(text, policy="snapkv", policy_params={"probe": ""}).identity.probe == ""
-    given = tiny.prepare(text, policy="snapkv", policy_params={"probe": "What opens?"}).identity
-    assert (given.probe, given.policy_params["probe"]) == ("What opens?", "What opens?")
+    probed = tiny.prepare(text, policy="snapkv", policy_params={"probe": "What opens?"}).identity
+    assert (probed.probe, probed.policy_params["probe"]) == ("What opens?", "What opens?")
     guided = tiny.prepare(text, policy="snapkv", expected_questions=["When does it open?"]).identity
     assert (guided.probe, guided.expected_questions) == ("", ("When does it open?",))
     assert tiny.prepare(text, policy="keydiff").identity.probe == ""
-    assert len({default.content(), given.content(), guided.content()}) == 3
+    assert len({default.content(), probed.content(), guided.content()}) == 3
 
 
 def test_expected_questions_guide_what_is_kept(tiny):

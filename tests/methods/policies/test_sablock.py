@@ -144,9 +144,9 @@ def test_keeps_what_the_formulas_say(case, form, budget, tau, block, longest):
 @pytest.mark.parametrize(("sizes", "block"), [("all", 10), ("powers", 8)])
 def test_sizes_are_tried_from_the_largest_down(sizes, block):
     layer = written_layer(220, longest=25, seed=60)
-    found = kept(layer, 60, sizes=sizes, block=block, tau=0.8)
-    assert found == naive(layer, 60, sizes=sizes, block=block, tau=0.8)
-    assert found != kept(layer, 60, tau=0.8)
+    tokens = kept(layer, 60, sizes=sizes, block=block, tau=0.8)
+    assert tokens == naive(layer, 60, sizes=sizes, block=block, tau=0.8)
+    assert tokens != kept(layer, 60, tau=0.8)
 
 
 @pytest.mark.parametrize(("sizes", "block"), [("odd", 8), ("powers", 9)])
@@ -193,10 +193,10 @@ layers = st.builds(
 def test_every_segment_keeps_as_many_as_its_best_tokens_are(layer, share, alpha, tau, block, form):
     """sum m_k = B - w, and no block size moves a token from one segment to another."""
     budget = int(layer.num_tokens * share)
-    found, top = (set(kept(layer, budget, alpha=alpha, tau=tau, block=size, form=form)) for size in (block, 1))
-    assert len(found) == len(top) == budget
+    tokens, top = (set(kept(layer, budget, alpha=alpha, tau=tau, block=size, form=form)) for size in (block, 1))
+    assert len(tokens) == len(top) == budget
     for segment in segments_of(layer, layer.num_tokens - WINDOW):
-        assert len(found & set(segment)) == len(top & set(segment))
+        assert len(tokens & set(segment)) == len(top & set(segment))
 
 
 @settings(max_examples=40, deadline=None)
@@ -227,12 +227,12 @@ def test_segments_never_change_the_order_within(layer, alpha, diversity, form):
 @given(layer=layers, share=st.floats(0.35, 0.95), block=st.sampled_from([3, 9, 21]))
 def test_tau_0_always_takes_the_largest_block(layer, share, block):
     budget = int(layer.num_tokens * share)
-    found, top = (set(kept(layer, budget, tau=tau, block=block)) for tau in (0.0, 1.0))
+    tokens, top = (set(kept(layer, budget, tau=tau, block=block)) for tau in (0.0, 1.0))
     scores = build("sablock", {"window": WINDOW}).score(layer)[0].tolist()
     for segment in segments_of(layer, layer.num_tokens - WINDOW):
         count = len(top & set(segment))
         largest = max(size for size in range(1, block + 1, 2) if size <= max(1, count))
-        assert found & set(segment) == set(blocks_of(segment, scores, count, largest))
+        assert tokens & set(segment) == set(blocks_of(segment, scores, count, largest))
 
 
 def test_blocks_of_one_token_are_the_best_tokens():

@@ -27,11 +27,11 @@ CASES = [
 def products(layer, head):
     """q_h . k_j of the last row, fp64, by tokens: one list for each query head of the KV head."""
     group = layer.all_queries.shape[0] // layer.kv_heads
-    found = []
+    products = []
     for query_head in range(head * group, (head + 1) * group):
         rows = [probed.queries[query_head, -1] for probed in layer.probes] or [layer.all_queries[query_head, -1]]
-        found.append([max(float(row.double() @ key.double()) for row in rows) for key in layer.keys[head]])
-    return found
+        products.append([max(float(row.double() @ key.double()) for row in rows) for key in layer.keys[head]])
+    return products
 
 
 def naive(layer, head, sinks, chosen, recent, refill):
@@ -152,12 +152,12 @@ def test_the_shares_are_parts_of_the_budget(sinks, chosen, budget, group, protec
     if sinks + chosen > 100 or budget <= protected:
         return
     policy = build("sage", {"sinks": sinks / 100, "chosen": chosen / 100})
-    first, each, recent = policy.shares(budget, group, protected)
-    assert first + group * each + recent == budget
+    first, share, recent = policy.shares(budget, group, protected)
+    assert first + group * share + recent == budget
     assert first == max(sinks * budget // 100, protected)
     assert recent >= 1
     if protected <= sinks * budget // 100 and sinks + chosen <= 99 and budget >= 100:
-        assert each == chosen * budget // (100 * group)
+        assert share == chosen * budget // (100 * group)
 
 
 def test_shares_of_more_than_the_budget_are_refused():

@@ -22,13 +22,13 @@ def text():
 
 def parts(text, written, *endings):
     """The text of each segment."""
-    ids, found = text.encode(written), []
+    ids, segments = text.encode(written), []
     for token, last in zip(ids, text.segment_ends(ids, *endings), strict=True):
-        if not found or found[-1][1]:
-            found.append([[], False])
-        found[-1][0].append(token)
-        found[-1][1] = last
-    return [text.decode(ids) for ids, _ in found]
+        if not segments or segments[-1][1]:
+            segments.append([[], False])
+        segments[-1][0].append(token)
+        segments[-1][1] = last
+    return [text.decode(ids) for ids, _ in segments]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_segments_are_cut_at_ends_and_at_their_greatest_length(ends, longest):
         if last or len(current) == longest or token == len(ends) - 1:
             expected.append(current)
             current = []
-    found = [index[inside].tolist() for index, inside in zip(segments.index, segments.inside, strict=True)]
-    assert found == expected
+    rows = [index[inside].tolist() for index, inside in zip(segments.index, segments.inside, strict=True)]
+    assert rows == expected
     values = torch.arange(1.0, len(ends) + 1)
     assert segments.lengths.tolist() == [len(tokens) for tokens in expected]
     assert torch.equal(segments.tokens(segments.rows(values)), values)

@@ -48,7 +48,7 @@ def token_stage(layer, head, count, kernel):
     return best(pooled + [0.0] * (layer.num_tokens - len(weights)), always, count), always
 
 
-def asked(layer, head):
+def mean_query(layer, head):
     """Mean query of the observing rows, fp64."""
     group = layer.all_queries.shape[0] // layer.kv_heads
     shortest = min((probed.queries.shape[1] for probed in layer.probes), default=0)
@@ -64,7 +64,7 @@ def naive(layer, head, budget, every, factor, kernel):
     sentences = {}
     for j in alive:
         sentences.setdefault(j // every, []).append(j)
-    query = asked(layer, head)
+    query = mean_query(layer, head)
 
     def relevance(tokens):
         return float(layer.keys[head, tokens].double().mean(dim=0) @ query)
@@ -80,8 +80,8 @@ def naive(layer, head, budget, every, factor, kernel):
 @pytest.mark.parametrize(("factor", "budget", "every"), [(3.0, 40, 11), (1.5, 60, 19), (5.0, 50, 7)])
 def test_keeps_what_the_two_phases_say(case, factor, budget, every):
     layer = written_layer(210, every, seed=budget, **case)
-    found = kept(layer, budget, semantic_factor=factor, kernel=5)
-    assert found == [naive(layer, head, budget, every, factor, 5) for head in range(layer.kv_heads)]
+    tokens = kept(layer, budget, semantic_factor=factor, kernel=5)
+    assert tokens == [naive(layer, head, budget, every, factor, 5) for head in range(layer.kv_heads)]
 
 
 def test_without_a_surplus_it_is_the_token_stage():
@@ -109,9 +109,9 @@ def test_sentences_stay_together_in_order():
 
 
 def test_defaults_make_room_for_each_other_and_given_values_are_refused():
-    def fitted(budget, protected, **given):
-        return build("sentencekv", given).fitted(
-            DocumentView(range(400), protected), Budget(budget, 0.5), frozenset(given)
+    def fitted(budget, protected, **params):
+        return build("sentencekv", params).fitted(
+            DocumentView(range(400), protected), Budget(budget, 0.5), frozenset(params)
         )
 
     for budget, protected in [(4, 0), (9, 5), (30, 3), (64, 60), (300, 10)]:
@@ -120,7 +120,7 @@ def test_defaults_make_room_for_each_other_and_given_values_are_refused():
     assert (fitted(300, 10).sink, fitted(300, 10).window) == (32, 32)
     assert (fitted(100, 0, sink=90).sink, fitted(100, 0, sink=90).window) == (90, 10)
     assert (fitted(100, 0, window=95).sink, fitted(100, 0, window=95).window) == (5, 95)
-    for given in ({"sink": 100}, {"sink": 60, "window": 50}):
+    for params in ({"sink": 100}, {"sink": 60, "window": 50}):
         with pytest.raises(PolicyUnsupported, match="sink is") as refused:
-            fitted(100, 0, **given)
+            fitted(100, 0, **params)
         assert refused.value.param == "policy_params.sink"

@@ -51,7 +51,7 @@ def channels_in_lists(layer, share, rows):
     """Of each KV head the channels that stay, by the formula, a number at a time in fp64."""
     dim, tokens = layer.keys.shape[2], layer.num_tokens
     group = len(layer.all_queries) // layer.kv_heads
-    found = []
+    channels = []
     for head in range(layer.kv_heads):
         scores = []
         for c in range(dim):
@@ -63,8 +63,8 @@ def channels_in_lists(layer, share, rows):
             of_keys = [float(key[c]) ** 2 for key in layer.keys[head]]
             scores.append(sum(seen) / len(seen) * sum(of_keys) / len(of_keys))
         least = sorted(range(dim), key=lambda c: scores[c])[: int(dim * share)]
-        found.append(sorted(set(range(dim)) - set(least)))
-    return found
+        channels.append(sorted(set(range(dim)) - set(least)))
+    return channels
 
 
 @pytest.mark.parametrize("share", [0.4, 0.75])
@@ -116,19 +116,19 @@ def test_channels_of_zeros_go_first(zeros, seed):
 def pruned_layer(layer, budget, **params):
     think = replace(Think(**params), inner=POLICIES["snapkv"](window=4))
     record = think.chooser.reduce(layer, LayerBudget.uniform(layer.kv_heads, budget))
-    (found,) = think.finished({0: record}, {0: think.noted(layer)}, Budget.full(layer.num_tokens)).values()
-    return record, found
+    (pruned,) = think.finished({0: record}, {0: think.noted(layer)}, Budget.full(layer.num_tokens)).values()
+    return record, pruned
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(33, 60), st.integers(8, 32), st.integers(0, 70), st.integers(0, 999))
 def test_logits_lose_the_channels_removed_and_nothing_else(tokens, budget, whole_keys, seed):
     layer = random_layer(tokens, dim=10, seed=seed)
-    base, found = pruned_layer(layer, budget, whole_keys=whole_keys)
-    assert [p.tolist() for p in found.positions] == [p.tolist() for p in base.positions]
+    base, pruned = pruned_layer(layer, budget, whole_keys=whole_keys)
+    assert [p.tolist() for p in pruned.positions] == [p.tolist() for p in base.positions]
     queries = torch.randn(layer.kv_heads, 3, 10, dtype=torch.float64)
     channels = Think().noted(layer).channels.tolist()
-    for head, (keys, values, _) in enumerate(zip(*found.dense(), strict=True)):
+    for head, (keys, values, _) in enumerate(zip(*pruned.dense(), strict=True)):
         (whole, own_values), places = base.heads()[head], base.positions[head]
         gone = sorted(set(range(10)) - set(channels[head]))
         lost = queries[head][:, gone] @ whole.double()[:, gone].T  # [3, entries]
@@ -140,12 +140,12 @@ def test_logits_lose_the_channels_removed_and_nothing_else(tokens, budget, whole
 def test_attention_is_that_of_whole_keys_without_these_products():
     """The scale stays that of ten channels."""
     layer = random_layer(50, dim=10, group=2, seed=4)
-    _, found = pruned_layer(layer, 30, whole_keys=0)
-    assert isinstance(found, Pruned)
-    (prefix,) = found.prefixes()
+    _, pruned = pruned_layer(layer, 30, whole_keys=0)
+    assert isinstance(pruned, Pruned)
+    (prefix,) = pruned.prefixes()
     rows = torch.randn(1, 2, 6, 10)
     out, lse = attend_prefix(rows, prefix, LogitRules(10**-0.5))
-    keys, values, _ = found.dense()
+    keys, values, _ = pruned.dense()
     logits = 10**-0.5 * rows[0].double() @ keys.double().transpose(1, 2)
     torch.testing.assert_close(lse[0].double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out[0].double(), logits.softmax(-1) @ values.double(), atol=1e-5, rtol=1e-5)
@@ -184,12 +184,12 @@ def test_around_each_base_an_engine_answers_from_fewer_bytes(tiny, document, bas
         assert all((head >= plain.num_tokens - 32).all() for head in last.positions)
     cache = made.encoded(codec)
     with open_store(f"disk://{tmp_path}/shelf") as store:
-        found = store.get(store.put(cache).id)
-    assert found.to_bytes() == cache.to_bytes()
+        stored = store.get(store.put(cache).id)
+    assert stored.to_bytes() == cache.to_bytes()
     assert len(cache.to_bytes()) < len(plain.encoded(codec).to_bytes())
     question = "What is the code of room 17?"
-    told = [tiny.answer(each, question, max_new_tokens=6).token_ids for each in (cache, found)]
-    assert told[0] == told[1]
+    answers = [tiny.answer(copy, question, max_new_tokens=6).token_ids for copy in (cache, stored)]
+    assert answers[0] == answers[1]
     if base in ("kvzip", "full") and codec in ("none", "int8"):
         assert (
             tiny.answer(cache, question, max_new_tokens=6).text == tiny.answer(plain, question, max_new_tokens=6).text
@@ -202,15 +202,17 @@ def test_an_answer_in_a_batch_is_the_one_alone(tiny, document):
         for base, codec in (("keydiff", "none"), ("kvzip", "int4"), ("ada", "int2"), ("full", "int8"))
     ]
     caches.append(tiny.compress(document, policy="full"))
-    asked = [(cache, f"What is the code of room {room}?") for cache in caches for room in (3, 11, 29)]
+    questions = [(cache, f"What is the code of room {room}?") for cache in caches for room in (3, 11, 29)]
 
     def run(generations):
         batch = tiny.batch()
-        while left := [each for each in generations if not each.finished]:
+        while left := [generation for generation in generations if not generation.finished]:
             batch.step(left)
-        return [each.answer().token_ids for each in generations]
+        return [generation.answer().token_ids for generation in generations]
 
-    started = [[tiny.start(tiny.attach(c), tiny.encode_query(c, q), Sampling(6)) for c, q in asked] for _ in range(2)]
+    started = [
+        [tiny.start(tiny.attach(c), tiny.encode_query(c, q), Sampling(6)) for c, q in questions] for _ in range(2)
+    ]
     assert run(started[0]) == [run([one])[0] for one in started[1]]
 
 
@@ -256,10 +258,10 @@ def test_where_the_base_keeps_none_of_the_last_tokens_or_no_others(tiny, documen
             empty = replace(cache, layers=tuple(Parts((none, other)) for _ in cache.layers))
             alone = replace(cache, layers=tuple(other for _ in cache.layers))
             for codec in ("none", "int4"):
-                told = [
-                    tiny.answer(each.encoded(codec), "Which?", max_new_tokens=4).token_ids for each in (empty, alone)
+                answers = [
+                    tiny.answer(cache.encoded(codec), "Which?", max_new_tokens=4).token_ids for cache in (empty, alone)
                 ]
-                assert told[0] == told[1]
+                assert answers[0] == answers[1]
                 data = empty.encoded(codec).to_bytes()
                 assert CompressedCache.from_bytes(data).to_bytes() == data
     assert kinds == {Pruned, Kept}
@@ -355,7 +357,7 @@ def test_entries_of_another_kind_of_an_installed_base_are_refused():
 
 def test_channels_are_packed_by_head():
     layer = random_layer(40, kv_heads=3, dim=10, seed=2)
-    record, found = pruned_layer(layer, 20, whole_keys=0)
-    for head, (start, end) in enumerate(pairwise(found.offsets)):
+    record, pruned = pruned_layer(layer, 20, whole_keys=0)
+    for head, (start, end) in enumerate(pairwise(pruned.offsets)):
         whole = record.heads()[head][0]
-        assert torch.equal(found.keys[start:end], whole[:, found.channels[head].long()])
+        assert torch.equal(pruned.keys[start:end], whole[:, pruned.channels[head].long()])

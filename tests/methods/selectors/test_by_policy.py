@@ -40,7 +40,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(bundled_folder("kvshelf-tiny"))
 
 
-class Asked:
+class Question:
     """A document and a question on a random model, and what plain transformers computes of them in fp64."""
 
     def __init__(self, kind, group):
@@ -56,8 +56,8 @@ class Asked:
         self.query = list(self.engine.encode_query(self.full, QUESTION))
         self.group, tokens = group, len(self.ids)
         out = by_hand(torch.tensor([[*self.ids, *self.query]]), output_attentions=True, use_cache=True)
-        self.weights = [each[0, :, tokens:, :tokens] for each in out.attentions]
-        self.states = [(each.keys[0, :, :tokens], each.values[0, :, :tokens]) for each in out.past_key_values.layers]
+        self.weights = [weights[0, :, tokens:, :tokens] for weights in out.attentions]
+        self.states = [(layer.keys[0, :, :tokens], layer.values[0, :, :tokens]) for layer in out.past_key_values.layers]
 
     def sums(self, layer, kv_head, rows=0):
         """The attention of each query head of a group, summed over the last rows of the question; 0: over all."""
@@ -99,8 +99,8 @@ class Asked:
 
 
 @cache
-def asked(kind, group):
-    return Asked(kind, group)
+def question_of(kind, group):
+    return Question(kind, group)
 
 
 def h2o_by_hand(case, layer, kv_head):
@@ -117,7 +117,7 @@ def sablock_by_hand(case, layer, _kv_head):
         segments[-1].append(j)
         if tokenizer().decode([case.ids[j]]).strip()[-1:] in (".", "?") or len(segments[-1]) == 64:
             segments.append([])
-    return filled(*guided(s, [each for each in segments if each]), len(s), BUDGET)
+    return filled(*guided(s, [segment for segment in segments if segment]), len(s), BUDGET)
 
 
 def scores_of_ems(case, layer, kv_head, kernel=5):
@@ -156,7 +156,7 @@ def ems_by_hand(case, layer, kv_head, ours, tau, gamma):
     ("select", "params", "by_hand"), [("policy:h2o", {}, h2o_by_hand), ("policy:sablock", SIZES, sablock_by_hand)]
 )
 def test_an_answer_reads_what_the_formulas_say_of_the_question_s_rows(kind, group, select, params, by_hand):
-    case = asked(kind, group)
+    case = question_of(kind, group)
     made, document = case.begun(select, **params)
     expected = [[by_hand(case, layer, head) for head in range(2)] for layer in range(len(case.states))]
     assert [read_positions(made, document, layer, 2) for layer in range(len(expected))] == expected
@@ -169,7 +169,7 @@ def test_an_answer_reads_what_the_formulas_say_of_the_question_s_rows(kind, grou
 
 @pytest.mark.parametrize(("kind", "group"), SHAPES)
 def test_ems_merges_for_the_question_and_the_answer_reads_what_it_merged(kind, group):
-    case, sizes = asked(kind, group), {"tau": 0.3, "gamma": 2.5}
+    case, sizes = question_of(kind, group), {"tau": 0.3, "gamma": 2.5}
     before = case.full.to_bytes()
     made, _ = case.begun("policy:ems", kernel=5, **SIZES, **sizes)
     most, tokens, merged, reads, joined = 0, len(case.ids), [], [], 0
@@ -178,13 +178,13 @@ def test_ems_merges_for_the_question_and_the_answer_reads_what_it_merged(kind, g
         assert isinstance(prefix, MergedPrefix)
         counted = made.counted(layer)[0].chosen
         members = [counted.rows[head, : int(counted.counts[head])].tolist() for head in range(2)]
-        found = []
+        heads = []
         for head, (own, (*_, classes)) in enumerate(zip(members, prefix.heads, strict=True)):
             scores = scores_of_ems(case, layer, head)
             centers = best(scores, set(range(case.protected)), BUDGET)
             ours = {i: centers[at] for i, at in zip(own, classes.tolist(), strict=True)}
-            found.append(ems_by_hand(case, layer, head, ours, **sizes))
-        for (states, centers), (keys, values, scales, classes) in zip(found, prefix.heads, strict=True):
+            heads.append(ems_by_hand(case, layer, head, ours, **sizes))
+        for (states, centers), (keys, values, scales, classes) in zip(heads, prefix.heads, strict=True):
             assert len(keys) == len(centers) == BUDGET
             joined += len(states) - len(centers)
             slots = [states[i] for i in sorted(states)]
@@ -192,12 +192,12 @@ def test_ems_merges_for_the_question_and_the_answer_reads_what_it_merged(kind, g
                 scales.double()[:, None] * keys[classes].double(), torch.stack([key for key, _ in slots]), **NEAR
             )
             torch.testing.assert_close(values[classes].double(), torch.stack([value for _, value in slots]), **NEAR)
-        most = max(len(states) for states, _ in found)
-        rows = [[states[i] for i in sorted(states)] for states, _ in found]
+        most = max(len(states) for states, _ in heads)
+        rows = [[states[i] for i in sorted(states)] for states, _ in heads]
         rows = [[*own, *own[:1] * (most - len(own))] for own in rows]
         merged.append(tuple(torch.stack([torch.stack([slot[of] for slot in own]) for own in rows]) for of in (0, 1)))
-        reads.append([[tokens + i for i in range(len(states))] for states, _ in found])
-        assert members == [sorted(states) for states, _ in found]
+        reads.append([[tokens + i for i in range(len(states))] for states, _ in heads])
+        assert members == [sorted(states) for states, _ in heads]
     assert joined, "nothing merged, so nothing was tested"
     ours = case.answer("policy:ems", kernel=5, **SIZES, **sizes)
     right = case.by_hand(reads, ours.token_ids, merged)[: len(ours.token_ids)]
@@ -212,7 +212,7 @@ NEAR = {"rtol": 1e-3, "atol": 1e-3}
 
 @pytest.mark.parametrize("select", ["policy:h2o", "policy:ems", "policy:sablock", "policy:sentencekv"])
 def test_a_budget_for_all_is_the_answer_without_a_selector(select):
-    case = asked("qwen2", 4)
+    case = question_of("qwen2", 4)
     dense = case.engine.answer(case.full, QUESTION, max_new_tokens=8)
     chosen = {"select": select, "select_tokens": len(case.ids)}
     assert case.engine.answer(case.full, QUESTION, max_new_tokens=8, **chosen) == dense
@@ -229,7 +229,7 @@ def test_a_budget_for_all_is_the_answer_without_a_selector(select):
 )
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_with_the_question_expected_the_policy_stores_the_same(policy, params, of_policy, codec):
-    case = asked("llama", 4)
+    case = question_of("llama", 4)
     sized = {"budget_tokens": BUDGET, "expected_questions": [QUESTION]}
     stored = case.engine.compress(TEXT, policy=policy, **sized, **params, **of_policy)
     full = case.full.encoded(codec)
@@ -251,7 +251,7 @@ def test_with_the_question_expected_the_policy_stores_the_same(policy, params, o
 
 def test_sentences_of_several_documents_do_not_join():
     """Segments end with each document; the answer reads of both."""
-    case = asked("llama", 1)
+    case = question_of("llama", 1)
     other = case.engine.compress("The tide turns, and the boats wait. " * 6, policy="full")
     answer = case.engine.answer(
         [case.full, other], QUESTION, max_new_tokens=4, select="policy:sablock", select_tokens=BUDGET
@@ -273,7 +273,7 @@ def test_what_no_question_can_decide_is_refused_by_name():
 
 
 def test_caches_without_the_ends_of_sentences_are_refused():
-    case = asked("llama", 1)
+    case = question_of("llama", 1)
     ask = partial(case.engine.answer, select="policy:sablock", select_tokens=BUDGET)
     with pytest.raises(PolicyUnsupported, match="has no sentence ends") as refused:
         ask(replace(case.full, sentence_ends=()), QUESTION)

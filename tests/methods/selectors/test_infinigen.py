@@ -132,8 +132,8 @@ def test_it_reads_what_the_rule_says_in_loops(engine, params, tokens, policy, co
     layers, ours = range(len(cache.layers)), {}
     while not generation.finished:
         answered = len(generation.token_ids)
-        (told,) = batch.step([generation])
-        assert not isinstance(told, Exception)
+        (piece,) = batch.step([generation])
+        assert not isinstance(piece, Exception)
         for layer in layers if answered else ():
             for head, read in enumerate(read_positions(selection, document, layer, len(cache.layers[layer].positions))):
                 ours[layer, head, len(QUESTION) + answered - 1] = read
@@ -171,8 +171,8 @@ def test_without_alpha_and_with_room_for_all_it_is_the_dense_answer(engine):
     assert (far.token_ids, far.usage.read_tokens) == (ask().token_ids, 120)
     part = ask(select="infinigen", select_tokens=24)
     assert part.usage.read_tokens <= (120 + 24) / 2
-    asked = [(cache, QUESTION[i:]) for i in range(3)]
-    assert engine.answer_all(asked, max_new_tokens=8, select="infinigen", select_tokens=24)[0] == part
+    questions = [(cache, QUESTION[i:]) for i in range(3)]
+    assert engine.answer_all(questions, max_new_tokens=8, select="infinigen", select_tokens=24)[0] == part
 
 
 @pytest.mark.skipif(not available(), reason="there is no program")

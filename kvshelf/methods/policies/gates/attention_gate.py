@@ -18,27 +18,27 @@ from kvshelf.methods.policies.gates.base import TokenGate, gate_inputs, gates_of
 from kvshelf.methods.policies.view import DocumentView, LayerView
 
 _ROWS: Final = 256
-"""Whose weights on all tokens read are in memory together."""
+"""Rows whose weights on all tokens read are in memory together."""
 
 _MASK_BYTES: Final = 3 << 24
-"""Of a mask of hidden tokens in fp32 and in the dtype of the states, and of what it is made of, a block of rows."""
+"""Of a block of rows of the mask of hidden tokens, in fp32 and in the dtype of the states, and of its parts."""
 
 
 @dataclass(frozen=True)
 class AttentionGate(TokenGate):
     """In part, as its gates learn by distillation: keep the tokens to which a small attention over the document gives
-    the highest probability of being kept, or with `threshold` those to which it gives so much.
+    the highest probability of being kept, or all of at least `threshold`.
 
-    Before each layer one head of few channels attends causally over what the tokens have there, x, each channel in its
-    own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b. In
-    training a token counts where its probability is at least one half, by a straight-through estimate; the loss is the
-    KL of predictions from those with the full cache, and the distance of the mean probability from a quarter.
+    Before each layer one head of few channels attends causally over the inputs x of the tokens there, each channel in
+    its own scale: with q = Wq x, k = Wk x and v = Wv x, the logit of keeping is W2 (v + softmax(q k / sqrt(d)) v) + b.
+    In training a token counts where its probability is at least one half, by a straight-through estimate; the loss is
+    the KL of predictions from those with the full cache, and the distance of the mean probability from a quarter.
 
     The paper's form is `threshold` 0.5 with `prefill` "chunked": then flags act while the document is read, each in the
-    layer of its gate and before the attention there, and no token sees a dropped one before it. How many entries stay
-    follows from the flags, in each head, so a budget is refused. By default a budget asks for the best of each head;
-    in chunks no later chunk sees what goes, and read whole, all do. The small attention is over all tokens read,
-    dropped ones too, of which it keeps 2 * width numbers a layer.
+    layer of its gate and before the attention there, and no token sees a dropped one before it. The flags decide how
+    many entries of each head stay, so a budget is refused. By default a budget keeps the best of each head, and in
+    chunks only later chunks do not see a dropped token. The small attention is over all tokens read, dropped ones too,
+    and keeps 2 * width numbers of each.
 
     Departures: the authors' gate reads hidden states, and this one the token's query, key and value, which are made of
     them. A token sees itself, whatever its flag. They train on text with the language model's own loss.
@@ -59,10 +59,6 @@ class AttentionGate(TokenGate):
         return self.threshold is not None
 
     @property
-    def exact(self) -> bool:
-        return self.threshold is None
-
-    @property
     def ragged(self) -> bool:
         return self.threshold is not None
 
@@ -81,13 +77,13 @@ class AttentionGate(TokenGate):
     def shares(self, pasts: Sequence[LayerPast], budget: Budget) -> Sequence[Sequence[int]]:
         if self.threshold is None:
             return super().shares(pasts, budget)
-        return [[len(own) - int(self._below(own).sum()) for own in past.importance] for past in pasts]
+        return [[len(head) - int(self._below(head).sum()) for head in past.importance] for past in pasts]
 
     def hidden(self, past: LayerPast, count: int) -> Tensor:
-        return self._below(torch.stack([own[-count:] for own in past.importance]))
+        return self._below(torch.stack([head[-count:] for head in past.importance]))
 
     def _below(self, logits: Tensor) -> Tensor:
-        """Which probabilities are below the threshold; what is not a number is not, so that its entry shows it."""
+        """Which probabilities are below the threshold. NaN is not, so that its entry stays and shows it."""
         assert self.threshold is not None
         return logits.sigmoid() < self.threshold
 
@@ -116,14 +112,14 @@ class AttentionGate(TokenGate):
         return 4 * numbers * document.num_tokens + (_MASK_BYTES if self.hides else 0)
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
-        """The note: what the small attention has of every token read, `[read, 2, width]`."""
+        """The note: the small attention's keys and values of every token read, `[read, 2, width]`."""
         rows = torch.cat(list(gate_inputs(chunk)))
-        queries, *own = (projected(gate, name, rows) for name in ("query", "key", "value"))
-        seen = torch.stack(own, dim=1)
-        seen = seen if note is None else torch.cat([note, seen])
-        near, first = [], len(seen) - len(rows)
-        for some in torch.split(queries, _ROWS):
-            first += len(some)
-            weights = window_attention(some[None], seen[:first, 0], queries.shape[1] ** -0.5)
-            near.append(weights[0] @ seen[:first, 1])
-        return (own[1] + torch.cat(near)) @ gate["down"].T + gate["bias"], seen
+        queries, keys, values = (projected(gate, name, rows) for name in ("query", "key", "value"))
+        states = torch.stack([keys, values], dim=1)
+        states = states if note is None else torch.cat([note, states])
+        near, end = [], len(states) - len(rows)
+        for block in torch.split(queries, _ROWS):
+            end += len(block)
+            weights = window_attention(block[None], states[:end, 0], queries.shape[1] ** -0.5)
+            near.append(weights[0] @ states[:end, 1])
+        return (values + torch.cat(near)) @ gate["down"].T + gate["bias"], states

@@ -1,5 +1,4 @@
-"""Bases of policies with trained gates: which file they take (`GatePolicy`), and the network that scores a token
-(`TokenGate`)."""
+"""Bases of policies with trained gates: any gate file (`GatePolicy`), and a network for each token (`TokenGate`)."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.kernels.select import importance_of
 from kvshelf.methods.method import Needs, parameter
 from kvshelf.methods.policies.base import Policy, ScoringPolicy
-from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.budgets import Budget, fitted_sink
 from kvshelf.methods.policies.chunked import ChunkedPolicy, LayerPast
 from kvshelf.methods.policies.gate_file import Family, Form, Gates, Geometry, Shapes, Target, find
-from kvshelf.methods.policies.parameters import fitted_sink
 from kvshelf.methods.policies.sharing import LayerStats
 from kvshelf.methods.policies.view import DocumentView, LayerView
 from kvshelf.model.rope import Rope
@@ -30,22 +28,17 @@ _TOKENS: Final = 4096
 
 @dataclass(frozen=True)
 class GatePolicy(Policy):
-    """A policy that scores by gates trained for the model. The identity of a cache names their digest, so that gates
-    trained anew make new caches.
+    """A policy that scores by gates trained for the model. Their digest is in a cache's identity.
 
-    `family`: what the gates are; `target`: what they were trained to foretell. Raise `gate_revision` whenever gates of
-    before would mean something else.
+    family: the kind of gates. target: what they foretell. Raise `gate_revision` when the formula changes.
     """
 
     family: ClassVar[Family]
     target: ClassVar[Target]
     gate_revision: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.ROPE | Needs.GATES
 
     gates: str | None = parameter(None, "digest of the gate file to use; null: the one that is there")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.ROPE | Needs.GATES
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
@@ -73,8 +66,7 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
     """Scores a token by a network of one hidden layer, which reads the token's query, key and value of all heads before
     RoPE, and nothing of other tokens. So a score depends on no later token, nor on how a document is cut into passes.
 
-    In chunks a token's output is made in the pass that reads it and stays with its entries; whoever shares a budget
-    decides by the outputs of all that is left.
+    In chunks a token's output is made in the pass that reads it and stays with its entries.
     """
 
     sink: int = parameter(4, "first tokens, always kept", minimum=0)
@@ -84,25 +76,22 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         return self.sink
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
-        if self.chunked and document.first_position:
-            self._require_gates_of_cache(gates_of(document).digest)
-        policy = super().fitted(document, budget, given)
-        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, given="sink" in given)
-        return replace(policy, sink=sink)
-
-    def _require_gates_of_cache(self, there: str) -> None:
-        """Refuse to go on from a cache of other gates than are there: its parameters are not the caller's to choose."""
-        if self.gates not in (None, there):
+        digest = gates_of(document).digest
+        if self.chunked and document.first_position and self.gates not in (None, digest):
+            # The parameters of a cache that is resumed are not the caller's to choose.
             raise PolicyUnsupported(
                 f"the cache was made by the gates {self.gates!r}, and those that are there for this model are "
-                f"{there!r}; put their file back, or take prefill=whole",
+                f"{digest!r}; put their file back, or take prefill=whole",
                 param="policy_params.prefill",
             )
+        policy = super().fitted(document, budget, given)
+        sink = fitted_sink(self.sink, budget.tokens, room=budget.tokens - 1, requested="sink" in given)
+        return replace(policy, sink=sink)
 
     @classmethod
     def shapes(cls, width: int, geometry: Geometry) -> Shapes:
-        own = cls.of_layer(width, geometry)
-        return {f"{layer}.{name}": shape for layer in range(geometry.layers) for name, shape in own.items()}
+        of_layer = cls.of_layer(width, geometry)
+        return {f"{layer}.{name}": shape for layer in range(geometry.layers) for name, shape in of_layer.items()}
 
     @classmethod
     def of_layer(cls, width: int, geometry: Geometry) -> Shapes:
@@ -119,8 +108,8 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         return self.stays(layer.positions, layer.protected_prefix, layer.num_tokens, ended=True)
 
     def stays(self, positions: Tensor, prefix: int, read: int, *, ended: bool) -> Tensor:  # noqa: ARG002
-        """Which of these tokens stay whatever their score, `[n]` bool, when `read` have been read. ended: these are all
-        of the document."""
+        """Which of the tokens at these positions stay whatever their score, `[n]` bool, when `read` tokens have been
+        read. ended: the document has no more."""
         return positions < max(self.sink, prefix)
 
     def score(self, layer: LayerView) -> Tensor:
@@ -129,7 +118,7 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
         outputs = self.outputs(gate, layer)[:, first : first + layer.kv_heads].T.contiguous()
         return self.judged(outputs, layer.positions, layer.num_tokens)
 
-    def taken(self, past: LayerPast, chunk: LayerView) -> LayerPast:
+    def take(self, past: LayerPast, chunk: LayerView) -> LayerPast:
         gate = gates_of(chunk.document).layer(chunk.place, chunk.keys.device)
         outputs, note = self.continued(gate, chunk, past.note)
         joined = past.joined(chunk, {"outputs": outputs.T})
@@ -146,40 +135,38 @@ class TokenGate(GatePolicy, ChunkedPolicy, ScoringPolicy):
 
     @classmethod
     def outputs(cls, gate: Mapping[str, Tensor], layer: LayerView) -> Tensor:
-        """What the gate of a layer makes of its tokens: `[N, kv_heads]` fp32, of all heads."""
+        """The outputs of a layer's gate for its tokens: `[N, kv_heads]` fp32, of all heads."""
         return torch.cat([cls.gated(gate, rows) for rows in gate_inputs(layer)])
 
     @classmethod
     def gated(cls, gate: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """The same of tokens `[n, inputs]`: `[n, kv_heads]`."""
+        """The outputs of a gate for tokens `[n, inputs]`: `[n, kv_heads]`."""
         return torch.nn.functional.silu(projected(gate, "up", rows)) @ gate["down"].T + gate["bias"]
 
     def continued(self, gate: Mapping[str, Tensor], chunk: LayerView, note: Any) -> tuple[Tensor, Any]:
-        """The outputs of a chunk, as of `outputs`, and what its gate has to know of the tokens before the next. note:
-        the same of those before this one; None for the first."""
+        """The outputs of a chunk, as of `outputs`, and its note for the next. note: of the one before, if any."""
         return self.outputs(gate, chunk), note
 
     def judged(self, outputs: Tensor, positions: Tensor, read: int) -> Tensor:  # noqa: ARG002
-        """The scores of outputs `[..., n]` fp32 of tokens at these places `[n]`, when `read` tokens have been read."""
+        """The scores of outputs `[..., n]` fp32 of tokens at positions `[n]`, when `read` tokens have been read."""
         return outputs
 
 
 def projected(gate: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
-    """W x of tokens `[n, inputs]`, each channel in its own scale: `[n, width]`. The scale is multiplied into W, which
-    is much smaller than the tokens."""
+    """W x of tokens `[n, inputs]`, each channel in its own scale: `[n, width]`. W, the smaller factor, is scaled."""
     matrix = gate[name] * gate["scale"]
     return rows @ matrix.T - matrix @ gate["mean"]
 
 
 def gate_inputs(layer: LayerView) -> Iterator[Tensor]:
-    """What gates read: the queries, keys and values of all heads of the layer, before RoPE, `[n, inputs]` fp32, some
+    """The inputs of gates: queries, keys and values of all heads of the layer, before RoPE, `[n, inputs]` fp32, some
     thousand tokens at a time."""
     rope = layer.rope
     assert rope is not None, "the policy says that it observes RoPE"
     for first in range(0, layer.num_tokens, _TOKENS):
-        some = slice(first, first + _TOKENS)
-        queries, keys, values = (states[:, some] for states in (layer.all_queries, layer.keys, layer.values))
-        yield token_inputs(queries, keys, values, layer.rotated_to[some], rope, layer.all_heads)
+        block = slice(first, first + _TOKENS)
+        queries, keys, values = (states[:, block] for states in (layer.all_queries, layer.keys, layer.values))
+        yield token_inputs(queries, keys, values, layer.rotated_to[block], rope, layer.all_heads)
 
 
 def token_inputs(
@@ -190,13 +177,12 @@ def token_inputs(
     rope: Rope,
     all_heads: Callable[[Tensor], Tensor] = lambda states: states,
 ) -> Tensor:
-    """What gates read of n tokens, `[n, inputs]` fp32. queries: `[q_heads, n, D]`, keys and values `[kv_heads, n, D]`,
-    rotated to positions `[n]`. all_heads: adds the heads that other processes have."""
+    """The inputs of gates for n tokens, `[n, inputs]` fp32. queries: `[q_heads, n, D]`, keys and values: `[kv_heads, n,
+    D]`, rotated to positions `[n]`. all_heads: adds the heads of other processes."""
     states = rope.unrotate(queries, rotated_to), rope.unrotate(keys, rotated_to), values.float()
     return torch.cat([all_heads(of_heads).transpose(0, 1).flatten(1) for of_heads in states], dim=1)
 
 
 def gates_of(document: DocumentView) -> Gates:
-    """The gates that the engine found for the policy."""
     assert document.gates is not None, "the policy says that it observes gates"
     return document.gates

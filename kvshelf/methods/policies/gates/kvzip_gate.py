@@ -13,24 +13,19 @@ from kvshelf.methods.policies.sharing import GlobalSharing, Sharing
 
 @dataclass(frozen=True)
 class KVzipGate(TokenGate):
-    """In part, as its network is another one: keep what a gate takes for what `kvzip` would keep, without its passes
-    behind the document.
+    """In part, as its network is another one: keep what a gate expects `kvzip` to keep, without `kvzip`'s passes.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
-    each channel in its own scale. It is trained on documents that need no questions: s foretells the logarithm of the
-    score that `kvzip` gives the token. All layers and heads share one budget, as there (`across="cache"`), or each head
-    has its own.
+    each channel in its own scale. It is trained on documents without questions: s foretells the logarithm of the score
+    that `kvzip` gives the token. All layers and heads share one budget (`across="cache"`), or each head has its own.
 
     Departures: the authors' gates read the hidden state, which has no more in it; that of Fast KVzip compares a low
-    rank query and key with learned sinks; kvshelf's network is that of Locret and KVzap. No window of recent tokens is
-    kept.
+    rank query and key with learned sinks; kvshelf's is that of Locret and KVzap. Recent tokens may go.
     """
 
     name: ClassVar[str] = "kvzip_gate"
     source: ClassVar[str] = "after Fast KVzip, arXiv 2601.17668, and KVzap, arXiv 2601.07891"
-    advice: ClassVar[str] = (
-        "first, for a model that has gates: it keeps like kvzip or better, and makes no pass of its own."
-    )
+    advice: ClassVar[str] = "first, for a model that has gates: it keeps like kvzip or better, without its passes."
     family: ClassVar[Family] = "importance"
     target: ClassVar[Target] = "kvzip"
 

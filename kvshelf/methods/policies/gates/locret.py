@@ -8,16 +8,15 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from kvshelf.methods.method import parameter
-from kvshelf.methods.policies.budgets import Budget
+from kvshelf.methods.policies.budgets import Budget, require_room
 from kvshelf.methods.policies.gate_file import Family, Target
 from kvshelf.methods.policies.gates.base import TokenGate
-from kvshelf.methods.policies.parameters import require_held
 from kvshelf.methods.policies.view import DocumentView
 
 
 @dataclass(frozen=True)
 class Locret(TokenGate):
-    """Keep what a gate takes for what answers will attend to.
+    """Keep what answers will attend to by the forecast of a gate.
 
     The gate of a layer is s = W2 silu(W1 x) + b, where x is the token's query, key and value of all heads before RoPE,
     each channel in its own scale. It is trained on documents with questions and answers: the label of a token is the
@@ -26,8 +25,8 @@ class Locret(TokenGate):
     tokens of the document stay, as the authors leave the last 100 of the prompt.
 
     With `prefill` "chunked" the document is read as in the paper, in a cache of fixed size: behind each chunk the best
-    of all that is left stay, and the last `stabilizers` of a chunk until the next has been read. By default these are
-    the authors' 2,500 of 6,000 entries and chunks of 3,072 tokens, or the same part of a smaller budget or chunk.
+    of all entries stay, and the last `stabilizers` of a chunk until the next has been read. By default these are the
+    authors' 2,500 of 6,000 entries and chunks of 3,072 tokens, or the same part of a smaller budget or chunk.
 
     Departures: s foretells the logarithm of the label, because labels lie orders of magnitude apart. By default the
     document is read in one pass, in which no token is dropped while others still have to read it.
@@ -42,18 +41,16 @@ class Locret(TokenGate):
     in_chunks: ClassVar[frozenset[str]] = frozenset({"chunk", "stabilizers"})
 
     recent: int = parameter(100, "last tokens of the document, always kept", minimum=0)
-    stabilizers: int = parameter(
-        2500, "last tokens of each chunk but the last that stay until the next is read", minimum=0, added=True
-    )
+    stabilizers: int = parameter(2500, "last tokens of a chunk that stay until the next is read", minimum=0, added=True)
 
     def fitted(self, document: DocumentView, budget: Budget, given: frozenset[str]) -> Self:
         policy = super().fitted(document, budget, given)
         largest = budget.tokens - max(policy.sink, document.protected_prefix)
         if "recent" not in given:
             policy = replace(policy, recent=min(self.recent, budget.tokens // 8, largest))
-        require_held("recent", policy.recent, largest, budget.tokens)
+        require_room("recent", policy.recent, largest, budget.tokens)
         if "stabilizers" in given:
-            require_held("stabilizers", self.stabilizers, largest, budget.tokens)
+            require_room("stabilizers", self.stabilizers, largest, budget.tokens)
         elif policy.chunked:
             part = min(budget.tokens * 5 // 12, policy.chunk * 2500 // 3072)
             policy = replace(policy, stabilizers=min(self.stabilizers, part, largest))

@@ -30,9 +30,8 @@ class LookaheadKV(GatePolicy, ScoringPolicy):
     The model writes these answers itself, greedily, to the questions of the training documents; the row that writes the
     token which ends an answer counts as the others do.
 
-    Departures: an answer of the training has 128 tokens at most. The last tokens of the document are not kept for
-    standing there. The gates that kvshelf-tiny brings, and so the measured figures, are of a training on the
-    answers that its documents give.
+    Departures: an answer of the training has 128 tokens at most. The document's last tokens may go. The gates of
+    kvshelf-tiny, and so the measured figures, are of a training on the answers that its documents give.
     """
 
     name: ClassVar[str] = "lookaheadkv"
@@ -40,12 +39,9 @@ class LookaheadKV(GatePolicy, ScoringPolicy):
     advice: ClassVar[str] = "for a model whose gates were trained on questions like those to come."
     family: ClassVar[Family] = "probe"
     target: ClassVar[Target] = "answers"
+    needs: ClassVar[Needs] = Needs.QUERIES | Needs.GATES
 
     kernel: int = pooling_kernel(5)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.QUERIES | Needs.GATES
 
     def probe_passes(self, document: DocumentView) -> Sequence[ProbePass]:
         return [ProbePass((0,) * TOKENS, document.end, gates_of(document))]
@@ -65,16 +61,16 @@ class LookaheadKV(GatePolicy, ScoringPolicy):
 
 
 def adapted(geometry: Geometry, *, last: bool) -> dict[str, tuple[int, int]]:
-    """The linear layers of a decoder layer that have an addition, with the numbers they take and give. What follows the
-    weights of the last attention changes no weight."""
-    hidden, heads = geometry.hidden, geometry.q_heads * geometry.head
-    of_keys = geometry.kv_heads * geometry.head
-    weighing = {"self_attn.q_proj": (hidden, heads), "self_attn.k_proj": (hidden, of_keys)}
+    """The linear layers of a decoder layer that have an addition, with their numbers of inputs and outputs. In the last
+    layer only the attention's weights need one."""
+    hidden, queries = geometry.hidden, geometry.q_heads * geometry.head
+    keys = geometry.kv_heads * geometry.head
+    for_weights = {"self_attn.q_proj": (hidden, queries), "self_attn.k_proj": (hidden, keys)}
     if last:
-        return weighing
-    return weighing | {
-        "self_attn.v_proj": (hidden, of_keys),
-        "self_attn.o_proj": (heads, hidden),
+        return for_weights
+    return for_weights | {
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
         "mlp.gate_proj": (hidden, geometry.intermediate),
         "mlp.up_proj": (hidden, geometry.intermediate),
         "mlp.down_proj": (geometry.intermediate, hidden),

@@ -21,7 +21,7 @@ from kvshelf.methods.policies.view import LayerView
 
 @dataclass(frozen=True)
 class TrimKV(KeepsScores, TokenGate):
-    """Keep what a gate lets fade least: each token has a rate beta, and at time T what is left of it is beta^(T - p).
+    """Keep what a gate lets fade least: each token has a rate beta, and at time T beta^(T - p) of it is left.
 
     log beta = logsigmoid(W2 silu(W1 x) + b), where x is the token's query, key and value of all heads before RoPE. The
     score of the token at position p is (T - p) log beta, with T the document's end plus `horizon`. Where all rates are
@@ -29,9 +29,9 @@ class TrimKV(KeepsScores, TokenGate):
     logit (t - p) log beta added; the loss is the KL of their predictions from those with the full cache, and what the
     tokens of a head leave at the document's end, beyond a quarter of their number. b begins at 10: nothing fades.
 
-    With `prefill` "chunked" what exceeds the budget goes behind each chunk, T being the tokens read so far plus
-    `horizon`: a chunk is what the authors call the buffer. While the model answers, suffix policy `trimkv` goes on with
-    each entry's log beta, which the cache has with `keep_scores`, and so do chunks that are appended.
+    With `prefill` "chunked" the excess over the budget goes behind each chunk, T being the tokens read so far plus
+    `horizon`: a chunk is the authors' buffer. While the model answers, suffix policy `trimkv` goes on with each entry's
+    log beta, which the cache has with `keep_scores`, and so do chunks that are appended.
 
     Departures: the authors' gate reads the hidden state. In their training every row sees decayed tokens; here the
     document is read whole, as it is when it is compressed, and the gate reads what it will read then. log beta is one
@@ -40,12 +40,10 @@ class TrimKV(KeepsScores, TokenGate):
 
     name: ClassVar[str] = "trimkv"
     source: ClassVar[str] = "TRIM-KV, arXiv 2512.03324"
-    advice: ClassVar[str] = (
-        "where gates learn from predictions and each head is to keep as many; kvzip_gate keeps more."
-    )
+    advice: ClassVar[str] = "where gates learn from predictions and heads keep equally many; kvzip_gate keeps more."
     family: ClassVar[Family] = "decay"
     target: ClassVar[Target] = "distill"
-    left: ClassVar[tuple[str, ...]] = ("rate",)
+    column_names: ClassVar[tuple[str, ...]] = ("rate",)
 
     horizon: int = parameter(0, "tokens behind the document's end at which it is judged", minimum=0)
 
@@ -66,21 +64,20 @@ class TrimKV(KeepsScores, TokenGate):
         notes: Mapping[int, int | None],  # None of a layer that was read in chunks, which `recorded` has rated
         budget: Budget,  # noqa: ARG002
     ) -> Mapping[int, Entries]:
-        return {
-            layer: record if (read := notes[layer]) is None else self._judged_at(cast("Kept", record), read)
-            for layer, record in records.items()
-        }
-
-    def _judged_at(self, record: Kept, read: int) -> Kept:
-        """A record whose importance is that of `judged` when `read` tokens had been read, with its rates log beta."""
-        assert record.importance is not None
-        return self._rated(record, record.importance / (read + self.horizon - record.entry_positions))
+        rated = dict(records)
+        for layer, read in notes.items():
+            if read is not None:
+                record = cast("Kept", records[layer])
+                assert record.importance is not None
+                ages = read + self.horizon - record.entry_positions
+                rated[layer] = self._rated(record, record.importance / ages)  # undoes `judged`
+        return rated
 
     def recorded(self, past: LayerPast) -> Kept:
         return self._rated(past.record, past.columns["outputs"])
 
     def _rated(self, record: Kept, rates: Tensor) -> Kept:
-        """The record with its rates: 0, as of what never fades, where an entry is protected."""
+        """The record with its rates: 0 where an entry is protected, which never fades."""
         assert record.importance is not None
         return self.keeping(record, rate=rates.masked_fill(record.importance.isposinf(), 0.0))
 
@@ -89,5 +86,5 @@ class TrimKV(KeepsScores, TokenGate):
         return self.keep_scores
 
     def resumed(self, record: Kept, read: int, num_tokens: int) -> LayerPast:
-        """What was protected has rate 0, so it stays."""
+        """Protected entries have rate 0, so they stay."""
         return LayerPast(record, num_tokens, read, {"outputs": record.columns["rate"]})

@@ -1,5 +1,4 @@
-"""Passes behind a document whose attention gradients go through: over the frozen keys and values of the document, and
-the pass's own."""
+"""Passes behind a document, with gradients through their attention over its frozen keys and values and their own."""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ _IMPLEMENTATION: Final = "kvshelf_learning"
 _ATTEND: Final = "kvshelf_attend"
 
 Attend = Callable[[int, Tensor], Tensor]
-"""Of a layer's number and its logits `[q_heads, T, N + T]` fp32, causal: the weights, of the same shape."""
+"""Makes the weights of a layer, by its number, from its causal logits `[q_heads, T, N + T]` fp32, of the same shape."""
 
 
 def softmax(layer: int, logits: Tensor) -> Tensor:  # noqa: ARG001
-    """The `Attend` of the model itself."""
+    """The model's own `Attend`."""
     return logits.softmax(dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
-class ReadBehind:
+class ReadDocument:
     """A document that the model has read: the keys and values of each layer, `[1, kv_heads, N, D]`."""
 
     engine: Engine
     states: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, engine: Engine, token_ids: Any) -> ReadBehind:
+    def of(cls, engine: Engine, token_ids: Any) -> ReadDocument:
         """Raises `PolicyUnsupported` for a model with layers that do not see the whole document."""
         if not all(kind.sees_all and kind.attends and not kind.states and not kind.latents for kind in engine.kinds):
             raise PolicyUnsupported(
@@ -62,8 +61,8 @@ class ReadBehind:
         for layer, states in enumerate(self.states):
             past.update(*states, layer)
         with attention_selected(self.engine.model, _IMPLEMENTATION, _attention):
-            given = {CACHE_ARGUMENT: past, _ATTEND: attend, "logits_to_keep": rows}
-            logits: Tensor = self.engine.model(input_ids=ids, position_ids=at, use_cache=True, **given).logits
+            arguments = {CACHE_ARGUMENT: past, _ATTEND: attend, "logits_to_keep": rows}
+            logits: Tensor = self.engine.model(input_ids=ids, position_ids=at, use_cache=True, **arguments).logits
         return logits[0].float()
 
 
@@ -76,7 +75,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function, of one row: query `[1, q_heads, T, D]`, key `[1, kv_heads, N + T, D]`."""
+    """The attention function of one row: query `[1, q_heads, T, D]`, key `[1, kv_heads, N + T, D]`."""
     rules = logit_rules(module, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs)
     require_causal(module, attention_mask, kwargs)
     group, rows, columns = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
