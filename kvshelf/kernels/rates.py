@@ -42,17 +42,15 @@ def cost(run: Callable[[], object], device: torch.device = CPU) -> Cost:
     now = clock(device)
     started_wall, started = time.perf_counter(), now()
     result = run()
-    found = Cost(now() - started, time.perf_counter() - started_wall)
+    elapsed = Cost(now() - started, time.perf_counter() - started_wall)
     del result
-    return found
+    return elapsed
 
 
 BUFFER_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
 """Larger than every processor cache; some caches have hundreds of megabytes."""
 
-
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-
 
 _REPEATS = 7
 

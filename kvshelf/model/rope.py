@@ -33,9 +33,9 @@ _CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True, eq=False)
 class _Planes:
-    """How a model rotates heads of D channels by tables of T columns. Channel c turns by column `columns[c]`, in one
-    plane with channel `partners[c]`, whose part has the sign `signs[c]`; `[D]` each. Channels that are never rotated
-    have sign 0. plain: all channels are rotated, and channel c by column c.
+    """The planes in which a model rotates heads of D channels by tables of T columns, `[D]` tensors. Channel c turns by
+    column `columns[c]`, in one plane with channel `partners[c]`, whose part has the sign `signs[c]`. Channels that are
+    never rotated have sign 0. plain: all channels are rotated, and channel c by column c.
     """
 
     partners: Tensor
@@ -86,13 +86,14 @@ class Rope:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Rope | None:
         """The RoPE of a model; None if it has none, if layers differ in it, or if it cannot be undone from outside, as
-        where it rotates a part that is behind the latents (MLA)."""
+        with latents (MLA), where it rotates a part that is computed from them."""
         if any(kind.latents for kind in layer_kinds(model.config)):
             return None
         base = model.base_model
         embedding = getattr(base, "rotary_emb", None)
         layers = getattr(base, "layers", None)
-        attention = next((found for layer in layers or () if (found := getattr(layer, "self_attn", None))), None)
+        attentions = (getattr(layer, "self_attn", None) for layer in layers or ())
+        attention = next(filter(None, attentions), None)
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if embedding is None or apply is None or "layer_type" in inspect.signature(embedding.forward).parameters:
             return None

@@ -38,8 +38,7 @@ from kvshelf.kernels.prefix_attention import (
     causal_attention,
     prefix_attention,
 )
-from kvshelf.kernels.quantize import dequantize, quantize
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded, dequantize, quantize
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from kvshelf.kernels.rotate import rotate
 from kvshelf.kernels.row_norms import row_norms

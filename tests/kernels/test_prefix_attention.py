@@ -535,7 +535,7 @@ def test_what_hides_tokens_stays_small():
         (SuffixRows((9,), (0,), 2), (1, 4, 12)),  # of query heads
         (SuffixRows((9,), (0,), 2), (1, 2, 9)),  # without the spare room
         (SuffixRows((9, 7), (0, 1)), (2, 2, 12)),  # other lengths
-        (SuffixRows((9, 9), (0, 1), asked=(True, False)), (2, 2, 12)),  # weights are wanted
+        (SuffixRows((9, 9), (0, 1), observed=(True, False)), (2, 2, 12)),  # weights are wanted
     ],
 )
 def test_hidden_tokens_that_no_form_can_hide_are_refused(rows, shape):
@@ -653,7 +653,7 @@ def test_weights_of_suffix_tokens_are_those_of_one_softmax(given, kind, dtype):
     """Of the rows that ask, and the output is what it is without."""
     made = kind([9, 70], [30, 90], 32, 32, dtype) if kind is merged else kind([9, 70], 32, 32, dtype)
     rules = rules_of(**given)
-    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, observed=(True, True, False)), SuffixRows((50,), (3,), 4)
     layout = BatchLayout((7,), rows, CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
     weights = torch.full((3, 4, 43), torch.nan)
@@ -679,7 +679,7 @@ def test_weights_of_a_prefix_are_those_of_one_softmax(form, dtype):
     rules = rules_of(**{"cap": {"softcap": 0.7}, "sinks": {"sinks": RULES["all"]["sinks"]}}.get(form, {}))
     shared = (streamed if form == "streamed" else packed)([40, 12], 32, 32, dtype, seed=7)
     own = replace(packed([33, 33], 32, 32, dtype), weights=PrefixWeights())
-    layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), asked=(False, True)),), CPU)
+    layout = BatchLayout((1, 1), (SuffixRows((40, 7), (1, 0), observed=(False, True)),), CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(2, 4, 32, dtype=dtype)
     given = queries, [[shared, own], [shared]], suffixes, layout, rules
     out = prefix_attention(*given)

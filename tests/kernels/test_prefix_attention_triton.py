@@ -25,8 +25,7 @@ from kvshelf.kernels.prefix_attention import (
     work,
 )
 from kvshelf.kernels.prefix_attention import triton as fused
-from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind
-from kvshelf.kernels.prefix_attention.slots import fold
+from kvshelf.kernels.prefix_attention.heads import PrefixKind, RowKind, fold
 from kvshelf.kernels.quantize.rows import QuantizedRows
 from tests.amounts import SOAK, amount, in_turn
 from tests.kernels.compiling import Variant, require_fits
@@ -203,7 +202,7 @@ def test_no_prefix_at_all():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [[], [9, 70]], ids=["no prefix", "a prefix"])
 def test_weights_of_suffix_tokens_are_made_from_its_log_sum_exps(dtype, parts):
-    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, asked=(True, True, False)), SuffixRows((50,), (3,), 4)
+    rows = SuffixRows((40, 7, 5), (1, 0, 2), 1, observed=(True, True, False)), SuffixRows((50,), (3,), 4)
     layout = BatchLayout((7,), rows, CPU)
     suffixes, queries = states(layout, 2, 32, 32, dtype), random(7, 4, 32, dtype=dtype)
     prefixes = [[packed(parts, 32, 32, dtype)] if parts else []]

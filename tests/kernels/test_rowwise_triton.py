@@ -125,7 +125,7 @@ def test_a_norm_with_its_residual_is_one_launch_without_memory_of_its_own(dtype,
     new = listed.line("add", width, stream, made)
     out = listed.line("narrow", width, norm(listed, new, width), dtype=dtype)
     (fusion,) = listed.launches(new, out)
-    assert (fusion.scratch, fusion.parts, set(fusion.made)) == (0, 1, {new.buffer, out.buffer})
+    assert (fusion.scratch, fusion.parts, set(fusion.results)) == (0, 1, {new.buffer, out.buffer})
     listed.require_equal({stream: random(rows, width), made: random(rows, width, dtype)}, new, out)
 
 

@@ -155,7 +155,7 @@ def test_a_network_that_comes_up_late_is_waited_for(
 
 
 def test_for_a_model_in_the_cache_the_hub_is_not_asked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_asked", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "_request", lambda *_: pytest.fail("the hub was asked"))
     kept(cache, "config.json")
     require_available(NAME, weights=False)
     kept(cache, "model-00001-of-00002.safetensors")

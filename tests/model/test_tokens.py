@@ -83,7 +83,7 @@ def prompts(form, text, think):
     tools = ToolFormat.of(form, [tool(text)])
     yield form.prompt("document", said, opening=True, intro=tools.intro).token_ids
     yield form.prompt("after_assistant", said[1:], opening=True).token_ids
-    mood = TemplateOptions(form.template.told({"mood": text}, None))
+    mood = TemplateOptions(form.template.choose_variables({"mood": text}, None))
     yield form.prompt("document", said, opening=True, options=mood).token_ids
     yield form.conversation([{"role": "user", "content": "?" + text}]).token_ids
 

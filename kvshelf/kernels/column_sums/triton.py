@@ -29,7 +29,6 @@ _LOG2_E = math.log2(math.e)
 def column_sums(
     queries: Tensor, keys: Tensor, scale: float, local_rows: int = 0, every: int = 1, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kvshelf.kernels.column_sums.column_sums`."""
     (q_heads, num_rows, dim), (kv_heads, num_keys, _) = queries.shape, keys.shape
     total, local = queries.new_empty(2, q_heads, num_keys, dtype=torch.float32)
     if 0 in (q_heads, num_rows):

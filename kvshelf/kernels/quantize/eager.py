@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvshelf.kernels.groups import Axis, scales_shape
-from kvshelf.kernels.quantize.coded import Coded
+from kvshelf.kernels.quantize import Coded
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements computed at a time: 1 MiB in fp32, half of a common L2 cache. A quarter of it takes up to twice as long,
@@ -22,19 +22,17 @@ because of the calls; twice or half of it take the same."""
 
 
 def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.quantize.quantize`."""
     codes, scales, zeros = empty(x, bits, group, axis)
     dim, rows_of_group = _along(axis, group)
     for start, stop in _blocks(0, len(x), x.shape[1], rows_of_group):
         by_group = torch.unflatten(_completed(x[start:stop].float(), dim, group), dim, (-1, group))
         groups = slice(start // rows_of_group, -(-stop // rows_of_group))
-        found, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
-        codes[start:stop] = _pack(found.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
+        numbers, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
+        codes[start:stop] = _pack(numbers.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
     return codes, scales, zeros
 
 
 def dequantize(rows: Coded, start: int, stop: int) -> Tensor:
-    """See `kvshelf.kernels.quantize.dequantize`."""
     out = rows.codes.new_empty(stop - start, rows.num_channels, dtype=rows.dtype)
     dim, rows_of_group = _along(rows.axis, rows.group)
     for first, last in _blocks(start, stop, rows.num_channels, rows_of_group):

@@ -19,7 +19,6 @@ from kvshelf.kernels.native import compiled, pointer
 
 
 def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
-    """See `kvshelf.kernels.select.select`."""
     mask = torch.empty(scores.shape, dtype=torch.bool)
     ranks = torch.empty(scores.shape, dtype=torch.int32)
     scores, protected = scores.contiguous(), protected.contiguous()
@@ -32,7 +31,6 @@ def select(scores: Tensor, protected: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kvshelf.kernels.select.pack`."""
     mask = mask.contiguous()
     heads, length = mask.shape
     begin = list(accumulate(counts, initial=0))
@@ -49,7 +47,7 @@ def pack(keys: Tensor, values: Tensor, mask: Tensor, counts: Sequence[int]) -> t
 def keep_best(
     keys: Tensor, values: Tensor, scores: Tensor, protected: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """See `kvshelf.kernels.select.keep_best`. None where a head keeps fewer than are protected."""
+    """None where a head keeps fewer than are protected."""
     scores, protected = scores.contiguous(), protected.contiguous()
     heads, length = scores.shape
     begin = list(accumulate(counts, initial=0))

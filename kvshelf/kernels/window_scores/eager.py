@@ -22,7 +22,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Halves(NamedTuple):
-    """The two halves of the scores: `multiply` and `add_weights` below, or other forms of them."""
+    """The two steps of the scores: `multiply` and `add_weights` below, or other forms of them."""
 
     multiply: Multiply
     add_weights: Callable[[Tensor, Tensor, Tensor, str], None]
@@ -38,7 +38,6 @@ def scores_by(
     kernel: int,
     pooling: str,
 ) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_scores`."""
     (kv_heads, num_keys, dim), (_, num_rows, _) = keys.shape, queries.shape
     future = _future(queries.shape[0] // kv_heads, num_rows, keys.device)
     width = num_keys + (0 if own_keys is None else own_keys.shape[1])
@@ -56,7 +55,6 @@ def scores_by(
 
 
 def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
-    """See `kvshelf.kernels.window_scores.pass_scores`."""
     (passes, q_heads, num_rows, dim), (kv_heads, num_keys, _), length = queries.shape, keys.shape, own_keys.shape[2]
     future = torch.ones(num_rows, length, dtype=torch.bool, device=keys.device).triu(length - num_rows + 1)
     grouped = (queries * scale).view(passes, kv_heads, q_heads // kv_heads, num_rows, dim)
@@ -87,7 +85,6 @@ def add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> N
 
 
 def window_attention(queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor | None = None) -> Tensor:
-    """See `kvshelf.kernels.window_scores.window_attention`."""
     (group, num_rows, dim), num_keys = queries.shape, keys.shape[0]
     width = num_keys + (0 if own_keys is None else own_keys.shape[0])
     logits = keys.new_empty(group * num_rows, width, dtype=torch.float32)

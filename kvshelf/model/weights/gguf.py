@@ -97,8 +97,8 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
 
 
 def _without_quantizer(model: Any) -> Any:
-    """A model of the same configuration without weights of its own. The one that was loaded says that it is quantized,
-    though its weights are plain, and refuses to be saved."""
+    """A model of the same configuration without weights of its own. The loaded model calls itself quantized, though its
+    weights are plain, and refuses to be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):  # transformers 5.2 notes it on the model alone
         del config.quantization_config

@@ -387,7 +387,7 @@ class Questions:
         tools, variables = None, dict[str, Any]()
         form = self.engine.text
         if query.chat_template_kwargs or query.reasoning_effort:
-            told = self.engine.encoder.require_text("chat_template_kwargs").template.told
+            told = self.engine.encoder.require_text("chat_template_kwargs").template.choose_variables
             variables = told(query.chat_template_kwargs or {}, query.reasoning_effort)
         if isinstance(query, ToolAsking):
             tools = ToolFormat.of(self.engine.encoder.require_text("tools"), query.tools)
