@@ -22,7 +22,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that the C forms read, and the number of each in C. Torch's own operations compute the other dtypes."""
 
 LANES = 16
-"""How many numbers a vector in C holds."""
+"""Numbers of a vector in C."""
 
 FEW_ROWS = 8
 """Query rows that C keeps in registers."""
@@ -43,7 +43,10 @@ def architecture() -> str | None:
     known, forced = levels(), os.environ.get(LEVEL, "")
     if forced and known and forced not in known:
         raise InternalError(f"{LEVEL} is {forced!r}; it must be one of {', '.join(known)}, or unset")
-    return known.get(forced or capability()) if not forced or _runs(forced) else None
+    names, highest = list(known), capability()
+    if forced and (highest not in known or names.index(forced) < names.index(highest)):
+        return None
+    return known.get(forced or highest)
 
 
 def capability() -> str:
@@ -53,11 +56,6 @@ def capability() -> str:
     if platform.machine() == "aarch64":
         return "neon"
     return torch.backends.cpu.get_cpu_capability().lower()
-
-
-def _runs(level: str) -> bool:
-    names = list(levels())
-    return capability() in names and names.index(level) >= names.index(capability())
 
 
 @cache
@@ -87,7 +85,7 @@ def compiled() -> ctypes.CDLL:
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    """Where a tensor's numbers begin. The caller keeps the tensor alive."""
+    """The address of a tensor's numbers. The caller keeps the tensor alive."""
     return ctypes.c_void_p(tensor.data_ptr())
 
 

@@ -19,17 +19,17 @@ from kvshelf.kernels.transfer import host_memory
 T = TypeVar("T")
 
 BUFFER_BYTES: Final = 16 << 20
-"""Of a buffer: a third of a millisecond of PCIe 5, beside which starting a copy is nothing. Not measured."""
+"""Bytes of a buffer: a third of a millisecond of PCIe 5, against which the start of a copy is nothing. Not measured."""
 
 PINNED_BYTES: Final = 4 * BUFFER_BYTES
-"""Of the host, for each card, once something was copied in both directions."""
+"""Pinned memory of the host for each card that has copied in both directions."""
 
 _ALIGNED: Final = 256
 
 
 class Staging:
     """Two buffers between the host and a card for one direction, and the stream of its copies. Thread-safe: one call at
-    a time. A buffer is used again behind the event of its last copy."""
+    a time. A buffer is used again after the event of its last copy."""
 
     def __init__(self, device: torch.device) -> None:
         """Where the host pins no memory, each copy is waited for."""
@@ -184,23 +184,17 @@ def carried(
     moved = list(tensors)
     for source in dict.fromkeys(tensor.device for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.device == source]
-        for place, tensor in zip(places, _carried([tensors[place] for place in places], device, events), strict=True):
-            moved[place] = tensor
+        of_source = [tensors[place] for place in places]
+        if source.type == "cuda" and device.type == "cpu":
+            copies = leaving(source).fetch(of_source, events[source])
+        elif source.type == "cpu" and device.type == "cuda":
+            copies, event = arriving(device).send(of_source)
+            received(copies, event)
+        else:
+            copies = [tensor.to(device) for tensor in of_source]
+        for place, copy in zip(places, copies, strict=True):
+            moved[place] = copy
     return moved
-
-
-def _carried(
-    tensors: Sequence[Tensor], device: torch.device, events: Mapping[torch.device, torch.cuda.Event]
-) -> Sequence[Tensor]:
-    """Of tensors of one device."""
-    source = tensors[0].device
-    if source.type == "cuda" and device.type == "cpu":
-        return leaving(source).fetch(tensors, events[source])
-    if source.type == "cpu" and device.type == "cuda":
-        copies, event = arriving(device).send(tensors)
-        received(copies, event)
-        return copies
-    return [tensor.to(device) for tensor in tensors]
 
 
 def _octets(tensor: Tensor) -> Tensor:

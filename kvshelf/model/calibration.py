@@ -32,16 +32,10 @@ OWN_FOLDER = "kvshelf"
 """Name of the folder with files of kvshelf that a model's own folder may hold."""
 
 BESIDE_THE_WEIGHTS = "compresskv.json"
-"""Name of the calibration that a model's own folder may hold."""
-
 TRANSFORMS_BESIDE_THE_WEIGHTS = "klt.safetensors"
-"""Name of the transforms that a model's own folder may hold."""
-
 CHUNKS_BESIDE_THE_WEIGHTS = "fasa.json"
-"""Name of the frequency chunks that a model's own folder may hold."""
-
 SKEWS_BESIDE_THE_WEIGHTS = "infinigen.safetensors"
-"""Name of the skews that a model's own folder may hold."""
+"""Names of the calibration, the transforms, the frequency chunks and the skews in that folder."""
 
 _SKEWS = "kvshelf.skews/1"
 
@@ -87,7 +81,7 @@ class _InJson(BaseModel):
 
 
 class _Origin(BaseModel):
-    """How something was measured. For people: no code depends on it."""
+    """The circumstances of a measurement, for people: no code depends on them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -97,7 +91,7 @@ class _Origin(BaseModel):
 
 
 class Origin(_Origin):
-    """How a calibration was made."""
+    """The circumstances of a calibration."""
 
     answered: float = Field(ge=0, le=1, description="share of the generated tokens that were the needle's")
     compression_ratio: float = Field(gt=0, lt=1, description="under which the layers' errors were measured")
@@ -163,7 +157,7 @@ class Calibration(_InJson):
 
 
 class ChunksOrigin(_Origin):
-    """How chunks were measured."""
+    """The circumstances of a measurement of chunks."""
 
     top: int = Field(ge=1, description="keys of a query whose agreement was measured")
 
@@ -203,7 +197,7 @@ class Chunks(_InJson):
         return digest("kvshelf.chunks", canonical_json(content))
 
     def best(self, layer: int, count: int) -> list[list[int]]:
-        """Of each KV head, the `count` chunks that agree most, ascending; equal ones by the lower number."""
+        """The `count` chunks of each KV head that agree most, ascending; equal ones by the lower number."""
         heads = self.agreement[layer]
         return [sorted(sorted(range(len(head)), key=lambda f: -head[f])[:count]) for head in heads]
 
@@ -235,7 +229,7 @@ class Skews:
 
     @classmethod
     def from_file(cls, path: Path) -> Skews:
-        """Raises `PolicyUnsupported` for what `to_bytes` does not write."""
+        """Raises `PolicyUnsupported` for a file that `to_bytes` does not write."""
         try:
             with safe_open(path, "pt") as file:
                 skews = cls(file.metadata()[_SKEWS], tuple(map(file.get_tensor, sorted(file.keys()))))
@@ -317,7 +311,7 @@ def _read(from_file: Callable[[Path], Any], path: Path, number: int, changed_ns:
 
 
 class Paths(NamedTuple):
-    """Where a model's calibration, transforms, frequency chunks and skews lie."""
+    """The files of a model's calibration, transforms, frequency chunks and skews."""
 
     heads: Path
     transforms: Path
@@ -326,7 +320,7 @@ class Paths(NamedTuple):
 
 
 def paths(weights: str, folder: Path | None = None) -> Paths:
-    """For a model's folder, in `OWN_FOLDER`, or in the user's data folder, which holds those of many models."""
+    """The files in `OWN_FOLDER` of a model's folder, or those in the user's data folder, which has those of many."""
     names = BESIDE_THE_WEIGHTS, TRANSFORMS_BESIDE_THE_WEIGHTS, CHUNKS_BESIDE_THE_WEIGHTS, SKEWS_BESIDE_THE_WEIGHTS
     return Paths(*(_user_file(weights, name) if folder is None else folder / OWN_FOLDER / name for name in names))
 
@@ -373,7 +367,7 @@ def require_writable(path: Path) -> None:
 
 
 def save(measured: Calibration | Chunks | Skews, path: Path) -> None:
-    """Write what was measured atomically."""
+    """Write a calibration of any kind, atomically."""
     with written(path) as file:
         file.write(measured.to_bytes())
 

@@ -37,7 +37,7 @@ FAMILIES: Final = ("idefics3", "smolvlm")
 
 _FORMATS: Final = ("PNG", "JPEG")
 _MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-"""Of Pillow, with at most eight bits a channel."""
+"""Modes of Pillow with at most eight bits a channel."""
 
 _READERS: Final = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")
 """Classes of transformers that scale and normalize pixels for a tower."""
@@ -80,7 +80,7 @@ def size_of(data: bytes, param: str) -> tuple[int, int]:
 
 
 def pixels(data: bytes, param: str) -> Image:
-    """The pixels of a PNG or JPEG file, RGB, turned as its EXIF says; what is transparent lies on white.
+    """The pixels of a PNG or JPEG file, RGB, turned as its EXIF says, transparent parts on white.
 
     The size is read before any pixel. Raises `InvalidRequest` about `param`.
     """
@@ -123,7 +123,7 @@ class ImageEncoder:
     """The vision tower of a model and its processor. Thread-safe, but for `states`: that is for the model's thread.
 
     token_id: the token that stands for each state of an image. digest: of everything but the pixels that the states
-    depend on. nbytes: of the weights beside those of the language part.
+    depend on. nbytes: of its weights.
     """
 
     token_id: int

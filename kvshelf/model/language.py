@@ -15,7 +15,7 @@ from kvshelf.errors import PolicyUnsupported
 from kvshelf.model.devices import input_device
 
 _COMPARED: Final = 7
-"""Tokens whose logits are compared, to see whether a part says what the whole does."""
+"""Tokens whose logits are compared, to see whether a part gives those of the whole."""
 
 _ALIKE: Final = 1e-3
 """Differences of logits up to this share of the largest are rounding: the operations are the same ones."""

@@ -42,7 +42,7 @@ class LayerKind(NamedTuple):
         return self.attends and self.sees_all
 
     def seen(self, num_tokens: int) -> int:
-        """How many tokens of a document queries behind it see."""
+        """How many tokens of a document the queries after it see."""
         return tokens_seen(num_tokens, self.window, self.chunk)
 
 

@@ -2,8 +2,8 @@
 
 On a CPU `nn.functional.linear` lays the weights out anew in every call, which for a few rows takes as long as the
 product. kvshelf's own C form multiplies them where it was compiled, in bf16 where the processor has AVX512-BF16 and no
-AMX; elsewhere oneDNN does. Its two operations used here are what torch's own compiler makes of layers whose weights
-stay the same (`torch._inductor`, freezing).
+AMX; elsewhere oneDNN does. torch's own compiler uses the same two operations of oneDNN for layers whose
+weights stay the same (`torch._inductor`, freezing).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PackedLinear(nn.Module, abc.ABC):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is what `of` makes of a weight `[out_features, in_features]`."""
+        """weight: in the layout of `_packed`."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias

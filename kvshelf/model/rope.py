@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +101,13 @@ class Rope:
             return None
         kind = getattr(embedding, "rope_type", "default")
         # Phi slices the rotated channels before it calls its function; in GLM and Phi-3 the function slices them.
-        turn = partial(_by_model, apply, getattr(attention, "rotary_ndims", None))
+        channels = getattr(attention, "rotary_ndims", None)
+
+        def turn(states: Tensor, *tables: Tensor) -> Tensor:
+            part = states[None, None, :, :channels]
+            turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))
+            return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
+
         device = input_device(model)
         cos, sin = _tables(embedding, torch.arange(1, 3, device=device))
         planes = _Planes.of(turn, head_size(model.config), cos.shape[1], device)
@@ -176,15 +182,6 @@ def _tables(embedding: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
     like: Any = torch.zeros(1, 1, device=positions.device)
     cos, sin = embedding(like, positions.long().unsqueeze(0))
     return cos[0].float().to(positions.device), sin[0].float().to(positions.device)
-
-
-def _by_model(
-    apply: Callable[..., tuple[Tensor, Tensor]], channels: int | None, states: Tensor, *tables: Tensor
-) -> Tensor:
-    """What a model's function makes of the first `channels` of states `[n, D]` with tables `[n, T]`."""
-    part = states[None, None, :, :channels]
-    turned, _ = apply(part, part, *(table.unsqueeze(0) for table in tables))
-    return torch.cat([turned[0, 0], states[:, turned.shape[-1] :]], dim=-1)
 
 
 def changes_with_length(config: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, overload
 from kvshelf.errors import InvalidRequest
 
 MOST_PARTS: Final = 10_000
-"""Of one text. Each part is a prefill and a cache of its own."""
+"""Most parts of one text. Each part is a prefill and a cache of its own."""
 
 _ENDS: Final = tuple(
     re.compile(pattern)
@@ -22,7 +22,7 @@ _ENDS: Final = tuple(
         r"\s+",  # a word
     )
 )
-"""What a part may end with, the best first."""
+"""Patterns of the ends of parts, the best first."""
 
 _CHARACTERS_PER_TOKEN: Final = 4
 """A guess for the first part, because only encoding gives the tokens; later parts take the last one's length."""

@@ -162,7 +162,7 @@ class TextFormat:
         return () if self.thoughts is None else (self.thoughts.opening, self.thoughts.closing)
 
     def opens_thought(self, options: TemplateOptions, last_role: str = "user") -> bool:
-        """Whether the prompt behind a message of this role opens the answer's thoughts."""
+        """Whether the prompt after a message of this role opens the answer's thoughts."""
         if self.thoughts is None:
             return False
         turns: list[Message] = [{"role": "user", "content": "?"}]
@@ -380,7 +380,7 @@ class TextFormat:
         return self._write([{"role": "user", "content": text}], options, opening=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text behind another; control tokens in it are text."""
+        """Token ids of a text that follows another; control tokens in it are text."""
         return self.tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -466,7 +466,7 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class _Script:
-    """Messages behind a cache, and how the template writes them. The fields are arguments of `TextFormat.prompt`."""
+    """Messages after a cache, which the template writes. The fields are arguments of `TextFormat.prompt`."""
 
     form: TextFormat
     boundary: Boundary | None
@@ -614,7 +614,7 @@ class _Script:
         return lambda text: self.form.tokens.broken(text, signs.breaker, kept)
 
     def _ends(self, signs: _Signs, text: str, runs: Sequence[Run], *, opening: bool) -> tuple[dict[int, int], int]:
-        """As of a `Prompt`."""
+        """`ends` and `first` of a `Prompt`."""
         if len(self.messages) < 2 and self.boundary is not None:
             return {}, 0
         if not (places := self._places(signs, text, opening=opening)):

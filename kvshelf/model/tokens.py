@@ -57,7 +57,8 @@ class Tokens:
         self.control.no_padding()
         self.control.no_truncation()
         added = [token for token in settings["added_tokens"] if _opens(token["content"])]
-        self.marks = {token["content"]: _mark(token) for token in added}
+        flags = ("special", "lstrip", "rstrip", "normalized")
+        self.marks = {t["content"]: Mark(t["id"], t["content"], *(t[flag] for flag in flags)) for t in added}
         self._mark_ids = frozenset(mark.id for mark in self.marks.values())
         longest_first = sorted(self.marks, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -202,11 +203,6 @@ def unused_characters(texts: Sequence[str], count: int) -> list[str]:
     used = set().union(*texts) if texts else set()
     private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)))
     return list(islice((letter for letter in private if letter not in used), count))
-
-
-def _mark(token: dict[str, Any]) -> Mark:
-    flags = (token["special"], token["lstrip"], token["rstrip"], token["normalized"])
-    return Mark(token["id"], token["content"], *flags)
 
 
 def _opens(text: str) -> bool:

@@ -114,13 +114,13 @@ def test_pieces_are_the_ids_of_the_whole_text(kind, template):
     document, turns = "the book is on", ["the book?", "on the book", "is the book there"]
     said = [{"role": role, "content": turn} for role, turn in zip(("user", "assistant", "user"), turns, strict=True)]
     encoded = form.document(document, "chat")
-    asked = form.prompt("document", said, opening=True).token_ids
+    token_ids = form.prompt("document", said, opening=True).token_ids
     whole = kind.apply_chat_template(
         [{"role": "user", "content": f"{document}\n\n{turns[0]}"}, *said[1:]],
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert encoded.token_ids + asked == kind(whole, add_special_tokens=False).input_ids
+    assert encoded.token_ids + token_ids == kind(whole, add_special_tokens=False).input_ids
     assert form.prompt(None, said, opening=True).token_ids == kind(
         kind.apply_chat_template(said, tokenize=False, add_generation_prompt=True), add_special_tokens=False
     ).input_ids  # fmt: skip

@@ -27,7 +27,7 @@ from kvshelf.kernels.staging import carried
 
 _LANES = 32
 _OF_A_RUN = 7
-"""What a lane reads of its run: see `_decode`."""
+"""Numbers of a run in the table of `_fields`."""
 
 
 def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> list[tuple[Tensor, list[bool]]]:
@@ -56,7 +56,7 @@ def decode_all(arrays: Sequence[Runs], tables: Tables, device: torch.device) -> 
 
 
 def _laid_out(arrays: Sequence[Runs], places: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """What `_decode` reads of each run, `[runs, 7]` int64, and the run and the word of flags of each lane, `[lanes, 2]`
+    """The fields of each run, `[runs, 7]` int64, and the run and the word of flags of each lane, `[lanes, 2]`
     int32."""
     runs: list[np.ndarray] = [np.empty((0, _OF_A_RUN), np.int64)]
     lanes: list[np.ndarray] = [np.empty((0, 2), np.int32)]
@@ -91,8 +91,8 @@ def _word(words, index, mask):
 
 @triton.jit
 def _fields(fields, live):
-    """Of the run of each lane: where its words begin, how many they are, its rows and channels, where the tables of
-    its channels and its output begin, and the distance of two channels there."""
+    """The fields of each lane's run: where its words begin, how many they are, its rows and channels, where the tables
+    of its channels and its output begin, and the distance of two channels there."""
     head = tl.load(fields, mask=live, other=0)
     size = tl.load(fields + 1, mask=live, other=0)
     rows = tl.load(fields + 2, mask=live, other=0).to(tl.int32)

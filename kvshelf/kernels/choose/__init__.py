@@ -35,7 +35,7 @@ class Units:
     """The units of one prefix, packed by head: head h owns `counts[h]` of them. They never change.
 
     low: `[units, W]` fp32 or bf16, the summaries. span: the same shape and dtype, or None; times `scale`. ends:
-    `[units]` int32, the row of the head behind the unit's last one. forced: `[units]` bool, read whatever their scores.
+    `[units]` int32, the row of the head after the unit's last one. forced: `[units]` bool, read whatever their scores.
     by_column: low and span are `[W, units]`, which is faster for many units of few columns. parents: coarser units of
     the same rows, each of `children` of these (the last of a head may have fewer): only units of the better half of
     them are chosen. views: low and span are memory of the prefix.
@@ -130,7 +130,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """How a query chooses at one layer, over the units of all its prefixes together, and where the rows go.
+    """The choice of a query at one layer, over the units of all its prefixes together.
 
     budget: most rows of a KV head, of all prefixes, those of forced units included. linear, relu, group: see the
     formula. columns: the channel of the query that each of the W columns stands for, `[kv_heads, W]` int64; None: W is

@@ -26,7 +26,7 @@ _TILE = 4096
 """Elements of a tile."""
 
 _FEWEST_CHANNELS = 8
-"""Of a tile: 16 bytes of bf16 a token. With fewer, long partitions would read each 32-byte sector many times."""
+"""16 bytes of bf16 a token. With fewer channels a tile, long partitions would read each 32-byte sector many times."""
 
 
 def lag_scores(keys: Tensor, values: Tensor, lag: int, own_scale: bool, value_weight: float) -> Tensor:

@@ -20,16 +20,7 @@ import torch
 from torch import Tensor
 
 from kvshelf.kernels.choose import native as choosing
-from kvshelf.kernels.native import (
-    FEW_ROWS,
-    LANES,
-    TYPES,
-    WIDTHS,
-    Bf16Products,
-    Part,
-    bf16_products,
-    run_parts,
-)
+from kvshelf.kernels.native import FEW_ROWS, LANES, TYPES, WIDTHS, Bf16Products, Part, bf16_products, run_parts
 from kvshelf.kernels.prefix_attention import eager
 from kvshelf.kernels.prefix_attention.prefixes import (
     BatchLayout,
@@ -49,7 +40,7 @@ _RUNS = 8
 """Runs for each thread, where entries are enough, so that no thread waits long for the last run of another."""
 
 _ITEMSIZE = torch.float32.itemsize
-"""Of queries in registers, whatever their dtype."""
+"""Bytes of an element of the queries in registers, whatever their dtype."""
 
 _LEAST_RUN = 512
 """Fewest entries of a run, so that a run writes far fewer bytes than it reads."""
@@ -165,7 +156,7 @@ def _takes(queries: Tensor, states: Rows, rows: int = 1, dim: int | None = None)
 def attend_shares(
     queries: Tensor, prefixes: Sequence[Sequence[Prefix]], value_dim: int, layout: BatchLayout, rules: LogitRules
 ) -> tuple[Tensor, Tensor]:
-    """As of `eager`, which computes the shares that C cannot."""
+    """As `eager.attend_shares`, which computes the shares that C cannot."""
     computable = _computable(queries, prefixes, layout)
     if not any(computable):
         return eager.attend_shares(queries, prefixes, value_dim, layout, rules)

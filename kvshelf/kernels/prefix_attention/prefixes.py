@@ -267,7 +267,13 @@ class BatchLayout:
         0 it is one of the document's, whose last is -1. The same tensor at each call."""
         since = self.sights.get((window, chunk))
         if since is None:
-            begins = self._places - window + 1 if window is not None else self._chunk_begins(chunk)
+            if window is not None:
+                begins = self._places - window + 1
+            else:
+                assert chunk is not None
+                assert len(self.starts) == len(self.shares), "chunks are counted from the document's first token"
+                starts = torch.tensor(self.starts, dtype=torch.int32).repeat_interleave(torch.tensor(self.shares))
+                begins = (self._places + starts) // chunk * chunk - starts
             since = self.sights[window, chunk] = begins.to(self.device)
         return since
 
@@ -280,12 +286,6 @@ class BatchLayout:
                 if first >= 0:
                     places[first : first + rows.new] = range(length - rows.new, length)
         return torch.tensor(places, dtype=torch.int32)
-
-    def _chunk_begins(self, chunk: int | None) -> Tensor:
-        assert chunk is not None
-        assert len(self.starts) == len(self.shares), "chunks are counted from the document's first token"
-        starts = torch.tensor(self.starts, dtype=torch.int32).repeat_interleave(torch.tensor(self.shares))
-        return (self._places + starts) // chunk * chunk - starts
 
     @cached_property
     def gathers(self) -> list[Tensor | None]:

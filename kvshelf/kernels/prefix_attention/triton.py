@@ -183,10 +183,7 @@ def suffix_tiles(dim: int, value_dim: int, itemsize: int, rows: int) -> dict[str
 
 
 def _head_blocks(dim: int, value_dim: int) -> dict[str, int]:
-    return {
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
-    }
+    return {"BLOCK_D": max(16, triton.next_power_of_2(dim)), "BLOCK_DV": max(16, triton.next_power_of_2(value_dim))}
 
 
 def aligned(*tensors: Tensor) -> bool:

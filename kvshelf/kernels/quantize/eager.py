@@ -25,7 +25,10 @@ def quantize(x: Tensor, bits: int, group: int, axis: Axis) -> tuple[Tensor, Tens
     codes, scales, zeros = empty(x, bits, group, axis)
     dim, rows_of_group = _along(axis, group)
     for start, stop in _blocks(0, len(x), x.shape[1], rows_of_group):
-        by_group = torch.unflatten(_completed(x[start:stop].float(), dim, group), dim, (-1, group))
+        block = x[start:stop].float()
+        if missing := -block.shape[dim] % group:  # repeating the last row or column changes no minimum or maximum
+            block = torch.cat([block, block.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim)
+        by_group = torch.unflatten(block, dim, (-1, group))
         groups = slice(start // rows_of_group, -(-stop // rows_of_group))
         numbers, scales[groups], zeros[groups] = _quantize(by_group, dim + 1, bits)
         codes[start:stop] = _pack(numbers.flatten(dim, dim + 1)[: stop - start, : x.shape[1]], bits)
@@ -68,14 +71,6 @@ def _blocks(start: int, stop: int, num_channels: int, group: int) -> Iterator[tu
     rows = max(1, _BLOCK_ELEMENTS // (num_channels * group)) * group
     for begin in range(start - start % group, stop, rows):
         yield max(begin, start), min(begin + rows, stop)
-
-
-def _completed(x: Tensor, dim: int, group: int) -> Tensor:
-    """`x` with its last row or column repeated until the last group is whole, which changes no minimum or maximum."""
-    missing = -x.shape[dim] % group
-    if not missing:
-        return x
-    return torch.cat([x, x.narrow(dim, -1, 1).repeat_interleave(missing, dim)], dim)
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

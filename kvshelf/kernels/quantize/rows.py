@@ -90,10 +90,6 @@ class QuantizedRows(Coded):
         """The same rows with each tensor moved."""
         return replace(self, codes=move(self.codes), scales=move(self.scales), zeros=move(self.zeros))
 
-    def head(self, index: int) -> HeadRows:
-        """The rows of one KV head, as views."""
-        return self.heads()[index]
-
     def heads(self) -> list[HeadRows]:
         """The rows of every KV head, as views."""
         lengths = list(self.lengths)

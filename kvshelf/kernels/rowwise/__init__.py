@@ -19,15 +19,7 @@ from kvshelf.kernels.dispatch import form, implementation
 from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
 from kvshelf.kernels.rowwise.fusing import adjacent, products_of_one
 from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
-from kvshelf.kernels.rowwise.native import (
-    BLOCK_ROWS,
-    LINES,
-    PANEL,
-    WEIGHT_DTYPES,
-    RowProgram,
-    multiply,
-    multiply_lines,
-)
+from kvshelf.kernels.rowwise.native import BLOCK_ROWS, LINES, PANEL, WEIGHT_DTYPES, RowProgram, multiply, multiply_lines
 
 __all__ = [
     "BLOCK_ROWS",

@@ -72,7 +72,7 @@ def fused(
 
 
 def _products(run: Sequence[Instruction]) -> Iterator[Product]:
-    """Products of the same values, as one where their weights lie one behind the other: see `adjacent`."""
+    """Products of the same values, as one where their weights are adjacent in memory: see `adjacent`."""
     joined: list[Instruction] = []
     for step in run:
         assert step.weight is not None
@@ -84,7 +84,7 @@ def _products(run: Sequence[Instruction]) -> Iterator[Product]:
 
 
 def adjacent(one: Tensor | None, other: Tensor) -> bool:
-    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right behind another of as many inputs."""
+    """Whether a weight `[inputs, outputs]`, output by output in memory, lies right after another of as many inputs."""
     if one is None or len(one) != len(other) or not (one.T.is_contiguous() and other.T.is_contiguous()):
         return False
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -65,6 +65,6 @@ def keep_best(
 
 
 def _strides(keys: Tensor, values: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Of keys, then of values: bytes from head to head, from row to row, and of a row."""
+    """Bytes from head to head, from row to row, and of a row, of keys and then of values."""
     of_both = (number for states in (keys, values) for number in (*states.stride()[:2], states.shape[2]))
     return (ctypes.c_int64 * 6)(*(number * keys.itemsize for number in of_both))

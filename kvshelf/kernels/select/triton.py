@@ -26,7 +26,7 @@ from kvshelf.kernels.transfer import upload_numbers
 
 _SPAN = 256
 _TILE_BYTES = 8 * 1024
-"""Of the keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
+"""Bytes of keys or values that `pack` copies at a time: 64 bytes a thread. Twice as many spill under Triton 3.6."""
 
 
 def select(scores: Tensor, protected: Tensor, counts: Counts) -> Tensor:

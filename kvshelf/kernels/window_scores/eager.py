@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,18 +17,13 @@ _ROWS_PER_PRODUCT = 128
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor], None]
-"""`multiply` below, or another form of it."""
-
-
-class Halves(NamedTuple):
-    """The two steps of the scores: `multiply` and `add_weights` below, or other forms of them."""
-
-    multiply: Multiply
-    add_weights: Callable[[Tensor, Tensor, Tensor, str], None]
+AddWeights = Callable[[Tensor, Tensor, Tensor, str], None]
+"""`multiply` and `add_weights` below, or other forms of them."""
 
 
 def scores_by(
-    halves: Halves,
+    multiply: Multiply,
+    add_weights: AddWeights,
     queries: Tensor,
     keys: Tensor,
     scale: float,
@@ -49,12 +43,14 @@ def scores_by(
             block = slice(start, start + _ROWS_PER_PRODUCT)
             logits, spare = buffers[:, : len(rows[block])]
             own = None if own_keys is None else own_keys[head]
-            _fill_logits(halves.multiply, logits, rows[block], keys[head], own, future[block])
-            halves.add_weights(scores[head], logits, spare, reduce)
+            _fill_logits(multiply, logits, rows[block], keys[head], own, future[block])
+            add_weights(scores[head], logits, spare, reduce)
     return pooled(scores if reduce == "max" else scores.div_(len(future)), kernel, pooling)
 
 
-def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor) -> Tensor:
+def pass_scores_by(
+    multiply: Multiply, add_weights: AddWeights, queries: Tensor, keys: Tensor, scale: float, own_keys: Tensor
+) -> Tensor:
     (passes, q_heads, num_rows, dim), (kv_heads, num_keys, _), length = queries.shape, keys.shape, own_keys.shape[2]
     future = torch.ones(num_rows, length, dtype=torch.bool, device=keys.device).triu(length - num_rows + 1)
     grouped = (queries * scale).view(passes, kv_heads, q_heads // kv_heads, num_rows, dim)
@@ -67,10 +63,10 @@ def pass_scores_by(halves: Halves, queries: Tensor, keys: Tensor, scale: float, 
         for start in range(0, passes, at_once):
             some, own = grouped[start : start + at_once, head], own_keys[start : start + at_once, head]
             logits, spare = buffers[:, : len(some) * rows_of_pass]
-            halves.multiply(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
+            multiply(some.reshape(-1, dim), keys[head], logits[:, :num_keys])
             own_logits = (some @ own.mT[:, None]).float().masked_fill_(future, -torch.inf)  # [passes, group, R, T]
             logits[:, num_keys:] = own_logits.flatten(0, 2)
-            halves.add_weights(scores[head], logits, spare, "max")
+            add_weights(scores[head], logits, spare, "max")
     return scores
 
 
@@ -110,9 +106,8 @@ def multiply(rows: Tensor, keys: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(rows, keys.T))
 
 
-_HALVES = Halves(multiply, add_weights)
-window_scores = partial(scores_by, _HALVES)
-pass_scores = partial(pass_scores_by, _HALVES)
+window_scores = partial(scores_by, multiply, add_weights)
+pass_scores = partial(pass_scores_by, multiply, add_weights)
 
 
 def _fill_logits(

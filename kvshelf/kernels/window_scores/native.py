@@ -34,6 +34,5 @@ def _add_weights(scores: Tensor, logits: Tensor, spare: Tensor, reduce: str) -> 
     )  # fmt: skip
 
 
-_HALVES = eager.Halves(_multiply, _add_weights)
-window_scores = partial(eager.scores_by, _HALVES)
-pass_scores = partial(eager.pass_scores_by, _HALVES)
+window_scores = partial(eager.scores_by, _multiply, _add_weights)
+pass_scores = partial(eager.pass_scores_by, _multiply, _add_weights)

@@ -48,7 +48,7 @@ _FAMILIES: Final = (
     ("<|user|>", "Zephyr and Phi"),
     ("USER:", "Vicuna"),
 )
-"""By the first of these marks in a template."""
+"""Marks and the families of templates; the first mark that a template has gives its family."""
 
 
 class ChatTemplate:

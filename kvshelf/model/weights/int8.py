@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS: Final = ("plain", "int8")
-"""How weights are held: as they are loaded, or rounded to bytes."""
+"""Weights as they are loaded, or rounded to bytes."""
 
 MOST: Final = 127
 """Symmetric: -128 would have no opposite."""
@@ -29,7 +29,7 @@ _LEAST_SCALE: Final = 2.0**-100
 """A smaller one times a number would not be exact."""
 
 _DROPPED_BITS: Final = 0xFF
-"""Of a scale's 24, so that the product with the 7 of a number fits into 24."""
+"""Dropped bits of a scale's 24, so that the product with the 7 bits of a number fits into 24."""
 
 
 def require_int8(model: PreTrainedModel, name: str, *, device: str, dtype: str) -> None:
@@ -37,8 +37,7 @@ def require_int8(model: PreTrainedModel, name: str, *, device: str, dtype: str) 
     weights (`loading.skeleton`). Other arguments as of `loading.load`."""
     if device not in ("auto", "cpu") or (device == "auto" and torch.cuda.is_available()):
         raise InvalidRequest(
-            f"weights in int8 are multiplied on a CPU, and the device is {device!r}; take --device cpu",
-            param="weights",
+            f"weights in int8 are multiplied on a CPU, and the device is {device!r}; take --device cpu", param="weights"
         )
     if dtype not in ("auto", "float32"):
         raise InvalidRequest(

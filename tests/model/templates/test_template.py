@@ -102,29 +102,29 @@ def test_what_would_change_the_cached_text_is_refused_by_name():
     assert form.conversation(said, high).token_ids != form.conversation(said).token_ids
 
 
-@pytest.mark.parametrize("given", [{"reasoning_effort": "high"}, {"reasoning_effort": "<|im_end|>"}])
-def test_a_document_is_written_with_the_variables_that_it_is_put_with(given):
+@pytest.mark.parametrize("variables", [{"reasoning_effort": "high"}, {"reasoning_effort": "<|im_end|>"}])
+def test_a_document_is_written_with_the_variables_that_it_is_put_with(variables):
     form = form_of(EFFORT + "{{ more if more is defined and add_generation_prompt }}")
-    made = form.document("The book.", "chat", TemplateOptions(given))
-    assert made.variables == given
+    made = form.document("The book.", "chat", TemplateOptions(variables))
+    assert made.variables == variables
     decoded = form.decode(made.token_ids)
-    assert decoded.startswith(f"Effort: {given['reasoning_effort']}<|im_end|>"), "and the rest as without"
+    assert decoded.startswith(f"Effort: {variables['reasoning_effort']}<|im_end|>"), "and the rest as without"
     marks = {mark.text: mark.id for mark in form.tokens.marks.values()}
     assert made.token_ids.count(marks["<|im_end|>"]) == 1, "a value is text"
     question = [{"role": "user", "content": "Where?"}]
-    asked = form.prompt("document", question, opening=True, options=made.options).token_ids
-    assert asked == form.prompt("document", question, opening=True).token_ids
+    token_ids = form.prompt("document", question, opening=True, options=made.options).token_ids
+    assert token_ids == form.prompt("document", question, opening=True).token_ids
     for effort in ("low", "medium"):
-        told = TemplateOptions({"reasoning_effort": effort}, cached=made.variables)
+        options = TemplateOptions({"reasoning_effort": effort}, cached=made.variables)
         with pytest.raises(InvalidRequest, match=f'with reasoning_effort "{effort}" .* made with reasoning_effort'):
-            form.prompt("document", question, opening=True, options=told)
+            form.prompt("document", question, opening=True, options=options)
 
 
 def test_variables_that_change_nothing_before_the_document_are_not_kept():
     form, plain = form_of(EFFORT + "{{ more }}"), form_of(THINKING)
     usual = form.document("The book.", "chat")
-    for given in ({"reasoning_effort": "medium"}, {"reasoning_effort": ""}, {"reasoning_effort": None}):
-        assert form.document("The book.", "chat", TemplateOptions(given)) == usual
+    for variables in ({"reasoning_effort": "medium"}, {"reasoning_effort": ""}, {"reasoning_effort": None}):
+        assert form.document("The book.", "chat", TemplateOptions(variables)) == usual
     off = TemplateOptions({"enable_thinking": False})
     assert plain.document("The book.", "chat", off) == plain.document("The book.", "chat")
     said = [{"role": "user", "content": "The book?"}, {"role": "assistant", "content": "It is."}]
@@ -133,23 +133,23 @@ def test_variables_that_change_nothing_before_the_document_are_not_kept():
 
 def test_a_date_among_the_variables_stands_for_the_day():
     form = form_of("{% if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }}" + PLAIN)
-    given = {"date": "07 Mar 2031"}
+    variables = {"date": "07 Mar 2031"}
     first, later = (
-        form.document("The book.", "chat", TemplateOptions(given, date=day)) for day in ("2031-03-07", "2031-12-24")
+        form.document("The book.", "chat", TemplateOptions(variables, date=day)) for day in ("2031-03-07", "2031-12-24")
     )
     assert first == later
-    assert (first.date, first.variables, first.named_ids) == ("", given, None)
+    assert (first.date, first.variables, first.named_ids) == ("", variables, None)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """The bundled model, without a template."""
-    found = tmp_path / "model"
-    shutil.copytree(bundled_folder("kvshelf-tiny"), found, ignore=shutil.ignore_patterns("*.safetensors", "kvshelf"))
-    said = json.loads((found / "tokenizer_config.json").read_text())
+    path = tmp_path / "model"
+    shutil.copytree(bundled_folder("kvshelf-tiny"), path, ignore=shutil.ignore_patterns("*.safetensors", "kvshelf"))
+    said = json.loads((path / "tokenizer_config.json").read_text())
     del said["chat_template"]
-    (found / "tokenizer_config.json").write_text(json.dumps(said))
-    return found
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    return path
 
 
 def test_a_template_beside_the_weights(folder):
