@@ -21,19 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvshelf.kernels.rowwise import (
-    LANES,
-    LINES,
-    PANEL,
-    WEIGHT_DTYPES,
-    adjacent,
-    available,
-    linear,
-    multiplies_bf16,
-    pack_weight,
-    plain_linear,
-    unpack_weight,
-)
+from kvshelf.kernels.native import LANES
+from kvshelf.kernels.rowwise import available, linear, multiplies_bf16, pack_weight, plain_linear, unpack_weight
+from kvshelf.kernels.rowwise.fusing import adjacent
+from kvshelf.kernels.rowwise.native import LINES, PANEL, WEIGHT_DTYPES
 from kvshelf.model.devices import hooked
 from kvshelf.model.weights.int8 import as_int8, linear_layers
 

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import fields, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshelf.errors import InvalidTensor
@@ -301,8 +301,8 @@ def test_c_reads_nothing_behind_pruned_keys(dtype, bits, guarded):
     )
     q, layout = random(2, 4, 64, dtype=dtype, seed=1), one_document(2)
     suffixes = states(layout, 2, 64, 64, dtype)
-    fields = [(replace(document, keys=at_end),)], suffixes, layout, LogitRules(0.1)
-    assert error(prefix_attention(q, *fields), reference.prefix_attention(q, *fields)) < TOLERANCE[dtype]
+    arguments = [(replace(document, keys=at_end),)], suffixes, layout, LogitRules(0.1)
+    assert error(prefix_attention(q, *arguments), reference.prefix_attention(q, *arguments)) < TOLERANCE[dtype]
 
 
 @pytest.fixture
@@ -393,7 +393,7 @@ def batches(draw):
 
 
 @settings(max_examples=amount(40, 120), deadline=None)
-@fields(batches())
+@given(batches())
 def test_any_batch(batch):
     # With the scale of the other tests a merged prefix has logits of 20 and more, and float32's rounding of such a
     # logit alone moves a weight by the tolerance: one draw in some thousands failed.
@@ -401,7 +401,7 @@ def test_any_batch(batch):
 
 
 @settings(max_examples=amount(20, 40), deadline=None)
-@fields(batches(), st.data())
+@given(batches(), st.data())
 def test_neighbours_change_nothing(batch, data):
     """What others ask, and what their documents and suffixes hold, is nothing to a token."""
     queries, prefixes, layout, kv_heads, value_dim = batch

@@ -13,17 +13,9 @@ from kvshelf.errors import InvalidTensor
 from kvshelf.kernels.compiling import levels
 from kvshelf.kernels.native import LEVEL, library
 from kvshelf.kernels.prefix_attention import LogitRules, causal_attention, eager
-from kvshelf.kernels.rowwise import (
-    Buffer,
-    Instruction,
-    Place,
-    RowProgram,
-    available,
-    linear,
-    multiplies_bf16,
-    pack_weight,
-    unpack_weight,
-)
+from kvshelf.kernels.rowwise import available, linear, multiplies_bf16, pack_weight, unpack_weight
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.native import RowProgram
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="no library was compiled for this CPU"),

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvshelf.engine.forward.lowering import lower
 from kvshelf.engine.forward.tracing import trace
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place, products_of_one, row_programs
-from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused
+from kvshelf.kernels.rowwise import row_programs
+from kvshelf.kernels.rowwise.fusing import WORDS, Fusion, Product, fused, products_of_one
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
 from kvshelf.kernels.tiles import warps
 from tests.kernels.compiling import Variant, require_fits
 from tests.kernels.references import rowwise as reference

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -203,9 +202,10 @@ def _make(prefixes: Sequence[Sequence[Prefix]], layout: BatchLayout, setting: Se
     launches = [Launch(kind, part) for kind, part in zip(kinds, parts, strict=True) if len(part)]
     streamed = []
     for share, of_share in enumerate(prefixes):
+        rows_of_split = setting.kv_heads * setting.group * layout.shares[share]
         places = (place for place, prefix in enumerate(of_share) if isinstance(prefix, StreamedPrefix))
-        rows = count(work.first_rows[share], work.rows_of_split[share])
-        streamed += [Streamed(share, place, row) for place, row in zip(places, rows, strict=False)]
+        for i, place in enumerate(places):  # its splits come first
+            streamed.append(Streamed(share, place, int(work.shares[share, 0]) + i * rows_of_split))
     references = tuple(ref(prefix) for of_share in prefixes for prefix in of_share)
     return WorkTable(key, references, launches, streamed, shares, work.scratch_rows, work.block_m)
 
@@ -231,17 +231,14 @@ class _Outline(NamedTuple):
 class _Unplaced:
     """A table without addresses, on the CPU.
 
-    items: `[n, 7]`, by kind, columns 0 to 6. counts: how many each kind has. segments: of an item, prefix * kv_heads +
-    head. shares: as in `WorkTable`. first_rows, rows_of_split: where the results of each share begin, and the scratch
-    rows of a split of it.
+    items: `[n, 7]`, by kind, columns 0 to 6. counts: items of each kind. segments: of each item, prefix * kv_heads +
+    head. shares: as in `WorkTable`.
     """
 
     items: Tensor
     counts: list[int]
     segments: Tensor
     shares: Tensor
-    first_rows: list[int]
-    rows_of_split: list[int]
     scratch_rows: int
     block_m: int
 
@@ -278,8 +275,6 @@ def _unplaced(outline: _Outline) -> _Unplaced:
         kinds[segment // kv_heads].bincount(minlength=len(set(outline.kind))).tolist(),
         order[segment // kv_heads] * kv_heads + segment % kv_heads,
         torch.cat([base[:, None], counts], dim=1),
-        base.tolist(),
-        (kv_heads * rows).tolist(),
         int(scratch.sum()),
         block_m,
     )

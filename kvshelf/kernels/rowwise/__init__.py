@@ -17,30 +17,7 @@ from torch import Tensor
 from kvshelf.kernels.checks import require
 from kvshelf.kernels.dispatch import form, implementation
 from kvshelf.kernels.native import LANES, Bf16Products, bf16_products, library
-from kvshelf.kernels.rowwise.fusing import adjacent, products_of_one
-from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
-from kvshelf.kernels.rowwise.native import BLOCK_ROWS, LINES, PANEL, WEIGHT_DTYPES, RowProgram, multiply, multiply_lines
-
-__all__ = [
-    "BLOCK_ROWS",
-    "LANES",
-    "LINES",
-    "PANEL",
-    "WEIGHT_DTYPES",
-    "Buffer",
-    "Instruction",
-    "Place",
-    "RowProgram",
-    "adjacent",
-    "available",
-    "linear",
-    "multiplies_bf16",
-    "pack_weight",
-    "plain_linear",
-    "products_of_one",
-    "row_programs",
-    "unpack_weight",
-]
+from kvshelf.kernels.rowwise.native import LINES, PANEL, WEIGHT_DTYPES, RowProgram, multiply, multiply_lines
 
 
 def available() -> bool:

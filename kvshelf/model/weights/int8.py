@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvshelf.errors import InvalidRequest, PolicyUnsupported
-from kvshelf.kernels.rowwise import PANEL
+from kvshelf.kernels.rowwise.native import PANEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kvshelf.kernels.rowwise import Buffer, Instruction, Place
+from kvshelf.kernels.rowwise.instructions import Buffer, Instruction, Place
 
 ONE = {
     "copy": lambda x: x,
